@@ -25,10 +25,9 @@ from benchmarks.cpu.saving import Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from executor.checkpoint import Checkpoint
-from executor.checkpoint.files.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.files.system_calls import Files, write_all
-from executor.checkpoint.format.reader import NUM_READERS
 from executor.direct_io import enable_direct_io, pages
+from planner.checkpoints.policy import CHUNK_BYTES, NUM_THREADS
 from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"
@@ -46,7 +45,7 @@ def raw_write(path: Path, data: memoryview) -> float:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, len(data))
     enable_direct_io(fd, probes=False)
-    with concurrent.futures.ThreadPoolExecutor(NUM_WRITERS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
         chunks = range(0, len(data), CHUNK_BYTES)
         list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
     os.fsync(fd)
@@ -58,15 +57,15 @@ def raw_read(path: Path, num_bytes: int) -> float:
     """Read so many bytes past the page cache by as many threads as we do, each into one buffer; return bytes/s."""
 
     def read(first: int) -> None:
-        for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
+        for at in range(first * CHUNK_BYTES, num_bytes, NUM_THREADS * CHUNK_BYTES):
             os.preadv(fd, [buffers[first]], at)
 
-    buffers = [pages(CHUNK_BYTES).data for _ in range(NUM_READERS)]
+    buffers = [pages(CHUNK_BYTES).data for _ in range(NUM_THREADS)]
     start_s = time.perf_counter()
     fd = os.open(path, os.O_RDONLY)
     enable_direct_io(fd, probes=False)
-    with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
-        list(pool.map(read, range(NUM_READERS)))
+    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(read, range(NUM_THREADS)))
     os.close(fd)
     return num_bytes / (time.perf_counter() - start_s)
 
@@ -105,8 +104,8 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
         reads.append({name: measure() for name, measure in (*ways[number % 3 :], *ways[: number % 3])})
     return {
         "checkpoint_bytes": num_bytes,
-        "num_writers": NUM_WRITERS,
-        "num_readers": NUM_READERS,
+        "num_writers": NUM_THREADS,
+        "num_readers": NUM_THREADS,
         "raw_write_bytes_per_s": statistics.median(r["raw"] for r in writes),
         "raw_read_bytes_per_s": statistics.median(r["raw"] for r in reads),
         "write_of_raw": statistics.median(r["ours"] / r["raw"] for r in writes),

@@ -8,10 +8,9 @@ from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
 from executor.checkpoint.format.manifest import Manifest, Part, tensors_of
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.levels import Level, Levels
-from executor.checkpoint.places.locating import checkpoint_at, store_at
-from executor.checkpoint.places.retention import Found
-from executor.checkpoint.places.store import Store
-from executor.checkpoint.promotion import promote
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.locating import checkpoint_at, place_at
+from executor.checkpoint.places.place import newest_of
 from executor.checkpoint.source import RankInfo, Slice
 
 __all__ = [
@@ -22,7 +21,7 @@ __all__ = [
     "Entry",
     "Files",
     "Flusher",
-    "Found",
+    "FolderPlace",
     "Layout",
     "Level",
     "Levels",
@@ -33,12 +32,11 @@ __all__ = [
     "ReadRequest",
     "ShardWriter",
     "Slice",
-    "Store",
     "boxes",
     "checkpoint_at",
     "layout",
-    "promote",
+    "newest_of",
+    "place_at",
     "ring_of",
-    "store_at",
     "tensors_of",
 ]

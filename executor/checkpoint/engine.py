@@ -34,8 +34,7 @@ from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited,
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
-from executor.checkpoint.places.store import Draft, JoinedDraft, Store
-from executor.checkpoint.retention_thread import RetentionThread
+from executor.checkpoint.places.folder import Draft, FolderPlace, JoinedDraft
 from executor.checkpoint.source import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
@@ -77,7 +76,6 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        keep: number of checkpoints to retain, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
         patience_s: longest time that rank 0 and the other ranks wait for each other.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
@@ -85,19 +83,17 @@ class CheckpointEngine:
     def __init__(
         self,
         source: Source,
-        store: Store,
+        place: FolderPlace,
         flusher: Flusher,
         *,
-        keep: int = 2,
         rank_info: RankInfo | None = None,
         patience_s: float = 120.0,
         on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
-        self._store = store
+        self._place = place
         self._flusher = flusher
         self._rank_info = rank_info or RankInfo()
-        self._retention = RetentionThread(store, keep) if self._rank_info.rank == 0 else None
         self._patience_s = patience_s
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
@@ -229,12 +225,6 @@ class CheckpointEngine:
             capture.error = timeout_error(self._longest_s)
             self._on_outcome(self._outcome(capture, None))
 
-    def settle(self) -> None:
-        """Wait as :meth:`wait` does, and until retention has verified the newest checkpoint and removed old ones."""
-        self.wait()
-        if self._retention is not None:
-            self._retention.wait()
-
     @property
     def _longest_s(self) -> float:
         """Longest time without progress. It allows for other ranks' parts, and for writing back the page cache."""
@@ -250,8 +240,6 @@ class CheckpointEngine:
         self._work.put(None)
         self.wait()
         self._thread.join(_END_S)
-        if self._retention is not None:
-            self._retention.close(_END_S)
 
     def _release_all(self) -> None:
         for key in list(self._leases):
@@ -269,9 +257,9 @@ class CheckpointEngine:
         rank, nonce = self._rank_info.rank, self._rank_info.nonce
         draft: Draft | JoinedDraft
         if rank == 0:
-            draft = self._store.begin(step, folders, nonce)
+            draft = self._place.begin(step, folders, nonce)
         else:
-            draft = JoinedDraft(self._store.root, step, folders, nonce, self._patience_s)
+            draft = JoinedDraft(self._place.root, step, folders, nonce, self._patience_s)
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
@@ -322,10 +310,7 @@ class CheckpointEngine:
         with self._lock:
             if capture not in self._open_ones:
                 return  # it has been abandoned and reported
-        outcome = self._outcome(capture, path)
-        self._on_outcome(outcome)
-        if path is not None and self._retention is not None:
-            self._retention.submit(path, lambda error: self._on_outcome(dataclasses.replace(outcome, error=error)))
+        self._on_outcome(self._outcome(capture, path))
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)

@@ -1,6 +1,19 @@
-"""Checkpoints on several levels.
+"""Checkpoints on several levels: training writes to the fastest, and each slower one gets copies from the one above.
 
-Training writes to the fastest level; each slower level gets copies from the one above.
+One thread for each level does what an arriving checkpoint asks for: on the fastest level it verifies what training has
+written, on a slower one it copies. Then it removes old checkpoints.
+
+[Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
+is read again in its new place, before the copy gets its name. During a copy, retention does not remove the source. Each
+level copies one checkpoint at a time, and one more may wait. A newer checkpoint replaces the one that waits, which is
+then not copied. A failure loses that checkpoint in that place, and nothing else.
+
+[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
+takes bandwidth from writes that training may wait for. So the fastest level's thread reads one checkpoint at a time,
+always the newest. Once enough checkpoints are verified, the unread ones are removed. If intervals are long, all
+checkpoints are read. The thread reads for at most a share of the time
+(:data:`planner.checkpoints.policy.READING_SHARE`). Otherwise, with a checkpoint at every iteration, the next checkpoint
+would wait for the drive.
 """
 
 import contextlib
@@ -13,16 +26,21 @@ from pathlib import Path
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.files.lock import RunLock
-from executor.checkpoint.files.system_calls import Files
-from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
-from executor.checkpoint.places.retention import MIN_CHECKPOINTS, AbstractStore
-from executor.checkpoint.places.store import Store
-from executor.checkpoint.promotion import Promoter, PromotionRequest
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.locating import is_remote, place_at
+from executor.checkpoint.places.place import Place
+from executor.checkpoint.worker import Worker
+from planner.checkpoints.policy import EXTRA_CHECKPOINTS, READING_SHARE
+from planner.terms import MIN_CHECKPOINTS
 
 DEFAULT_EVERY: Final = 100
-EXTRA_CHECKPOINTS: Final = 2
-"""Number of checkpoints beside the retained ones: the newest, which is not verified yet, and the one being written."""
+PATIENCE_S: Final = 60.0
+"""Longest wait, at the end of training, until a checkpoint has been verified."""
+
+_END_S: Final = 10.0  # longest wait for a thread to end; one that hangs is left running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,20 +88,35 @@ def check_levels(levels: Sequence[Level]) -> None:
         raise ValueError(f"{', '.join(places)}: two levels have the same place; give each level its own place")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """A checkpoint that a level shall have.
+
+    Attributes:
+        source: where it is, on a faster level.
+        begin_s: time when training had written it.
+        always: whether levels copy it even if their interval is not due.
+    """
+
+    source: Outcome
+    begin_s: float
+    always: bool = False
+
+
 @final
 class Levels:
-    """The places of a run's checkpoints, and the copies between them.
+    """The places of a run's checkpoints: copies between them, and retention; see [Note: Promotion].
 
     Args:
         levels: fastest first. The first level is a folder.
         on_outcome: called with the outcome of each checkpoint on each level, in any thread.
         files: system calls that write into folders.
-        is_first: whether this is rank 0. Rank 0 copies; other ranks only read.
+        is_first: whether this is rank 0. Rank 0 copies and removes; other ranks only read.
         several_nodes: whether the ranks are on several nodes.
 
     Attributes:
         levels: the given levels.
-        stores: their places, in the same order.
+        places: their places, in the same order.
 
     Raises:
         ValueError: the levels are not consistent.
@@ -101,39 +134,42 @@ class Levels:
     ) -> None:
         check_levels(levels)
         self.levels = tuple(levels)
-        self.stores: tuple[AbstractStore, ...] = tuple(store_at(level.place, files) for level in levels)
-        for store in self.stores if several_nodes else ():
-            check_reachable(store)
-        self._locks = contextlib.ExitStack()  # locked until closed; see [Note: One run]
-        with contextlib.ExitStack() as failing:
-            for store in self.stores if is_first else ():
-                if isinstance(store, Store):
-                    failing.callback(RunLock(store.root).close)
-            self._locks = failing.pop_all()
+        self.places: tuple[Place, ...] = tuple(place_at(level.place, files) for level in levels)
+        for place in self.places if several_nodes else ():
+            place.check_reachable()
+        with contextlib.ExitStack() as locks:
+            for place in self.places if is_first else ():
+                locks.enter_context(place.lock())
+            self._locks = locks.pop_all()  # locked until closed; see [Note: One run]
         self._on_outcome = on_outcome
-        self._newest: PromotionRequest | None = None
-        self._promoters = [
-            Promoter(
-                index, self.stores[index], levels[index].keep, on_outcome, functools.partial(self._submit, index + 1)
+        self._newest: _Request | None = None
+        self._num_whole = 0
+        self._end: str | None = None  # why copying has ended
+        self._workers = [
+            Worker(
+                f"checkpoint level {index}",
+                functools.partial(self._copy, index) if index else self._verify,
+                place.remove_spares,
             )
-            for index in (range(1, len(levels)) if is_first else ())
+            for index, place in enumerate(self.places if is_first else ())
         ]
 
     @property
-    def fastest(self) -> Store:
-        """The store that training writes to."""
-        store = self.stores[0]
-        assert isinstance(store, Store)
-        return store
+    def fastest(self) -> FolderPlace:
+        """The place that training writes to."""
+        place = self.places[0]
+        assert isinstance(place, FolderPlace)
+        return place
 
     def report(self, outcome: Outcome) -> None:
         """Report the outcome of a checkpoint that training wrote, and submit the checkpoint to the levels below."""
         self._on_outcome(outcome)
         if outcome.path is not None and outcome.error is None:
-            self._newest = PromotionRequest(
-                outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic()
-            )
+            self._newest = _Request(outcome, time.monotonic())
             self._submit(1, self._newest)
+            for worker in self._workers[:1]:
+                worker.submit(self._newest)
+                self._prune(outcome, reads=False)
 
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room for retained and new checkpoints, and one that the level below still reads.
@@ -141,21 +177,27 @@ class Levels:
         Raises:
             CheckpointError: a folder has too little room.
         """
-        for index, (level, store) in enumerate(zip(self.levels, self.stores, strict=True)):
+        for index, (level, place) in enumerate(zip(self.levels, self.places, strict=True)):
             is_read = index + 1 < len(self.levels)
-            check_room(store, max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read, num_bytes)
+            place.check_room(max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read, num_bytes)
+
+    def settle(self) -> None:
+        """Wait, at most :data:`PATIENCE_S`, until the newest checkpoint of training is verified."""
+        for worker in self._workers[:1]:
+            worker.wait(time.monotonic() + PATIENCE_S)
 
     def promote_newest(self, patience_s: float) -> None:
         """Copy the newest checkpoint to all levels, and wait at most ``patience_s``.
 
         Copies that have not ended by then, or at Ctrl-C, are abandoned and reported.
         """
-        if self._newest is None or not self._promoters:
+        copying = self._workers[1:]
+        if self._newest is None or not copying:
             return
         deadline_s = time.monotonic() + patience_s
         self._submit(1, dataclasses.replace(self._newest, always=True))
         try:
-            done = all(promoter.wait(deadline_s) for promoter in self._promoters)
+            done = all(worker.wait(deadline_s) for worker in copying)
             why = f"not within {patience_s:g} s after training"
         except KeyboardInterrupt:
             done, why = False, "abandoned when training was interrupted again"
@@ -164,11 +206,79 @@ class Levels:
 
     def close(self, why: str = "still being copied when checkpoints were closed") -> None:
         """Abandon copies that have not ended, and report this reason. Closing twice is allowed."""
-        for promoter in self._promoters:
-            promoter.close(why)
-        self._locks.close()
+        if self._end is None:
+            self._end = why
+            for level, worker in enumerate(self._workers):
+                hanging = worker.close(_END_S)
+                if hanging is not None and level:
+                    self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
+            self._locks.close()
 
-    def _submit(self, index: int, request: PromotionRequest) -> None:
+    def _submit(self, level: int, request: _Request) -> None:
         """Submit a checkpoint to a level, if its interval is due. That level submits it to the next one."""
-        if index <= len(self._promoters) and (request.always or request.step % self.levels[index].every == 0):
-            self._promoters[index - 1].submit(request)
+        step = request.source.step
+        if level >= len(self._workers) or not (request.always or step % self.levels[level].every == 0):
+            return
+        replaced = self._workers[level].submit(request)
+        if replaced is not None and replaced.source.step != step:
+            self._fail(
+                level,
+                replaced,
+                f"step {step} replaced it before it was copied, because this level is too slow; give the level a "
+                "longer interval",
+            )
+            self._submit(level + 1, replaced)
+
+    def _verify(self, request: _Request) -> float:
+        """Verify a checkpoint of training and remove old ones; see [Note: Read again]."""
+        begin_s, outcome = time.monotonic(), request.source
+        assert outcome.path is not None, "only written checkpoints are submitted"
+        with self.fastest.reading(outcome.path):
+            self._num_whole += self.fastest.verify(outcome.path)
+        self._prune(outcome, reads=False)
+        if self._num_whole < max(self.levels[0].keep, MIN_CHECKPOINTS):  # until then, nothing can be removed
+            return 0.0
+        return (time.monotonic() - begin_s) * (1 / READING_SHARE - 1)
+
+    def _copy(self, level: int, request: _Request) -> float:
+        """Copy a checkpoint to a level and submit it to the next one: the copy, or the original if copying failed."""
+        try:
+            path = self._put(level, request.source)
+        except Exception as error:  # noqa: BLE001 - drivers raise any error, and only this copy may fail
+            self._fail(level, request, str(error) or type(error).__name__)
+        else:
+            outcome = Outcome(request.source.step, path, None, 0.0, time.monotonic() - request.begin_s, level)
+            self._on_outcome(outcome)
+            self._prune(outcome, reads=True)
+            request = dataclasses.replace(request, source=outcome)
+        self._submit(level + 1, request)
+        return 0.0
+
+    def _put(self, level: int, source: Outcome) -> Folder:
+        assert source.path is not None, "only written checkpoints are submitted"
+        self._check_open()
+        above = self.places[source.level]
+        with above.reading(source.path):
+            if source.path not in above.folders():
+                raise CheckpointError(
+                    f"{source.path} was removed for newer checkpoints before it was copied: keep more there, or give "
+                    "this level a longer interval"
+                )
+            with Checkpoint(source.path) as checkpoint:
+                return self.places[level].put(checkpoint, self._check_open)
+
+    def _check_open(self) -> None:
+        if self._end is not None:
+            raise CheckpointError(self._end)
+
+    def _prune(self, outcome: Outcome, *, reads: bool) -> None:
+        """Remove old checkpoints after a new one has arrived."""
+        try:
+            self.places[outcome.level].prune(self.levels[outcome.level].keep, reads=reads)
+        except OSError as error:
+            self._on_outcome(dataclasses.replace(outcome, error=f"older checkpoints could not be removed: {error}"))
+
+    def _fail(self, level: int, request: _Request, why: str) -> None:
+        why = f"not in {self.places[level].place}: {why}"
+        latency_s = time.monotonic() - request.begin_s
+        self._on_outcome(Outcome(request.source.step, None, why, 0.0, latency_s, level))

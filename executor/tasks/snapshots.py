@@ -6,7 +6,7 @@ from typing import Any, Final, final
 import torch
 
 from executor.checkpoint.engine import CheckpointEngine
-from executor.checkpoint.files.flusher import CHUNK_BYTES, Buffer
+from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.format.layout import Dtype
 from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
@@ -17,6 +17,7 @@ from executor.memory.state import ModelState
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import OptimizerEntry
 from executor.options import Options
+from planner.checkpoints.policy import CHUNK_BYTES
 from planner.decisions import Place
 from planner.decisions.precision import TIE_PARAMS
 from planner.schedule.schedule import Schedule

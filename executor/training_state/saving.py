@@ -20,7 +20,7 @@ from executor.checkpoint import (
     RankInfo,
 )
 from executor.checkpoint.files.opening import Folder
-from executor.checkpoint.places.retention import candidates, parse_name
+from executor.checkpoint.places.place import candidates, parse_name
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import restore
 from executor.training_state.rng_state import rng_state
@@ -79,13 +79,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._rank = rank
         several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0, several_nodes=several_nodes)
-        store = self.levels.fastest
-        self._flusher = Flusher(store.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
+        place = self.levels.fastest
+        self._flusher = Flusher(place.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
             session.runtime.snapshots,
-            store,
+            place,
             self._flusher,
-            keep=levels[0].keep,
             rank_info=rank_info,
             on_outcome=self.levels.report,
         )
@@ -142,8 +141,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def settle(self) -> None:
         """Wait as :meth:`finish` does, and until old checkpoints on the first level are verified and removed."""
-        self.take_remaining()
-        self._engine.settle()
+        self.finish()
+        self.levels.settle()
 
     def take_remaining(self) -> None:
         """Take the rest of all checkpoints that have begun, now instead of in the next iteration."""
@@ -166,7 +165,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             CheckpointError: the checkpoint is of another model or optimizer, or no checkpoint is whole. In the second
                 case the model's weights are lost.
         """
-        there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
+        there, refused = candidates(self.levels.places) if self._rank == 0 else ([], [])
         path, lost = None, False
         for path in self._found_by_rank_0(there):
             failure = f"{path}: another rank cannot read its part"
@@ -203,7 +202,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
             if level < 0:
                 return
-            yield self.levels.stores[level].folder(step, nonce)
+            yield self.levels.places[level].folder(step, nonce)
 
     def close(self) -> None:
         """Abandon unfinished snapshots and copies to other levels, and wait for files that are being written.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
+from planner.checkpoints.nesting import ContradictionError, Limits, Nested, check, nest
 from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES, POLICIES
 from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
@@ -231,23 +231,12 @@ class _Choice:
             protections, limits = self._protections(levels, first)
             every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
             try:
-                found.append(self._protected(every, protections, limits))
+                found.append(check(protections, every, self._iteration_s, limits))
             except ContradictionError as error:
                 errors.append(error)
         if not found:
             raise self._contradiction(errors)
         return min(found, key=lambda each: each.waste)
-
-    def _protected(self, every: tuple[int, ...], protections: list[Protection], limits: Limits) -> Nested:
-        """Return the waste of intervals, if they are within the limits."""
-        work_s = [n * self._iteration_s for n in every]
-        made = outcome(protections, every, self._iteration_s)
-        few = limits.max_overhead is None or made.overhead <= limits.max_overhead * (1 + 1e-9)
-        little = limits.max_lost_s is None or made.most_lost_s <= limits.max_lost_s * (1 + 1e-9)
-        drained = all(work >= least * (1 - 1e-9) for work, least in zip(work_s, limits.least_s, strict=True))
-        if not (few and little and drained):
-            raise ContradictionError(made.overhead if little else None, made.most_lost_s if few else None)
-        return made
 
     def _contradiction(self, errors: list[ContradictionError]) -> CheckpointsError:
         overheads = [error.least_overhead for error in errors if error.least_overhead is not None]
@@ -259,8 +248,8 @@ class _Choice:
         if self._request.max_lost_s is not None:
             limits.append(f"--max-lost-work {self._request.max_lost_s:g}s")
             ways += [f"{'' if ways else 'allow '}{min(losses_s):.3g} s of lost work"] if losses_s else []
-        if not limits:
-            limits.append("an iteration between checkpoints")
+        if not ways:
+            limits = limits or ["an iteration between checkpoints"]
             ways.append("write to faster storage")
         return CheckpointsError(f"no checkpoints keep {' and '.join(limits)}; {', or '.join(ways)}")
 

@@ -13,7 +13,7 @@ from hwprofiles.profile import Host
 from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
-from planner.checkpoints.stores import Traffic, storage_of, store_of
+from planner.checkpoints.stores import Store, Traffic, storage_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.schedule.tasks import Lane, Op, Task
@@ -53,8 +53,8 @@ class CheckpointCosts:
         self._cost = cost
         self._num_files = cost.num_ranks if num_files is None else num_files
         self._policy = policy
-        self._store = store_of(cost, store)
-        self._above = store_of(cost, above) if above else None
+        self._store = Store(cost, store)
+        self._above = Store(cost, above) if above else None
         storage = storage_of(cost, store)
         self._create_s = storage.create_s.value if storage and storage.create_s else 0.0
         self._training = cost.capacities()

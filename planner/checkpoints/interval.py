@@ -1,7 +1,7 @@
 """How often to checkpoint: the expected loss of work against the cost of checkpoints.
 
-All times are in seconds. ``cost_s`` is what one checkpoint adds to the critical path (:meth:`RunTimes.cost_s`), not how
-long it takes to be written: the *latency* delays what a failure can fall back to, and does not move the optimum.
+All times are in seconds. ``cost_s`` is what one checkpoint adds to the critical path, not how long it takes to be
+written: the *latency* delays what a failure can fall back to, and does not move the optimum.
 """
 
 import dataclasses

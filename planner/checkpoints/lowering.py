@@ -8,9 +8,10 @@ host memory that is not written yet (a full buffer). So the timeline shows how l
 time is needed.
 
 [Note: As executed] The executor runs one snapshot task for each piece ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`). Its duration depends on the ring and the drive. Here it is predicted from the chunks
-that the snapshot copies and writes. Pieces, their order and their dependencies are the same, and so is the time that
-training is blocked, except for as much as the ring holds.
+:mod:`planner.lowering.snapshots`). The pieces that are saved here, their bytes and their order are those of these tasks
+(:func:`planner.checkpoints.state.state_of`). How long a snapshot takes depends on the ring and the drive, so here it is
+divided into the chunks that it copies and writes. Dependencies are the same, and so is the time that training is
+blocked, except for as much as the ring holds.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging
 from planner.checkpoints.state import Shard
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 
 _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
 # A clone in host memory is read once and written once.
@@ -38,13 +39,16 @@ class Run:
         schedule: all iterations and checkpoints, as one.
         origin: for each task, the index of its original in the schedule of one iteration; -1 for checkpoint tasks.
         checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
-        num_checkpoints: number of checkpoints.
     """
 
     schedule: Schedule
     origin: tuple[int, ...]
     checkpoint: tuple[int, ...]
-    num_checkpoints: int
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints."""
+        return max(self.checkpoint, default=-1) + 1
 
 
 def with_checkpoints(
@@ -114,19 +118,11 @@ def with_promotion(
     """
     builder = _Builder(schedule, policy, (), 1)
     builder.iterate()
-    builder.promote(num_bytes)
+    for saver, of_rank in zip(builder.savers, num_bytes, strict=True):
+        saver.promote(of_rank)
     for _ in range(num_iterations - 1):
         builder.iterate()
     return builder.run()
-
-
-@dataclasses.dataclass(slots=True)
-class _Waits:
-    """The checkpoint tasks for which the next iteration waits."""
-
-    block: tuple[int, ...] = ()  # the training loop
-    gates: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # tasks that change state
-    late: bool = False  # gates are tasks of their own, which copy the rest of the state on the host
 
 
 class _Builder:
@@ -148,17 +144,15 @@ class _Builder:
         self._origin: list[int] = []
         self._checkpoint: list[int] = []
         self.tasks: list[Task] = []
-        self.buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
         self.where: list[int] = []  # indices of the latest iteration's tasks
         of_stage: list[list[Shard]] = [[] for _ in range(schedule.num_stages)]
         for shard in state:
             of_stage[schedule.tasks[shard.changed_by].stage].append(shard)
-        self._savers = [
+        self.savers = [
             _Saver(self, schedule, stage, saved, policy, buffer_bytes, reads_again)
             for stage, saved in enumerate(of_stage)
         ]
-        self._num_checkpoints = 0
-        self.num_chunks = sum(saver.num_chunks for saver in self._savers)
+        self.num_chunks = sum(saver.num_chunks for saver in self.savers)
 
     def iterate(self) -> None:
         """Append one iteration."""
@@ -166,42 +160,21 @@ class _Builder:
         where: list[int] = []
         for task in self._one.tasks:
             after = [where[i] for i in task.after]
-            after += self._savers[task.stage].waits_of(task, after)
+            after += self.savers[task.stage].waits_of(task, after)
             if previous:
                 after += [previous[i] for i in task.after_previous]
             where.append(len(self.tasks))
             now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
             self.append(now, task.index, -1)
-        self._hold(previous, where)
         self.where = where
-        for saver in self._savers:
-            saver.waits = _Waits()
-
-    def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
-        """Add the buffers of an iteration, and those that live from the previous iteration into it or to the end."""
-        for buffer in self._one.buffers:
-            if buffer.first is None or buffer.last is None:
-                continue
-            if buffer.last >= buffer.first:
-                if where:
-                    self.buffers.append(_moved(buffer, where[buffer.first], where[buffer.last]))
-            elif previous:
-                last = where[buffer.last] if where else len(self.tasks) - 1
-                self.buffers.append(_moved(buffer, previous[buffer.first], last))
+        for saver in self.savers:
+            saver.block, saver.gates, saver.gates_late = (), {}, False
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
         assert self.where, "a checkpoint follows an iteration"
-        for saver in self._savers:
+        for saver in self.savers:
             saver.checkpoint()
-        self._num_checkpoints += 1
-
-    def promote(self, num_bytes: Sequence[int]) -> None:
-        """Append the promotion of a checkpoint of the state after the latest iteration to slower storage."""
-        assert self.where, "a checkpoint follows an iteration"
-        for saver, of_rank in zip(self._savers, num_bytes, strict=True):
-            saver.promote(of_rank)
-        self._num_checkpoints += 1
 
     def append(self, task: Task, origin: int, checkpoint: int) -> int:
         """Append a task, and return its index; see :class:`Run`."""
@@ -212,10 +185,8 @@ class _Builder:
 
     def run(self) -> Run:
         """Return the run of all appended tasks."""
-        self._hold(self.where, [])
         name = f"{self._one.description}, with checkpoints by {self._policy.name}"
-        schedule = Schedule(tuple(self.tasks), tuple(self.buffers), name)
-        return Run(schedule, tuple(self._origin), tuple(self._checkpoint), self._num_checkpoints)
+        return Run(Schedule(tuple(self.tasks), description=name), tuple(self._origin), tuple(self._checkpoint))
 
 
 class _Saver:
@@ -245,9 +216,13 @@ class _Saver:
             )
         self._chunks = tuple(_cut(state, chunk_bytes))
         self.num_chunks = num_chunks
-        self._ring = _Ring(buffer_bytes) if policy.bounded else None
+        self._room_bytes = buffer_bytes  # host memory that is filled and emptied in the same order
+        self._held: deque[tuple[int, int]] = deque()  # (write, bytes) of writes that may not have ended
         self._on_host = frozenset(shard.changed_by for shard in state if shard.tier is Tier.HOST)
-        self.waits = _Waits()
+        # The checkpoint tasks for which the next iteration waits: its loop, and each task that changes state.
+        self.block: tuple[int, ...] = ()
+        self.gates: dict[int, tuple[int, ...]] = {}
+        self.gates_late = False  # gates are tasks of their own, which copy the rest of the state on the host
         self._last_writes: list[int] = []  # of each checkpoint
         # The lanes of the training loop. The loop waits where the first task of an iteration waits. It has finished an
         # iteration when the last task has ended, and everything for which the next iteration will wait.
@@ -259,11 +234,10 @@ class _Saver:
 
     def waits_of(self, task: Task, after: Sequence[int]) -> tuple[int, ...]:
         """Return the checkpoint tasks for which a task of the next iteration waits besides its own dependencies."""
-        waits = self.waits
-        gates = waits.gates.get(task.index, ())
-        if waits.late and task.index in self._on_host:
+        gates = self.gates.get(task.index, ())
+        if self.gates_late and task.index in self._on_host:
             gates = (self._add(Lane.GATE, Op.GATE, (*after, *gates), number=len(self._last_writes) - 1),)
-        return (*gates, *waits.block) if task.index in self._firsts else gates
+        return (*gates, *self.block) if task.index in self._firsts else gates
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
@@ -305,8 +279,8 @@ class _Saver:
             self._add(Lane.RETENTION, Op.VERIFY, self._last_writes[-1:], read, number=number)
         staged = [i for indices in safe for i in indices]
         blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
-        block = self._latest(blocks.get(policy.blocks_until, ()))
-        self.waits = _Waits(block, self._gates(safe), policy.copies_late)
+        self.block = self._latest(blocks.get(policy.blocks_until, ()))
+        self.gates, self.gates_late = self._gates(safe), policy.copies_late
 
     def promote(self, num_bytes: int) -> None:
         """Append the promotion of a checkpoint of the state after the latest iteration to slower storage."""
@@ -332,21 +306,24 @@ class _Saver:
         return self._add(Lane.SNAPSHOT, Op.PASS, (touched,), clone)
 
     def _room(self, chunk: Shard) -> tuple[int, ...]:
-        """Return the writes that must end before host memory has room for one more chunk."""
-        return self._ring.room(chunk.num_bytes) if self._ring else ()
+        """Return the write that must end before bounded host memory has room for one more chunk, if there is one."""
+        last: tuple[int, ...] = ()
+        while self._policy.bounded and self._room_bytes < chunk.num_bytes and self._held:
+            write, freed_bytes = self._held.popleft()
+            self._room_bytes += freed_bytes
+            last = (write,)
+        return last
+
+    def _take(self, write: int, num_bytes: int) -> None:
+        """Hold host memory until a write has ended."""
+        self._room_bytes -= num_bytes
+        self._held.append((write, num_bytes))
 
     def _write(self, chunk: Shard, copy: int | None, created: int) -> int:
         """Write a chunk, and hold its copy until then."""
         write = self._add(Lane.WRITE, Op.WRITE, (self._source(chunk) if copy is None else copy, created), chunk)
         if copy is not None:
-            # Memory is held once it is touched.
-            first = copy - 1 if self._builder.tasks[copy - 1].op is Op.TOUCH else copy
-            label = f"checkpoint {len(self._last_writes)}"
-            self._builder.buffers.append(
-                Buffer(Tier.HOST, MemoryClass.CHECKPOINT, chunk.num_bytes, label, first, write, self._stage)
-            )
-            if self._ring:
-                self._ring.take(write, chunk.num_bytes)
+            self._take(write, chunk.num_bytes)
         return write
 
     def _hand_over(self, chunk: Shard, created: int) -> tuple[tuple[int, ...], int]:
@@ -358,8 +335,7 @@ class _Saver:
         handed = self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (self._source(chunk),), dataclasses.replace(chunk, num_bytes=0))
         room = self._room(chunk)
         write = self._add(Lane.WRITE, Op.WRITE, (handed, created), chunk)
-        if self._ring:
-            self._ring.take(write, chunk.num_bytes)
+        self._take(write, chunk.num_bytes)
         return (handed, *room), write
 
     def _source(self, chunk: Shard) -> int:
@@ -408,41 +384,11 @@ class _Saver:
         return self._builder.append(task, -1, len(self._last_writes) if number is None else number)
 
 
-class _Ring:
-    """Bounded host memory that is filled and emptied in the same order.
-
-    Args:
-        num_bytes: its size.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self._room_bytes = num_bytes
-        self._held: deque[tuple[int, int]] = deque()  # (write, bytes) of writes that may not have ended
-
-    def room(self, num_bytes: int) -> tuple[int, ...]:
-        """Return the write after which there is room for ``num_bytes``; nothing if there is room now."""
-        last: tuple[int, ...] = ()
-        while self._room_bytes < num_bytes and self._held:
-            write, freed_bytes = self._held.popleft()
-            self._room_bytes += freed_bytes
-            last = (write,)
-        return last
-
-    def take(self, write: int, num_bytes: int) -> None:
-        """Hold ``num_bytes`` until a write has ended."""
-        self._room_bytes -= num_bytes
-        self._held.append((write, num_bytes))
-
-
 def _cut(state: Iterable[Shard], chunk_bytes: int) -> Iterable[Shard]:
     """Yield the state in chunks of at most ``chunk_bytes``."""
     for shard in state:
         for begin in range(0, shard.num_bytes, chunk_bytes):
             yield dataclasses.replace(shard, num_bytes=min(chunk_bytes, shard.num_bytes - begin))
-
-
-def _moved(buffer: Buffer, first: int, last: int) -> Buffer:
-    return Buffer(buffer.tier, buffer.memory_class, buffer.num_bytes, buffer.label, first, last, buffer.stage)
 
 
 def _unique(indices: Iterable[int]) -> tuple[int, ...]:

@@ -79,11 +79,16 @@ def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Ne
     every = search.best(search.grid())
     while (better := search.best(search.around(every))) != every:
         every = better
-    return outcome(levels, every, iteration_s)
+    return check(levels, every, iteration_s, limits)
 
 
-def outcome(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float) -> Nested:
-    """Return the waste that follows from intervals."""
+def check(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float, limits: Limits) -> Nested:
+    """Return the waste that follows from given intervals; see :func:`nest`.
+
+    Raises:
+        ContradictionError: they are not within the limits.
+    """
+    _Search(tuple(levels), iteration_s, limits).best(tuple(np.array([n]) for n in every))
     work_s = [n * iteration_s for n in every]
     return Nested(
         every,

@@ -1,4 +1,7 @@
-"""Checkpoint engines as policies: what training waits for, how state is copied, and which threads write it."""
+"""Checkpoint engines as policies: what training waits for, how state is copied, and which threads write it.
+
+The constants of our engine are here too. The executor imports them, so what is executed is what is simulated.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,11 +19,16 @@ HASH_BYTES_PER_S: Final = Quantity(
 
 
 CHUNK_BYTES: Final = 4 << 20
-"""Bytes that our engine copies, hashes and writes at a time."""
+"""Bytes that our engine copies, hashes and writes at a time.
+
+Smaller writes are slower with ``O_DIRECT``. Larger writes only take more memory.
+"""
+
+NUM_THREADS: Final = 12
+"""Threads of our engine that write, or read. While some hash, the others keep the drive busy."""
 
 READING_SHARE: Final = 1 / 8
-"""Largest fraction of its time in which our engine reads checkpoints again; see
-:mod:`executor.checkpoint.retention_thread`."""
+"""Largest share of the time in which our engine reads checkpoints again; see :mod:`executor.checkpoint.levels`."""
 
 EXTRA_CHECKPOINTS: Final = 2
 """Checkpoints for which a level needs room beside those that are kept: the newest, not verified yet, and the next."""
@@ -164,7 +172,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
             Staging.PINNED,
             Gate.SHARD,
             CHUNK_BYTES,
-            num_writers=12,
+            num_writers=NUM_THREADS,
             hashes=True,
             copies_late=True,
             weight=1 / 16,

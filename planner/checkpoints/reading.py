@@ -30,14 +30,6 @@ class RunTimes:
     latency_s: tuple[float, ...]
     busy_s: tuple[float, ...]
 
-    def cost_s(self, plain: "RunTimes") -> float:
-        """Return the time that one checkpoint adds to training, interference included.
-
-        Args:
-            plain: times of the same run without checkpoints.
-        """
-        return (self.training_s - plain.training_s) / max(len(self.blocked_s), 1)
-
 
 def times(run: Run, timeline: Timeline) -> RunTimes:
     """Return the times of a run whose timeline has the whole run as one iteration."""

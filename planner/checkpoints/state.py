@@ -1,7 +1,7 @@
 """The state that a checkpoint saves: the optimizer state of one rank, in the order of updates."""
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
@@ -9,8 +9,6 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Tier
 
 _COARSE_CHUNKS = 400
-# Lanes whose task changes a piece in its home instead of the update: the store, or the write to NVMe.
-_CHANGES = {Op.STORE: Tier.HOST, Op.SWAP_OUT: Tier.NVME}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,34 +29,28 @@ class Shard:
     piece: int = -1
 
 
-def state_of(
-    schedule: Schedule,
-    *,
-    num_replicas: int | Mapping[str, int] = 1,
-    bytes_per_param: float = 12,
-    other_bytes_per_param: float | None = None,
-) -> tuple[Shard, ...]:
-    """Return the optimizer state that an iteration's updates change, in their order: master and buffers.
+def state_of(taken: Schedule, num_replicas: int | Mapping[str, int] = 1) -> tuple[Shard, ...]:
+    """Return the state of which an executed iteration takes snapshots, in their order; see [Note: As executed].
 
     16-bit weights are casts of the master and are not saved. State that is streamed through the device lives on the
     host and changes when it is stored back. State on NVMe changes when its new version is written.
 
     Args:
-        schedule: one iteration.
+        taken: one iteration with snapshots. Tasks are numbered as in the same iteration without them.
         num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
-        bytes_per_param: bytes of state, see :attr:`planner.decisions.Decisions.state_bytes_per_param`.
-        other_bytes_per_param: the same where no matrix is updated; left out, there is no difference.
     """
-    changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
+    own = {Op.SNAPSHOT, Op.GATE}
+    number = dict(zip((task.index for task in taken.tasks if task.op not in own), itertools.count(), strict=False))
     shards = []
-    for task in schedule.tasks:
-        if task.op is Op.UPDATE and task.num_params:
-            change = changed.get((task.unit, task.piece), task)
-            here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
+    for task in taken.tasks:
+        if task.op is Op.SNAPSHOT:
+            (change,) = (taken.tasks[i] for i in task.after_previous)
+            tier = {Op.STORE: Tier.HOST, Op.SWAP_OUT: Tier.NVME}.get(
+                change.op, Tier.GPU if change.lane is Lane.GPU_UPDATE else Tier.HOST
+            )
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
-            each_bytes = bytes_per_param if task.matrices else other_bytes_per_param or bytes_per_param
-            num_bytes = math.ceil(each_bytes * task.num_params / replicas)
-            shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
+            num_bytes = -(-task.num_bytes // replicas)
+            shards.append(Shard(num_bytes, tier, number[change.index], task.unit, task.piece))
     return tuple(shards)
 
 

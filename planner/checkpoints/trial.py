@@ -11,7 +11,7 @@ from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
 from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import bytes_by_stage, coarse, state_of
-from planner.checkpoints.stores import store_of
+from planner.checkpoints.stores import Store
 from planner.costs.model import CostModel
 from planner.lowering import stages
 from planner.plan.document import Plan
@@ -65,12 +65,7 @@ class Trial:
         self._prices = self.cost.prices(self._schedule)
         of_ranks = stages(units, decisions)
         replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
-        self._state = state_of(
-            self._schedule,
-            num_replicas=replicas,
-            bytes_per_param=decisions.state_bytes_per_param,
-            other_bytes_per_param=decisions.other_state_bytes_per_param,
-        )
+        self._state = state_of(plan.schedule(takes_snapshots=True), replicas)
         saved = bytes_by_stage(self._schedule, self._state)
         self._by_stage = saved
         self.shard_bytes = max(saved)
@@ -126,7 +121,7 @@ class Trial:
             share = self._share_read(costs, every) if engine == OURS else 0.0
             build = functools.partial(self._checkpoints, chosen, buffer_bytes, share)
             if every is None:
-                written_s = store_of(self.cost, level).write(self.shard_bytes, chosen.num_writers).duration_s
+                written_s = Store(self.cost, level).write(self.shard_bytes, chosen.num_writers).duration_s
                 about_s = written_s + (costs.read_again_s(self.shard_bytes) if share else 0.0)
                 self._saved[key] = self._settled(lambda n: build(num_iterations=n, every=n), costs, about_s)
             else:
@@ -146,9 +141,9 @@ class Trial:
             ours = policy(OURS)
             threads = 1 / self.cost.ranks_per_node
             stores = (
-                store_of(self.cost, above).read,
-                store_of(self.cost, level).write,
-                store_of(self.cost, level).read,
+                Store(self.cost, above).read,
+                Store(self.cost, level).write,
+                Store(self.cost, level).read,
             )
             about_s = sum(way(self.shard_bytes, threads).duration_s for way in stores)
             build = functools.partial(with_promotion, self._schedule, ours, self._by_stage)
@@ -158,7 +153,7 @@ class Trial:
 
     def restored_s(self, level: Level) -> float:
         """Return the seconds in which all ranks read a checkpoint."""
-        return store_of(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
+        return Store(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
 
     def _share_read(self, costs: CheckpointCosts, every: int | None) -> float:
         """Return the fraction of each checkpoint that is read again; less than 1 if checkpoints are close."""

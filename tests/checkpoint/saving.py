@@ -12,14 +12,15 @@ from executor.checkpoint import (
     Entry,
     Files,
     Flusher,
+    FolderPlace,
     Layout,
     Manifest,
     Part,
     ReadRequest,
     ShardWriter,
-    Store,
     boxes,
     layout,
+    newest_of,
     ring_of,
     tensors_of,
 )
@@ -50,7 +51,7 @@ def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Part:
     return Part(files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written]))
 
 
-def save(store: Store, step: int, files: Files | None = None) -> Path:
+def save(store: FolderPlace, step: int, files: Files | None = None) -> Path:
     """Write a checkpoint as an engine does; what goes wrong is raised after everything has been given up."""
     draft = store.begin(step, FOLDERS)
     writers: list[ShardWriter] = []
@@ -70,9 +71,9 @@ def save(store: Store, step: int, files: Files | None = None) -> Path:
             raise
 
 
-def step_of(store: Store) -> int | None:
+def step_of(store: FolderPlace) -> int | None:
     """Return the newest whole checkpoint's step, after checking that every value of it is that step's."""
-    checkpoint = store.newest().checkpoint
+    checkpoint = newest_of([store])[0]
     if checkpoint is None:
         return None
     step = checkpoint.manifest.step

@@ -8,7 +8,7 @@ import time
 import pytest
 from saving import FOLDERS, save, step_of
 
-from executor.checkpoint import CheckpointError, Store
+from executor.checkpoint import CheckpointError, FolderPlace
 
 FORK = multiprocessing.get_context("fork")
 
@@ -25,7 +25,7 @@ def damage(store, step):
 
 
 def test_the_newest_that_are_whole_are_kept(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     for step in range(1, 8):
         save(store, step)
     damage(store, 6)
@@ -38,19 +38,19 @@ def test_the_newest_that_are_whole_are_kept(tmp_path):
 def test_none_goes_before_as_many_as_are_kept_are_known_to_be_whole(tmp_path):
     """Else what is not known could turn out to have been needed."""
     for step in range(1, 6):
-        save(Store(tmp_path / "store"), step)
-    store = Store(tmp_path / "store")  # which knows nothing yet
+        save(FolderPlace(tmp_path / "store"), step)
+    store = FolderPlace(tmp_path / "store")  # which knows nothing yet
     newest = store.folders()
     for folder in newest[:3]:
-        store.mark_whole(folder)
-    assert store.remove_old(4) == []
+        store.verify(folder)
+    assert store.prune(4, reads=False) == []
     assert steps(store) == [5, 4, 3, 2, 1]
-    store.mark_whole(newest[3])
-    assert store.remove_old(4) == [newest[4]]
+    store.verify(newest[3])
+    assert store.prune(4, reads=False) == [newest[4]]
 
 
 def test_the_same_step_twice_is_refused_unless_the_first_is_damaged(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     save(store, 1)
     save(store, 2)
     with pytest.raises(CheckpointError, match="is there already, and whole; another run writes here"):
@@ -63,11 +63,11 @@ def test_the_same_step_twice_is_refused_unless_the_first_is_damaged(tmp_path):
 
 
 def test_what_a_dead_writer_left_is_swept_and_a_living_writer_is_left_alone(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     living = store.begin(5, FOLDERS)
 
     def die():
-        Store(store.root).begin(6, FOLDERS)
+        FolderPlace(store.root).begin(6, FOLDERS)
         os.kill(os.getpid(), signal.SIGKILL)
 
     process = FORK.Process(target=die)
@@ -83,25 +83,25 @@ def test_what_a_dead_writer_left_is_swept_and_a_living_writer_is_left_alone(tmp_
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/store: .*choose another folder"):
-        Store(tmp_path / "file" / "store")
+        FolderPlace(tmp_path / "file" / "store")
 
 
 def write_for_ever(root, first):
-    store = Store(root)
+    store = FolderPlace(root)
     for step in range(first, 10_000, 2):
         save(store, step)
 
 
 def prune_for_ever(root):
     while True:
-        Store(root).prune()
+        FolderPlace(root).prune()
 
 
 def test_two_writers_retention_and_a_reader_at_once(tmp_path):
     """A reader finds a whole checkpoint at any time, and never an older one than before."""
     root = tmp_path / "store"
-    save(Store(root), 1)
-    save(Store(root), 2)
+    save(FolderPlace(root), 1)
+    save(FolderPlace(root), 2)
     others = [
         FORK.Process(target=write_for_ever, args=(root, 3), daemon=True),
         FORK.Process(target=write_for_ever, args=(root, 4), daemon=True),
@@ -113,7 +113,7 @@ def test_two_writers_retention_and_a_reader_at_once(tmp_path):
         last, num_reads, end_s = 0, 0, time.monotonic() + 2
         while time.monotonic() < end_s:
             try:
-                found = step_of(Store(root))
+                found = step_of(FolderPlace(root))
             except CheckpointError:  # two newer ones came while it was read, and it went
                 continue
             assert found is not None

@@ -11,12 +11,11 @@ import pytest
 from fsspec.registry import known_implementations
 from saving import TENSORS, save, step_of, values
 
-import executor.checkpoint.places.locating
-import executor.checkpoint.promotion
-from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, ReadRequest, promote, store_at
+import executor.checkpoint.levels
+import executor.checkpoint.places.folder
+from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, ReadRequest, newest_of, place_at
 from executor.checkpoint.levels import check_levels
-from executor.checkpoint.places.locating import check_reachable, check_room, file_system
-from executor.checkpoint.places.retention import newest_of
+from executor.checkpoint.places.folder import file_system
 
 S = 10.0
 SHARED = Path("/dev") / "shm"
@@ -42,14 +41,14 @@ class Run:
         for step in steps:
             path = save(self.levels.fastest, step)
             self.levels.report(Outcome(step, path, None, 0, 0))
-            self.levels.fastest.prune(self.levels.levels[0].keep)
+            self.wait(0)
 
-    def wait(self):
-        for promoter in self.levels._promoters:
-            assert promoter.wait(time.monotonic() + S)
+    def wait(self, *levels):
+        for level in levels or range(len(self.levels.levels)):
+            assert self.levels._workers[level].wait(time.monotonic() + S)
 
     def steps(self):
-        return [[step_of_name(folder) for folder in store.folders()] for store in self.levels.stores]
+        return [[step_of_name(folder) for folder in store.folders()] for store in self.levels.places]
 
     def failures(self):
         return [(outcome.level, outcome.step, outcome.error) for outcome in self.outcomes if outcome.error]
@@ -70,30 +69,30 @@ def test_each_level_has_its_own_interval_and_keeps_its_own(tmp_path, url):
     paced(run, *range(1, 19))
     assert run.steps() == [[18, 17], [18, 16, 14], [16, 12]]
     assert not run.failures()
-    assert [step_of(store) for store in run.levels.stores] == [18, 18, 16]
+    assert [step_of(store) for store in run.levels.places] == [18, 18, 16]
     assert [o.step for o in run.outcomes if o.level == 2] == [4, 8, 12, 16]
     run.levels.promote_newest(S)
     run.levels.close()
     assert run.steps() == [[18, 17], [18, 16, 14], [18, 16]], "the last one comes to all"
-    assert step_of(run.levels.stores[2]) == 18
+    assert step_of(run.levels.places[2]) == 18
 
 
 def test_every_value_comes_whatever_the_size_of_a_chunk(tmp_path, url):
     """Files are of four chunks here, and the header of one of its own."""
-    store = store_at(tmp_path / "a")
+    store = place_at(tmp_path / "a")
     save(store, 3)
     for place in (tmp_path / "b", url, f"file://{tmp_path}/c"):
-        there = store_at(place)
-        folder = promote(store.newest().checkpoint, there)
-        again = there.newest().checkpoint
+        there = place_at(place)
+        folder = there.put(newest_of([store])[0])
+        again = newest_of([there])[0]
         assert again.folder == folder
-        assert again.manifest == store.newest().checkpoint.manifest
+        assert again.manifest == newest_of([store])[0].manifest
         with again:
             for name in TENSORS:
                 found = np.empty_like(values(name, 3))
                 again.read([ReadRequest(name, 0, found.view(np.uint8))])
                 assert np.array_equal(found, values(name, 3))
-        assert promote(store.newest().checkpoint, there) == folder, "it is there already"
+        assert there.put(newest_of([store])[0]) == folder, "it is there already"
         assert len(there.folders()) == 1
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"step-00000003"}
 
@@ -118,7 +117,7 @@ def test_a_slow_level_gets_the_newest_and_what_it_reads_stays(tmp_path):
     assert gate.reached.wait(S)
     for step in (2, 3, 4, 5):
         run.make(step)
-        assert run.levels._promoters[1].wait(time.monotonic() + S)
+        run.wait(2)
     assert run.steps() == [[5, 4, 1], [], [4, 3]], "1 is being read; the level below gets what this one cannot take"
     gate.opened.set()
     run.wait()
@@ -173,7 +172,7 @@ def test_the_end_is_waited_for_no_longer_than_was_said(tmp_path, monkeypatch, in
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 5), files=gate)
     run.make(1)
     if interrupted:
-        monkeypatch.setattr(type(run.levels._promoters[0]), "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(type(run.levels._workers[1]), "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     threading.Timer(0.3, gate.opened.set).start()
     run.levels.promote_newest(0.1)
     assert run.steps() == [[1], []]
@@ -183,7 +182,7 @@ def test_the_end_is_waited_for_no_longer_than_was_said(tmp_path, monkeypatch, in
 
 
 def test_a_place_that_does_not_answer_is_reported_and_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor.checkpoint.promotion, "_END_S", 0.2)
+    monkeypatch.setattr(executor.checkpoint.levels, "_END_S", 0.2)
     gate = Gate(tmp_path / "b")
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), files=gate)
     run.make(1)
@@ -197,17 +196,18 @@ def test_the_newest_is_taken_wherever_it_is_and_why_others_are_not(tmp_path, url
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), Level(url, 1))
     paced(run, 1, 2)
     run.levels.close()
-    found = newest_of(run.levels.stores)
-    assert (found.level, found.checkpoint.manifest.step, found.refused) == (0, 2, ())
+    found, refused = newest_of(run.levels.places)
+    assert (found.folder, refused) == (tmp_path / "a" / "step-00000002", [])
     for level, place in ((1, "a"), (2, "b")):
         damage(tmp_path / place / "step-00000002")
-        found = newest_of(run.levels.stores)
-        assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (level, 2, level)
-        assert f"{tmp_path / place}/step-00000002" in found.refused[-1]
-    fs = run.levels.stores[2].root.system
-    fs.rm_file(run.levels.stores[2].folders()[0].path + "/manifest.json")
-    found = newest_of(run.levels.stores)
-    assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (0, 1, 2), "the fastest of equals"
+        found, refused = newest_of(run.levels.places)
+        assert found.folder in run.levels.places[level].folders()
+        assert (found.manifest.step, len(refused)) == (2, level)
+        assert f"{tmp_path / place}/step-00000002" in refused[-1]
+    fs = run.levels.places[2].root.system
+    fs.rm_file(run.levels.places[2].folders()[0].path + "/manifest.json")
+    found, refused = newest_of(run.levels.places)
+    assert (found.folder, len(refused)) == (tmp_path / "a" / "step-00000001", 2), "the fastest of equals"
 
 
 def damage(folder):
@@ -230,14 +230,14 @@ def test_levels_that_do_not_fit_are_refused(url):
 
 
 def test_room_is_checked_for_what_is_there_at_once(tmp_path):
-    store = store_at(tmp_path / "a")
+    store = place_at(tmp_path / "a")
     save(store, 1)
     left = store.root / "tmp-00000002-0000beef"  # of a writer that died
     left.mkdir()
-    check_room(store, 3, 1000)
+    store.check_room(3, 1000)
     assert not left.exists()
     with pytest.raises(CheckpointError, match=r"3 checkpoints at once, of [1,0]+ B each, take .*keep fewer there"):
-        check_room(store, 3, 10**15)
+        store.check_room(3, 10**15)
 
 
 def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
@@ -246,25 +246,25 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
         "a / ext4 rw 0 0\nb /nfs\\040x nfs4 rw 0 0\nc /nfs\\040x/y tmpfs rw 0 0\nd /dev/shm tmpfs rw 0 0\n"
     )
     with monkeypatch.context() as patched:
-        patched.setattr(executor.checkpoint.places.locating, "_MOUNTS", mounts)
+        patched.setattr(executor.checkpoint.places.folder, "_MOUNTS", mounts)
         kinds = [file_system(Path(path)) for path in ("/home/x", "/nfs x/z", "/nfs x/y/z", "/nfs xx", SHARED)]
     assert kinds == ["ext4", "nfs4", "tmpfs", "ext4", "tmpfs"]
     assert file_system(SHARED) == "tmpfs"
-    check_reachable(store_at(url))
+    place_at(url).check_reachable()
     with pytest.raises(CheckpointError, match=r"is memory of one node, but the ranks are on several: give a folder on"):
-        check_reachable(store_at(SHARED / tmp_path.name))
+        place_at(SHARED / tmp_path.name).check_reachable()
     with pytest.raises(CheckpointError, match=r"take [\d,]+ B of host memory, but"):
-        check_room(store_at(SHARED / tmp_path.name), 3, 10**15)
+        place_at(SHARED / tmp_path.name).check_room(3, 10**15)
     (SHARED / tmp_path.name).rmdir()
 
 
 def test_what_cannot_be_reached_is_reported_in_one_line(monkeypatch):
     with pytest.raises(CheckpointError, match=r"nonsense://x: Protocol not known: nonsense; give a folder, or a URL"):
-        store_at("nonsense://x")
+        place_at("nonsense://x")
     absent = {"class": "absent.System", "err": "Install absent to access it"}
     monkeypatch.setitem(known_implementations, "absent", absent)
     with pytest.raises(CheckpointError, match=r"absent://x: Install absent to access it: the driver .* not installed"):
-        store_at("absent://x")
+        place_at("absent://x")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(CheckpointError, match=r"s3://x needs fsspec; pip install 'ullage\[remote\]'"):
-        store_at("s3://x")
+        place_at("s3://x")

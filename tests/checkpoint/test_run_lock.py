@@ -1,5 +1,6 @@
 """One run writes into a folder of checkpoints at a time; whoever comes second is told at once, and by whom."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -12,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from executor.checkpoint import CheckpointError, Level, Levels
-from executor.checkpoint.files.lock import LOCK_NAME, RunLock
+from executor.checkpoint.files.lock import LOCK_NAME, run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from executor.checkpoint.files.lock import RunLock
-held = RunLock(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(600)
+from executor.checkpoint.files.lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
 """
 
 
@@ -29,7 +30,7 @@ def test_a_second_run_is_refused_with_who_writes_and_a_killed_one_holds_nothing(
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(CheckpointError) as caught:
-            RunLock(tmp_path)
+            run_lock(tmp_path).__enter__()
         message = str(caught.value)
         assert message.startswith(f"{tmp_path}: another run (process {process.pid} on ")
         assert message.endswith("give this run a folder of its own")
@@ -37,21 +38,18 @@ def test_a_second_run_is_refused_with_who_writes_and_a_killed_one_holds_nothing(
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert (tmp_path / LOCK_NAME).exists()
-    RunLock(tmp_path).close()
+    with run_lock(tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_is_given_up_when_closed(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
-    with pytest.raises(CheckpointError, match=f"another run \\(process {os.getpid()} on "):
-        RunLock(tmp_path)
-    lock.close()
-    lock.close()
-    again = RunLock(tmp_path)
-    lock.close()  # of an older one: it does not touch the newer
-    with pytest.raises(CheckpointError):
-        RunLock(tmp_path)
-    again.close()
+    for _ in range(2):
+        with run_lock(tmp_path):
+            with pytest.raises(CheckpointError, match=f"another run \\(process {os.getpid()} on "):
+                run_lock(tmp_path).__enter__()
+            assert list(tmp_path.iterdir()) == [tmp_path / LOCK_NAME], "whoever is refused leaves it"
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_never_two_have_it(tmp_path: Path) -> None:
@@ -63,7 +61,8 @@ def test_never_two_have_it(tmp_path: Path) -> None:
         nonlocal inside, most
         for _ in range(300):
             try:
-                lock = RunLock(tmp_path)
+                lock = contextlib.ExitStack()
+                lock.enter_context(run_lock(tmp_path))
             except CheckpointError as error:
                 if "another run" not in str(error):
                     failures.append(error)
@@ -92,18 +91,17 @@ def test_a_file_system_without_locks_is_used_all_the_same(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", fails)
-    first, second = RunLock(tmp_path), RunLock(tmp_path)
-    first.close()
-    second.close()
+    with run_lock(tmp_path), run_lock(tmp_path):
+        pass
 
 
 def test_what_cannot_be_locked_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder" / LOCK_NAME).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="folder: Is a directory; choose another folder for checkpoints"):
-        RunLock(tmp_path / "folder")
+        run_lock(tmp_path / "folder").__enter__()
     (tmp_path / LOCK_NAME).symlink_to(tmp_path / "somebody's file")
     with pytest.raises(CheckpointError, match="choose another folder for checkpoints"):
-        RunLock(tmp_path)
+        run_lock(tmp_path).__enter__()
     assert not (tmp_path / "somebody's file").exists()
 
 

@@ -19,10 +19,10 @@ from executor.checkpoint import (
     Entry,
     Files,
     Flusher,
+    FolderPlace,
     Manifest,
     ReadRequest,
     ShardWriter,
-    Store,
     boxes,
     layout,
     ring_of,
@@ -88,7 +88,7 @@ def cut(num_ranks, shift=0):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 def test_the_stock_reader_of_distributed_checkpoints_loads_what_any_number_of_ranks_wrote(tmp_path, num_ranks):
-    folder = write(Store(tmp_path / "store"), 1, cut(num_ranks, shift=3))
+    folder = write(FolderPlace(tmp_path / "store"), 1, cut(num_ranks, shift=3))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder / "model")), no_dist=True)
     for name, tensor in TENSORS.items():
@@ -96,7 +96,7 @@ def test_the_stock_reader_of_distributed_checkpoints_loads_what_any_number_of_ra
 
 
 def test_safetensors_loads_what_one_rank_wrote(tmp_path):
-    folder = write(Store(tmp_path / "store"), 1, cut(1))
+    folder = write(FolderPlace(tmp_path / "store"), 1, cut(1))
     loaded = load_file(folder / "model" / "rank-0-0.safetensors")
     assert loaded.keys() == TENSORS.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
@@ -105,7 +105,7 @@ def test_safetensors_loads_what_one_rank_wrote(tmp_path):
 @given(num_ranks=st.integers(1, 6), name=st.sampled_from(sorted(TENSORS)), data=st.data())
 def test_any_range_is_read_whoever_wrote_it(num_ranks, name, data, tmp_path_factory):
     folder = write(
-        Store(tmp_path_factory.mktemp("any") / "store"), 1, cut(num_ranks, shift=data.draw(st.integers(0, 50)))
+        FolderPlace(tmp_path_factory.mktemp("any") / "store"), 1, cut(num_ranks, shift=data.draw(st.integers(0, 50)))
     )
     flat = TENSORS[name].reshape(-1).numpy()
     start = data.draw(st.integers(0, flat.size))
@@ -146,5 +146,5 @@ def test_values_that_nobody_wrote_are_missed(tmp_path):
     shards = cut(3)
     del shards[1]
     with pytest.raises(CheckpointError, match="w has 91 values, but only 54 are present"):
-        write(Store(tmp_path / "store"), 1, shards)
-    assert not Store(tmp_path / "store").folders()
+        write(FolderPlace(tmp_path / "store"), 1, shards)
+    assert not FolderPlace(tmp_path / "store").folders()

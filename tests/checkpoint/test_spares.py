@@ -1,4 +1,4 @@
-"""Checkpoints that are no longer wanted are written over; see [Note: Spares] in executor/checkpoint/places/store.py."""
+"""Checkpoints that are no longer wanted are written over; see [Note: Spares] in places/folder.py."""
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ from executor.checkpoint import (
     Entry,
     Files,
     Flusher,
+    FolderPlace,
     Manifest,
     ShardWriter,
-    Store,
     boxes,
     layout,
     ring_of,
@@ -32,18 +32,18 @@ def retire(store, *steps):
 
 
 def test_the_next_one_has_the_files_of_one_that_went(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     inodes = files_of(save(store, 1))
     retire(store, 2, 3)
     assert len(list(store.root.iterdir())) == 3
     assert step_of(store) == 3
     assert files_of(save(store, 4)) == inodes
-    assert step_of(Store(store.root)) == 4
+    assert step_of(FolderPlace(store.root)) == 4
     assert len(list(store.root.iterdir())) == 3
 
 
 def test_what_another_plan_had_besides_goes(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
     made = layout((Entry("x", "F32", (5000,), next(boxes((5000,), 0, 5000))),))
     draft = store.begin(4, ("model", "more"))
@@ -62,7 +62,7 @@ def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, m
     monkeypatch.setattr(
         executor.checkpoint.files.writer, "alignment_bytes", lambda _fd, **_: 1
     )  # which tries with zeros
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
     draft = store.begin(4, ("model", "optimizer"))
     old = draft.folder / "model/values.safetensors"
@@ -81,10 +81,10 @@ def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, m
 
 
 def test_they_go_in_the_end_and_those_of_a_dead_process_are_used(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
     assert any(path.name.startswith("spare-") for path in store.root.iterdir())
-    save(Store(store.root), 4)
+    save(FolderPlace(store.root), 4)
     assert not any(path.name.startswith("spare-") for path in store.root.iterdir())
     store.prune()
     store.remove_spares()
@@ -92,13 +92,13 @@ def test_they_go_in_the_end_and_those_of_a_dead_process_are_used(tmp_path):
 
 
 def test_no_more_are_kept_than_are_of_use(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     retire(store, *range(1, 9))
     assert sum(path.name.startswith("spare-") for path in store.root.iterdir()) == 2
 
 
 def test_a_step_that_is_there_is_refused_as_ever(tmp_path):
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
     with pytest.raises(CheckpointError, match="another run writes here"):
         save(store, 3)

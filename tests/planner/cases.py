@@ -168,6 +168,11 @@ class Case:
     def schedule(self) -> Schedule:
         return lower(self.units, self.decisions, asynchronous=self.asynchronous)
 
+    @functools.cached_property
+    def taken(self) -> Schedule:
+        """The same with the tasks that take snapshots."""
+        return lower(self.units, self.decisions, asynchronous=self.asynchronous, takes_snapshots=True)
+
 
 @st.composite
 def cases(draw: st.DrawFn, *, in_fp8: bool = False, ours: bool = False) -> Case:

@@ -1,14 +1,16 @@
 """``ullage checkpoint``: list, check, export and remove checkpoints."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, store_at
+from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, place_at
 from executor.checkpoint.files.opening import Folder, modified
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.places.locating import located
-from executor.checkpoint.places.retention import MIN_CHECKPOINTS, parse_name
+from executor.checkpoint.places.place import newest_of, parse_name
+from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
-    for path in store_at(args.place).folders():
+    for path in place_at(args.place).folders():
         try:
             checkpoint = Checkpoint(path)
             written = modified(path / MANIFEST_NAME)
@@ -153,30 +155,30 @@ def _export(args: argparse.Namespace) -> int:
         with checkpoint_at(args.place) as checkpoint:
             export(checkpoint)
     else:
-        found = store_at(args.place).newest(export)
-        if found.checkpoint is None:
+        found, _ = newest_of([place_at(args.place)], export)
+        if found is None:
             raise CheckpointError(
                 f"{args.place} has no complete checkpoint; see `ullage checkpoint verify {args.place}`"
             )
-        checkpoint = found.checkpoint
+        checkpoint = found
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
     return _shown(args, facts, f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
 
 
 def _prune(args: argparse.Namespace) -> int:
-    store = store_at(args.place)
     if args.keep < MIN_CHECKPOINTS:
         raise ValueError(
             f"--keep {args.keep} is too few, because one checkpoint may be damaged; give --keep {MIN_CHECKPOINTS} or "
             "more"
         )
-    removed = [str(path) for path in store.prune(args.keep)]
-    store.remove_spares()
+    place = place_at(args.place)
+    removed = [str(path) for path in place.prune(args.keep)]
+    place.remove_spares()
     return _shown(args, {"removed": removed}, "removed " + (", ".join(removed) if removed else "nothing"))
 
 
-def _chosen(place: str) -> list[Folder]:
-    return [located(place)] if _is_single(place) else store_at(place).folders()
+def _chosen(place: str) -> Sequence[Folder]:
+    return [located(place)] if _is_single(place) else place_at(place).folders()
 
 
 def _is_single(place: str) -> bool:

@@ -18,14 +18,16 @@ from ullage.rivals.passes.memory import memory
 from ullage.rivals.passes.updates import updates
 
 
-def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) -> Schedule:
+def lower(
+    units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool, takes_snapshots: bool = False
+) -> Schedule:
     """Return the schedule of one iteration of any engine, ours too; see :func:`planner.lowering.lower`.
 
     Raises:
         ValueError: the decisions do not fit the units.
     """
     passes = passes_of(decisions) if isinstance(decisions, RivalDecisions) else None
-    return lower_with(units, decisions, passes, asynchronous=asynchronous)
+    return lower_with(units, decisions, passes, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
 
 
 def passes_of(decisions: RivalDecisions) -> tuple[Pass, ...]:

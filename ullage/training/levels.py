@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from executor.checkpoint import CheckpointError, Level, Store, store_at
-from executor.checkpoint.files.lock import RunLock
+from executor.checkpoint import CheckpointError, Level, place_at
 from executor.checkpoint.levels import DEFAULT_EVERY, check_levels
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
@@ -99,9 +98,10 @@ def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Leve
         dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level for level in levels
     ]
     for level in found:
-        store = store_at(level.place)
-        if is_first and isinstance(store, Store):  # the lasting lock is taken after the model is made
-            RunLock(store.root).close()
+        place = place_at(level.place)
+        if is_first:  # the lasting lock is taken after the model is made
+            with place.lock():
+                pass
     return tuple(found)
 
 

@@ -27,12 +27,7 @@ import xxhash
 from executor.checkpoint.files.system_calls import CheckpointError, Files, write_all
 from executor.checkpoint.files.timeouts import timeout_error
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
-
-CHUNK_BYTES: Final = 4 << 20
-"""Bytes of one write. Smaller writes are slower with ``O_DIRECT``. Larger writes only take more memory."""
-
-NUM_WRITERS: Final = 12
-"""Number of writing threads. While some hash, the others keep the drive busy."""
+from planner.checkpoints.policy import CHUNK_BYTES, NUM_THREADS
 
 _LEAST_PRIORITY: Final = 19  # nice value
 
@@ -150,7 +145,7 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         chunk_bytes: size of each buffer.
     """
 
-    def __init__(self, files: Files, ring: Buffer, num_threads: int = NUM_WRITERS, patience_s: float = 60.0) -> None:
+    def __init__(self, files: Files, ring: Buffer, num_threads: int = NUM_THREADS, patience_s: float = 60.0) -> None:
         assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
         self.chunk_bytes: int = ring.shape[1]

@@ -12,8 +12,9 @@ import errno
 import fcntl
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from executor.checkpoint.files.system_calls import CheckpointError
 
@@ -23,64 +24,53 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errn
 _MOST_BYTES: Final = 300
 
 
-@final
-class RunLock:
-    """Locks an existing folder for this run, until it is closed or the process ends; see [Note: One run].
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Return a context in which an existing folder is locked for this run; see [Note: One run].
 
     Raises:
         CheckpointError: another run has locked the folder, or it cannot be written.
     """
+    path = folder / LOCK_NAME
+    try:
+        while (fd := _locked(path)) is None:
+            pass
+    except BlockingIOError:
+        raise CheckpointError(
+            f"{folder}: another run{_holder(path)} writes checkpoints there; wait until it has ended, end it, or give "
+            "this run a folder of its own"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}; choose another folder for checkpoints") from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # remove first, so that no run locks a file that is about to be removed
+            path.unlink(missing_ok=True)
+        os.close(fd)
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_NAME
-        self._fd = -1
+
+def _locked(path: Path) -> int | None:
+    """Open and lock a file; return its descriptor, or ``None`` if its last owner has removed its name meanwhile."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    taken = False
+    try:
         try:
-            while not self._try_lock():
-                pass
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder}: another run{_holder(self._path)} writes checkpoints there; wait until it has ended, end "
-                "it, or give this run a folder of its own"
-            ) from None
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(f"{folder}: {error.strerror}; choose another folder for checkpoints") from error
-
-    def close(self) -> None:
-        """Release the folder. Closing twice is allowed."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):  # remove first, so that no run locks a file that is about to be removed
-                self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
-
-    def _try_lock(self) -> bool:
-        """Lock the file; return whether it still has its name. Its last owner may have removed it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-            taken = self._has_name(fd)
-            if taken:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
-        except BaseException:
-            os.close(fd)
-            raise
+            if error.errno not in _NO_LOCKS:
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            taken = os.path.samestat(os.fstat(fd), path.stat())
         if taken:
-            self._fd = fd
-        else:
-            os.close(fd)
-        return taken
-
-    def _has_name(self, fd: int) -> bool:
-        """Return whether an open file still has its name."""
-        try:
-            return os.path.samestat(os.fstat(fd), self._path.stat())
-        except FileNotFoundError:
-            return False
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    if not taken:
+        os.close(fd)
+    return fd if taken else None
 
 
 def _holder(path: Path) -> str:

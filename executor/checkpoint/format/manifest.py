@@ -8,11 +8,12 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES, Dtype, Layout
 from executor.direct_io import BLOCK_BYTES
+from hwprofiles.quantity import Frozen
 
 MANIFEST_NAME: Final = "manifest.json"
 VERSION: Final = 1
@@ -21,14 +22,10 @@ MAX_DIMENSIONS: Final = 32
 MAX_VALUES: Final = 1 << 62
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
-class FileRecord(_Frozen):
+class FileRecord(Frozen):
     """A file of values.
 
     Attributes:
@@ -49,7 +46,7 @@ class FileRecord(_Frozen):
         return min(self.chunk_bytes, self.num_bytes)
 
 
-class Fragment(_Frozen):
+class Fragment(Frozen):
     """The place of a range of a tensor.
 
     Attributes:
@@ -64,7 +61,7 @@ class Fragment(_Frozen):
     offset: Count
 
 
-class TensorRecord(_Frozen):
+class TensorRecord(Frozen):
     """A whole tensor.
 
     Attributes:
@@ -83,7 +80,7 @@ class TensorRecord(_Frozen):
         return math.prod(self.shape)
 
 
-class Part(_Frozen):
+class Part(Frozen):
     """The files and tensors that one rank has written."""
 
     files: tuple[FileRecord, ...]
@@ -108,7 +105,7 @@ def _start(fragment: Fragment) -> int:
     return fragment.start
 
 
-class Manifest(_Frozen):
+class Manifest(Frozen):
     """The content of a checkpoint.
 
     Attributes:
@@ -124,7 +121,7 @@ class Manifest(_Frozen):
     step: Count
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field(default_factory=dict)
     digest: str = ""
 
     @classmethod

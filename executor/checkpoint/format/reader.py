@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final, final
 
@@ -25,12 +25,7 @@ from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
-
-NUM_READERS: Final = 12
-"""Number of reading threads, each with a buffer of one chunk.
-
-While some threads hash, the others keep the drive busy.
-"""
+from planner.checkpoints.policy import NUM_THREADS
 
 MAX_MANIFEST_BYTES: Final = 1 << 30  # the manifest of a thousand ranks has a tenth of that
 
@@ -75,8 +70,8 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         """Bytes of all files of values."""
         return sum(record.num_bytes for record in self.manifest.files)
 
-    def verify(self, num_readers: int = NUM_READERS) -> None:
-        """Read and check every byte, with at most ``num_readers`` threads.
+    def verify(self) -> None:
+        """Read and check every byte.
 
         Raises:
             DamagedError: a file is missing, has another length, or is damaged.
@@ -85,10 +80,20 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
             file: {chunk: [] for chunk in range(len(record.checksums))}
             for file, record in enumerate(self.manifest.files)
         }
-        self._read(chunks, num_readers)
+        self._read(chunks)
 
-    def chunks(self, record: FileRecord) -> Iterator[Buffer]:
-        """Read a file, and yield its chunks. Each chunk is valid until the next one is read.
+    def verify_in_turn(self, check: Callable[[], None] = lambda: None) -> None:
+        """Do so in the calling thread alone, to spare the drive and memory. ``check`` is called after every chunk.
+
+        Raises:
+            DamagedError: see :meth:`verify`.
+        """
+        for record in self.manifest.files:
+            for _ in self.chunks(record, check):
+                pass
+
+    def chunks(self, record: FileRecord, check: Callable[[], None] = lambda: None) -> Iterator[Buffer]:
+        """Read a file, and yield its chunks, after calling ``check``. Each chunk is valid until the next one is read.
 
         Raises:
             DamagedError: see :meth:`verify`.
@@ -96,7 +101,9 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         buffer = pages(in_blocks(record.buffer_bytes))
         with contextlib.closing(_File(self.folder, record, len(record.checksums))) as file:
             for chunk in range(len(record.checksums)):
-                yield buffer[: file.load(chunk, buffer, ())]
+                num_bytes = file.load(chunk, buffer, ())
+                check()
+                yield buffer[:num_bytes]
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read values into the requests' memory. After an error, the content of that memory is undefined.
@@ -145,7 +152,7 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
                 out = wanted.out[(begin - start) * item_bytes : (end - start) * item_bytes]
                 yield fragment.file, fragment.offset + (begin - fragment.start) * item_bytes, out
 
-    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]", num_readers: int = NUM_READERS) -> None:
+    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]") -> None:
         tasks = [
             (opened, index, of_file[index])
             for file, of_file in sorted(chunks.items())
@@ -155,7 +162,7 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         if tasks:
             if self._readers is None:
                 self._readers = _Readers(max(in_blocks(f.buffer_bytes) for f in self.manifest.files))
-            self._readers.run(tasks, num_readers)
+            self._readers.run(tasks)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,13 +197,13 @@ class _Readers:
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
-        self._pool = ThreadPoolExecutor(NUM_READERS - 1, "checkpoint read")
+        self._pool = ThreadPoolExecutor(NUM_THREADS - 1, "checkpoint read")
         self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for _ in range(NUM_READERS):
+        for _ in range(NUM_THREADS):
             self._buffers.put(pages(buffer_bytes))
 
-    def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
-        """Read chunks in this order, with at most ``num_readers`` threads; raise the first failure in this order."""
+    def run(self, tasks: Sequence[_Task]) -> None:
+        """Read chunks in this order; raise the first failure in this order."""
         numbers = iter(range(len(tasks)))  # its next() is atomic
         failures: dict[int, Exception] = {}
 
@@ -216,7 +223,7 @@ class _Readers:
 
         try:
             worth = len(tasks) * self._buffer_bytes // _WORTH_A_THREAD_BYTES
-            jobs = [self._pool.submit(work) for _ in range(min(num_readers, len(tasks), 1 + worth) - 1)]
+            jobs = [self._pool.submit(work) for _ in range(min(NUM_THREADS, len(tasks), 1 + worth) - 1)]
             try:
                 work()
             finally:

@@ -9,8 +9,8 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, CheckpointError, Part, Store
-from executor.checkpoint.places.store import JoinedDraft
+from executor.checkpoint import Checkpoint, CheckpointError, FolderPlace, Part, newest_of
+from executor.checkpoint.places.folder import JoinedDraft
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 
@@ -19,7 +19,7 @@ FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.j
 def two(tmp_path_factory):
     """Return a folder with the checkpoints of steps 1 and 2."""
     root = tmp_path_factory.mktemp("two") / "store"
-    store = Store(root)
+    store = FolderPlace(root)
     save(store, 1)
     save(store, 2)
     return root
@@ -28,7 +28,7 @@ def two(tmp_path_factory):
 @pytest.fixture
 def store(two, tmp_path):
     shutil.copytree(two, tmp_path / "store")
-    return Store(tmp_path / "store")
+    return FolderPlace(tmp_path / "store")
 
 
 def newest(store):
@@ -45,11 +45,11 @@ def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, caps
         damaged = bytearray(whole)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
-        found = store.newest()
-        assert found.checkpoint is not None
-        assert found.checkpoint.manifest.step == 1, f"byte {position} of {name}"
-        assert len(found.refused) == 1
-        assert path.name in found.refused[0]
+        found, refused = newest_of([store])
+        assert found is not None
+        assert found.manifest.step == 1, f"byte {position} of {name}"
+        assert len(refused) == 1
+        assert path.name in refused[0]
     path.write_bytes(whole)
     assert step_of(store) == 2
     with capsys.disabled():
@@ -70,9 +70,9 @@ def test_a_file_of_another_step_is_found(store, name):
     old, new = store.folders()[1], newest(store)
     shutil.copy(old / name, new / name)
     if name == "manifest.json":
-        found = store.newest()
-        assert found.checkpoint is not None
-        assert found.checkpoint.folder == old
+        found, _ = newest_of([store])
+        assert found is not None
+        assert found.folder == old
     assert step_of(store) == 1
 
 
@@ -87,10 +87,10 @@ def test_swapped_files_are_found(store):
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_found(store, name):
     (newest(store) / name).unlink()
-    found = store.newest()
-    assert found.checkpoint is not None
-    assert found.checkpoint.manifest.step == 1
-    assert "No such file" in found.refused[0]
+    found, refused = newest_of([store])
+    assert found is not None
+    assert found.manifest.step == 1
+    assert "No such file" in refused[0]
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(store):
@@ -104,7 +104,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(store):
 
 def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
     """Nothing has been acknowledged yet: the checkpoint is given up, before its manifest vouches for anything."""
-    store = Store(tmp_path / "store")
+    store = FolderPlace(tmp_path / "store")
     draft = store.begin(1)
     other = JoinedDraft(store.root, 1, (), draft.folder.name.rpartition("-")[2], 1.0)
     part = Part(files=(), tensors={})
@@ -125,9 +125,9 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
 def test_nothing_whole_is_reported_with_the_reasons(store):
     for folder in store.folders():
         (folder / "manifest.json").unlink()
-    found = store.newest()
-    assert found.checkpoint is None
-    assert len(found.refused) == 2
+    found, refused = newest_of([store])
+    assert found is None
+    assert len(refused) == 2
 
 
 def test_a_file_whose_header_never_came_is_refused_by_the_stock_reader(store):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from saving import CountingFiles, FailingFiles, entries, save, step_of, values
 
-from executor.checkpoint import CheckpointError, Files, Flusher, Store, layout, ring_of
+from executor.checkpoint import CheckpointError, Files, Flusher, FolderPlace, layout, ring_of
 from executor.checkpoint.files.writer import ShardWriter
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
@@ -16,7 +16,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 
 def num_operations(tmp_path):
     files = CountingFiles()
-    store = Store(tmp_path / "counted", files)
+    store = FolderPlace(tmp_path / "counted", files)
     for step in (1, 2, 3):
         save(store, step)
     store.prune()
@@ -25,18 +25,18 @@ def num_operations(tmp_path):
 
 def check(root, number, error, after):
     """Save three times and prune with one operation failing; then save again with files that work."""
-    healthy = Store(root)
+    healthy = FolderPlace(root)
     save(healthy, 1)
     files = FailingFiles(number, error, after=after)
     last, failures = 1, []
     for step in (2, 3, 4):
         try:
-            save(Store(root, files), step)
+            save(FolderPlace(root, files), step)
             last = step
         except CheckpointError as failure:
             failures.append(str(failure))
     try:
-        Store(root, files).prune()
+        FolderPlace(root, files).prune()
     except CheckpointError as failure:
         failures.append(str(failure))
     reported = f"{files.failed} with {error}"
@@ -82,7 +82,7 @@ def test_a_full_drive_is_reported_before_anything_is_written(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"values.safetensors: No space left .*it needs 1\d,\d{3} B: make room"):
-        save(Store(tmp_path / "full"), 1, Full())
+        save(FolderPlace(tmp_path / "full"), 1, Full())
 
 
 def test_a_drive_that_does_not_answer_is_waited_for_no_longer_than_was_said(tmp_path):

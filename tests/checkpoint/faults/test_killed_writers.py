@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from saving import CountingFiles, KillingFiles, save, step_of
 
-from executor.checkpoint import Store
+from executor.checkpoint import FolderPlace
 
 PHASES = ("before", "middle", "after")
 
 
 def train(root, files, acknowledge):
     """Go on from what is there, for three checkpoints, and keep two of them."""
-    store = Store(root, files)
+    store = FolderPlace(root, files)
     first = (step_of(store) or 0) + 1
     for step in range(first, first + 3):
         save(store, step)
@@ -48,7 +48,7 @@ def killed(root, work):
 def check(root, number, phase, last):
     """One kill point: what is there afterwards, to this other process, is the last acknowledged step or a later one."""
     acknowledged, was_killed = killed(root, lambda *to: train(to[0], KillingFiles(number, phase), to[1]))
-    found = step_of(Store(root)) or 0
+    found = step_of(FolderPlace(root)) or 0
     assert found >= max(acknowledged, last), f"killed {phase} operation {number}"
     return found, was_killed
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from saving import CountingFiles, save, step_of
 
-from executor.checkpoint import Files, Store
+from executor.checkpoint import Files, FolderPlace
 
 
 class RecordingFiles(CountingFiles):
@@ -167,7 +167,7 @@ def recorded(tmp_path_factory):
     """Return the operations of four checkpoints, of which two are kept, with the steps where they were acknowledged."""
     root = tmp_path_factory.mktemp("recorded") / "store"
     files = RecordingFiles(root)
-    store = Store(root, files)
+    store = FolderPlace(root, files)
     for step in (1, 2, 3, 4):
         save(store, step)
         files.log.append(("acknowledged", step))
@@ -196,7 +196,7 @@ def lost(log, stops, seeds, folder):
             target = folder / "crashed"
             drive.crash(target, fates(seed))
             root = target / "store"
-            if ((step_of(Store(root)) if root.is_dir() else None) or 0) < acknowledged:
+            if ((step_of(FolderPlace(root)) if root.is_dir() else None) or 0) < acknowledged:
                 found.append((number, seed))
             shutil.rmtree(target)
     return found

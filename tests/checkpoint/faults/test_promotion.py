@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from objects import Counting, Failing, Killing, Objects
-from saving import CountingFiles, FailingFiles, KillingFiles, save, step_of
+from saving import FOLDERS, CountingFiles, FailingFiles, KillingFiles, save, step_of
 from test_checkpoint_store import prune_for_ever
 from test_killed_writers import PHASES, killed, shuffled
 from test_power_loss import RecordingFiles, check_every_sync_is_needed, lost
@@ -23,16 +23,15 @@ from executor.checkpoint import (
     Checkpoint,
     CheckpointError,
     Files,
+    FolderPlace,
     Level,
     Levels,
     Manifest,
     Outcome,
     Part,
-    Store,
-    promote,
-    store_at,
+    newest_of,
+    place_at,
 )
-from executor.checkpoint.places.retention import newest_of
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 FORK = multiprocessing.get_context("fork")
@@ -40,8 +39,8 @@ FORK = multiprocessing.get_context("fork")
 
 def places(root, kind, files=None):
     """Return the upper store and the lower one, which is a folder or an object store."""
-    upper = Store(root / "upper", files)
-    return upper, store_at(root / "lower", files) if kind == "folder" else store_at(f"objects://{root}/lower/run")
+    upper = FolderPlace(root / "upper", files)
+    return upper, place_at(root / "lower", files) if kind == "folder" else place_at(f"objects://{root}/lower/run")
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +54,14 @@ def train(root, kind, files, acknowledge):
     first = (newest_step(root, kind) or 0) + 1
     for step in range(first, first + 3):
         path = save(upper, step)
-        promote(Checkpoint(path), lower)
+        lower.put(Checkpoint(path))
         acknowledge(step)
         upper.prune()
         lower.prune()
 
 
 def newest_step(root, kind):
-    checkpoint = newest_of(places(root, kind)).checkpoint
+    checkpoint = newest_of(places(root, kind))[0]
     return checkpoint and checkpoint.manifest.step
 
 
@@ -131,9 +130,9 @@ def recorded(tmp_path_factory):
     """Return the operations of a lower level that four checkpoints come to, of which two are kept."""
     folder = tmp_path_factory.mktemp("recorded")
     files = RecordingFiles(folder / "store")
-    upper, lower = Store(folder / "upper"), Store(folder / "store", files)
+    upper, lower = FolderPlace(folder / "upper"), FolderPlace(folder / "store", files)
     for step in (1, 2, 3, 4):
-        promote(Checkpoint(save(upper, step)), lower)
+        lower.put(Checkpoint(save(upper, step)))
         files.log.append(("acknowledged", step))
         lower.prune()
     return files.log
@@ -154,7 +153,7 @@ def test_every_sync_of_a_promotion_is_needed(recorded, tmp_path):
 def check_failing(root, kind, number, error, after):
     """Make three checkpoints on two levels with one operation failing, then one with none."""
     healthy_upper, healthy_lower = places(root, kind)
-    promote(Checkpoint(save(healthy_upper, 1)), healthy_lower)
+    healthy_lower.put(Checkpoint(save(healthy_upper, 1)))
     files = FailingFiles(number, error, after=after)
     requests = Failing(number, OSError(error or errno.EIO, "fails"), after=after)
     Objects.at = requests if kind != "folder" else Objects.at
@@ -169,7 +168,7 @@ def check_failing(root, kind, number, error, after):
 
     _, lower = places(root, kind, files)
     for step in (2, 3, 4):
-        if attempt(promote, Checkpoint(save(healthy_upper, step)), lower):
+        if attempt(lower.put, Checkpoint(save(healthy_upper, step))):
             last = step
         attempt(lower.prune)
     Objects.at = staticmethod(lambda _name, _after: None)
@@ -177,7 +176,7 @@ def check_failing(root, kind, number, error, after):
     assert (step_of(healthy_lower) or 0) >= last, f"{failed} with {error}"
     assert step_of(healthy_upper) == 4
     assert len(failures) <= 1, failures
-    promote(Checkpoint(save(healthy_upper, 5)), healthy_lower)
+    healthy_lower.put(Checkpoint(save(healthy_upper, 5)))
     healthy_lower.prune()
     assert [step_of(healthy_lower), len(healthy_lower.folders())] == [5, 2]
     return failures, failed
@@ -211,7 +210,7 @@ def test_a_failing_operation_costs_one_checkpoint_of_one_level_at_most(tmp_path,
 @pytest.mark.parametrize("name", ["model/values.safetensors", "optimizer/values.safetensors", "manifest.json"])
 def test_a_flipped_bit_above_is_never_brought_below(tmp_path, kind, name):
     upper, lower = places(tmp_path, kind)
-    promote(Checkpoint(save(upper, 1)), lower)
+    lower.put(Checkpoint(save(upper, 1)))
     path = save(upper, 2) / name
     whole = path.read_bytes()
     for position in np.linspace(0, len(whole) - 1, 12).astype(int):
@@ -219,7 +218,7 @@ def test_a_flipped_bit_above_is_never_brought_below(tmp_path, kind, name):
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"is damaged|manifest.json"):
-            promote(Checkpoint(path.parents[name.count("/")]), lower)
+            lower.put(Checkpoint(path.parents[name.count("/")]))
         assert step_of(lower) == 1
         assert len(lower.folders()) == 1
     path.write_bytes(whole)
@@ -232,7 +231,7 @@ def test_a_flipped_bit_above_is_never_brought_below(tmp_path, kind, name):
 
     if name != "manifest.json":
         with pytest.raises(CheckpointError, match="is damaged"):
-            promote(checkpoint, lower, flip)
+            lower.put(checkpoint, flip)
     assert step_of(lower) == 1
 
 
@@ -244,21 +243,21 @@ def test_what_came_otherwise_than_it_was_sent_does_not_count(tmp_path, monkeypat
                 file.seek(-1, 2)
                 file.write(b"\x07")
 
-    upper = Store(tmp_path / "upper")
+    upper = FolderPlace(tmp_path / "upper")
     source = Checkpoint(save(upper, 1))
     with pytest.raises(CheckpointError, match="is damaged between"):
-        promote(source, Store(tmp_path / "lower", Flipping()))
+        FolderPlace(tmp_path / "lower", Flipping()).put(source)
     assert not list((tmp_path / "lower").iterdir())
     put = Objects.put
     monkeypatch.setattr(Objects, "put", staticmethod(lambda path, value: put(path, value[:-1] + b"\x07")))
-    lower = store_at(f"objects://{tmp_path}/objects/run")
+    lower = place_at(f"objects://{tmp_path}/objects/run")
     with pytest.raises(CheckpointError, match="is damaged between"):
-        promote(source, lower)
+        lower.put(source)
     assert lower.root.files() == []
 
 
 def test_what_changes_in_memory_between_reading_and_writing_is_found(tmp_path):
-    source = Checkpoint(save(Store(tmp_path / "upper"), 1))
+    source = Checkpoint(save(FolderPlace(tmp_path / "upper"), 1))
     record = source.manifest.files[0]
 
     def chunks():
@@ -266,7 +265,7 @@ def test_what_changes_in_memory_between_reading_and_writing_is_found(tmp_path):
             chunk[-1] ^= number == 1
             yield chunk
 
-    copy = Store(tmp_path / "lower").begin_copy(source.manifest)
+    copy = FolderPlace(tmp_path / "lower").begin(1, FOLDERS)
     with pytest.raises(CheckpointError, match="the copy differs from the source"):
         copy.write(record, chunks())
     copy.abandon()
@@ -274,17 +273,17 @@ def test_what_changes_in_memory_between_reading_and_writing_is_found(tmp_path):
 
 def test_an_upload_that_was_interrupted_is_never_taken_and_swept_when_enough_are_there(tmp_path):
     upper, lower = places(tmp_path, "objects")
-    promote(Checkpoint(save(upper, 1)), lower)
-    left = lower.begin_copy(Checkpoint(save(upper, 2)).manifest)
-    for record in Checkpoint(upper.folder(2)).manifest.files:
-        left.write(record, Checkpoint(upper.folder(2)).chunks(record))
-    begun = fsspec.filesystem("objects").open(f"{left.folder.path}/more", "wb")
+    lower.put(Checkpoint(save(upper, 1)))
+    left, source = lower.folder(2, 7), Checkpoint(save(upper, 2))
+    for record in source.manifest.files:
+        left.system.pipe_file((left / record.path).path, (source.folder / record.path).read_bytes())
+    begun = fsspec.filesystem("objects").open(f"{left.path}/more", "wb")
     assert len(uploads(tmp_path)) == 1
     assert step_of(lower) == 1, "all but the manifest is there"
-    unfinished = {path for path in lower.root.files() if path.startswith(left.folder.name)}
+    unfinished = {path for path in lower.root.files() if path.startswith(left.name)}
     assert len(unfinished) == 2
     for step in (2, 3):
-        promote(Checkpoint(upper.folder(step) if step == 2 else save(upper, step)), lower)
+        lower.put(Checkpoint(upper.folder(step) if step == 2 else save(upper, step)))
         before = set(lower.root.files())
         lower.prune()
         assert (unfinished <= before) and (not unfinished & set(lower.root.files())) == (step == 3)
@@ -296,13 +295,13 @@ def test_an_upload_that_was_interrupted_is_never_taken_and_swept_when_enough_are
 def test_another_run_in_the_same_place_is_refused(tmp_path):
     for kind in ("folder", "objects"):
         upper, lower = places(tmp_path, kind)
-        other = Store(tmp_path / f"other-{kind}")
-        promote(Checkpoint(save(other, 7)), lower)
+        other = FolderPlace(tmp_path / f"other-{kind}")
+        lower.put(Checkpoint(save(other, 7)))
         path = save(upper, 7 if kind == "folder" else 8)
         manifest = Checkpoint(path).manifest
         made = Manifest.of(7, [Part(files=manifest.files, tensors=manifest.tensors)], {"seed": 9})
         with pytest.raises(CheckpointError, match="is there already, and whole; another run writes here"):
-            promote(Checkpoint(path, made), lower)
+            lower.put(Checkpoint(path, made))
         assert len(lower.folders()) == 1
 
 
@@ -317,7 +316,7 @@ def test_promotion_retention_and_readers_at_once(tmp_path):
         while not stop.is_set():
             path = save(levels.fastest, step)
             levels.report(Outcome(step, path, None, 0, 0))
-            levels.fastest.prune()
+            levels.settle()
             step += 1
 
     maker = threading.Thread(target=make)
@@ -329,7 +328,7 @@ def test_promotion_retention_and_readers_at_once(tmp_path):
         while time.monotonic() < end_s or 0 in last:
             for level, name in enumerate("abc"):
                 try:
-                    found = step_of(Store(tmp_path / name)) or 0
+                    found = step_of(FolderPlace(tmp_path / name)) or 0
                 except CheckpointError:  # two newer ones came while it was read, and it went
                     continue
                 assert found >= last[level]
@@ -342,6 +341,6 @@ def test_promotion_retention_and_readers_at_once(tmp_path):
     levels.promote_newest(10)
     levels.close()
     assert num_reads > 5
-    newest = {step_of(store) for store in levels.stores}
+    newest = {step_of(store) for store in levels.places}
     assert newest == {max(outcome.step for outcome in outcomes)}, [o for o in outcomes if o.error][-3:]
     assert not [path for name in "abc" for path in (tmp_path / name).glob("tmp-*")]

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from saving import TENSORS, save, values
 
-from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, ReadRequest, Store
+from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, FolderPlace, ReadRequest
 from executor.checkpoint.format.manifest import Manifest
 
 MOST_BYTES = 4 << 20
@@ -25,7 +25,7 @@ MOST_BYTES = 4 << 20
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save(Store(tmp_path_factory.mktemp("untrusted") / "store"), 1)
+    return save(FolderPlace(tmp_path_factory.mktemp("untrusted") / "store"), 1)
 
 
 def signed(data):

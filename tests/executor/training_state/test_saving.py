@@ -32,7 +32,16 @@ from training import (
 )
 
 import executor.tasks.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ReadRequest, ShardWriter, Store
+from executor.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Files,
+    FolderPlace,
+    Level,
+    ReadRequest,
+    ShardWriter,
+    newest_of,
+)
 from executor.checkpoint.format import reader
 from executor.memory.moments import by_value, converted
 from executor.optimizer.adamw_8bit import KEYS
@@ -311,7 +320,7 @@ def test_a_full_drive_costs_checkpoints_and_not_training(tmp_path):
     assert_same((flat(seen), final), reference(task))
     assert all("make room, or keep fewer" in outcome.error for outcome in outcomes)
     assert len(outcomes) == 4
-    assert Store(tmp_path / "full").newest().checkpoint is None
+    assert newest_of([FolderPlace(tmp_path / "full")])[0] is None
     assert not list((tmp_path / "full").iterdir())
 
 

@@ -17,7 +17,7 @@ from training import Task, assert_same, decide, prepare, reference, train, unifo
 import executor.checkpoint.engine
 import executor.devices.lanes
 import executor.tasks.snapshots
-from executor.checkpoint import Files, Level, Store
+from executor.checkpoint import Files, FolderPlace, Level, newest_of
 from executor.training_state.saving import Checkpoints
 
 PATIENCE_S = 0.2
@@ -85,7 +85,7 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     assert all("the drive has not answered for" in outcome.error for outcome in outcomes if outcome.error is not None)
     if files.num_hung and files.name not in {"remove", "remove_folder"}:  # by a thread for which nobody waits
         assert made < set(range(1, task.iterations + 1))
-    assert Store(tmp_path / "saved").newest().checkpoint.manifest.step >= max(made)
+    assert newest_of([FolderPlace(tmp_path / "saved")])[0].manifest.step >= max(made)
 
 
 @pytest.fixture

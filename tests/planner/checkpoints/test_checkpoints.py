@@ -1,6 +1,7 @@
 """Checkpoints in the schedule of a run: what they may not break, and what engines differ in."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -18,10 +19,9 @@ from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Sharding
-from planner.lowering import lower
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
-from planner.schedule.timeline import memory_use
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,12 +58,24 @@ def test_every_checkpoint_writes_all_state_and_copies_it_once(job):
     assert sum(origin >= 0 for origin in made.origin) == 3 * job.num_iterations
 
 
+def peak_bytes(made: Run, timeline: Timeline, stage: int = 0) -> int:
+    """Return the most host memory of one rank that copies hold: from when it is touched until they are written."""
+    changes: list[tuple[float, int]] = []
+    for number in range(made.num_checkpoints):
+        copies, touched, writes = (
+            [t for t in of_checkpoint(made, number, op) if t.stage == stage] for op in (Op.SNAPSHOT, Op.TOUCH, Op.WRITE)
+        )
+        for first, write in zip(touched or copies, writes, strict=True):
+            changes.append((timeline.start_s[0, first.index], write.num_bytes))
+            changes.append((timeline.end_s[0, write.index], -write.num_bytes))
+    return max(itertools.accumulate((num_bytes for _, num_bytes in sorted(changes)), initial=0))
+
+
 @SLOW
 @given(jobs())
 def test_bounded_memory_is_never_exceeded(job):
-    _, timeline, _ = job.simulate()
-    held = memory_use(timeline, 0).get(Tier.HOST)
-    peak = max(held.num_bytes[MemoryClass.CHECKPOINT]) if held else 0
+    made, timeline, _ = job.simulate()
+    peak = peak_bytes(made, timeline)
     if job.engine.bounded:
         assert peak <= job.buffer_bytes
     elif job.engine.staging is Staging.FRESH and job.num_iterations >= job.every:
@@ -219,7 +231,7 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 )
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buffer_bytes, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
-    state, num_iterations = state_of(case.schedule), every + more
+    state, num_iterations = state_of(case.taken), every + more
     made = with_checkpoints(
         case.schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=buffer_bytes
     )
@@ -276,14 +288,14 @@ def test_stages_of_a_pipeline_save_beside_each_other():
     assert read.training_s == pytest.approx(11)
     assert read.latency_s == pytest.approx((8,))
     assert read.blocked_s == pytest.approx((8,))
-    assert memory_use(timeline, 0)[Tier.HOST].peak_bytes == policy("deepspeed").chunk_bytes  # of each rank
+    assert peak_bytes(made, timeline, stage=1) == policy("deepspeed").chunk_bytes
 
 
 @settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
     made = with_checkpoints(
-        case.schedule, policy("ullage"), state_of(case.schedule), num_iterations=3, every=4, buffer_bytes=10**9
+        case.schedule, policy("ullage"), state_of(case.taken), num_iterations=3, every=4, buffer_bytes=10**9
     )
     prices, capacities = random_prices(case.schedule, 1)
     plain = run(case.schedule, prices, capacities, 3)
@@ -295,15 +307,12 @@ def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
 @given(cases(ours=True), st.integers(0, 2**32 - 1))
 def test_predicted_gates_are_those_that_are_executed(case, seed):
     """With room for everything and instant writes a piece waits for its own copy: to the moment as in the schedule."""
-    taken = lower(case.units, case.decisions, asynchronous=case.asynchronous, takes_snapshots=True)
+    taken = case.taken
     snapshots = {task.index: (task.unit, task.piece) for task in taken.tasks if task.op is Op.SNAPSHOT}
-    state = state_of(
-        case.schedule,
-        bytes_per_param=case.decisions.state_bytes_per_param,
-        other_bytes_per_param=case.decisions.other_state_bytes_per_param,
-    )
+    state = state_of(taken)
     assert list(snapshots.values()) == [(shard.unit, shard.piece) for shard in state]
-    assert [taken.tasks[i].num_bytes for i in snapshots] == [shard.num_bytes for shard in state]
+    trained = [(t.lane, t.op, t.unit, t.piece) for t in taken.tasks if t.op not in {Op.SNAPSHOT, Op.GATE}]
+    assert trained == [(t.lane, t.op, t.unit, t.piece) for t in case.schedule.tasks]
 
     engine = dataclasses.replace(policy("ullage"), chunk_bytes=10**10)
     predicted = with_checkpoints(case.schedule, engine, state, num_iterations=3, every=1, buffer_bytes=10**12)

@@ -19,7 +19,7 @@ from narrow import narrow_llama
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from executor.checkpoint import Store
+from executor.checkpoint import FolderPlace, newest_of
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.decisions import FP32
@@ -156,7 +156,7 @@ def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(plan_path:
     watchdog.cancel()
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "interrupted after iteration" in " ".join(err.split())
-    assert Store(folder).newest().checkpoint is not None
+    assert newest_of([FolderPlace(folder)])[0] is not None
 
 
 def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost(

@@ -9,43 +9,52 @@ whole checkpoints have the same step or a later one. On S3, this includes parts 
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.urls import UrlPath, reaching
-from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
-from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, parse_name
+from executor.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.place import Place, checkpoint_name, parse_name
 
 _PART_BYTES: Final = 64 << 20  # bytes of one request
 _MOST_PARTS: Final = 9_000  # parts of one file; S3 allows 10,000
 
 
 @final
-class RemoteStore(AbstractStore):
+class UrlPlace(Place):
     """Checkpoints at a URL, see [Note: Manifest last]."""
 
     def __init__(self, root: UrlPath) -> None:
         super().__init__(root.url)
         self.root = root
 
-    def begin_copy(self, manifest: Manifest) -> "RemoteCopy":
-        """See :class:`AbstractStore`."""
-        return RemoteCopy(self.folder(manifest.step, secrets.randbelow((1 << 32) - 1) + 1))
-
     def folder(self, step: int, nonce: int = 0) -> UrlPath:
-        """See :class:`AbstractStore`."""
+        """See :class:`Place`."""
         return self.root / checkpoint_name(step, nonce)
 
-    def folders(self) -> list[Folder]:
-        """See :class:`AbstractStore`."""
+    def folders(self) -> Sequence[Folder]:
+        """See :class:`Place`."""
         found = [(parse_name(name), name) for name, files in self._files().items() if MANIFEST_NAME in files]
         return [self.root / name for _, name in sorted(found, reverse=True)]
 
-    def remove_spares(self) -> None:
-        """See :class:`AbstractStore`: there are no spares."""
+    def _put(self, source: Checkpoint, check: Callable[[], None]) -> UrlPath:
+        manifest = source.manifest
+        folder = self.folder(manifest.step, secrets.randbelow((1 << 32) - 1) + 1)
+        try:
+            for record in manifest.files:
+                _upload(folder / record.path, record.num_bytes, source.chunks(record, check))
+            Checkpoint(folder, manifest).verify_in_turn(check)
+            _complete(folder / MANIFEST_NAME, manifest)
+        except BaseException:
+            for name in (MANIFEST_NAME, *(record.path for record in manifest.files)):
+                with contextlib.suppress(CheckpointError):  # retention removes it later
+                    (folder / name).remove()
+            raise
+        return folder
 
     def _remove(self, folder: Folder) -> None:
         files = self._files().get(folder.name, ())
@@ -73,41 +82,21 @@ class RemoteStore(AbstractStore):
         return found
 
 
-@final
-class RemoteCopy:
-    """See :class:`executor.checkpoint.places.retention.Copy`."""
+def _upload(path: UrlPath, num_bytes: int, chunks: Iterable[Buffer]) -> None:
+    part_bytes = max(_PART_BYTES, -(-num_bytes // _MOST_PARTS))
+    with reaching(path):
+        try:
+            file = path.system.open(path.path, "wb", block_size=part_bytes)
+        except FileNotFoundError:  # the driver has folders
+            path.system.makedirs(path.path.rpartition("/")[0], exist_ok=True)
+            file = path.system.open(path.path, "wb", block_size=part_bytes)
+        with file:
+            for chunk in chunks:
+                file.write(chunk.data)
 
-    def __init__(self, folder: UrlPath) -> None:
-        self.folder = folder
-        self._paths: list[str] = []
 
-    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        path = self.folder / record.path
-        self._paths.append(record.path)
-        part_bytes = max(_PART_BYTES, -(-record.num_bytes // _MOST_PARTS))
-        with reaching(path):
-            try:
-                file = path.system.open(path.path, "wb", block_size=part_bytes)
-            except FileNotFoundError:  # the driver has folders
-                path.system.makedirs(path.path.rpartition("/")[0], exist_ok=True)
-                file = path.system.open(path.path, "wb", block_size=part_bytes)
-            with file:
-                for chunk in chunks:
-                    file.write(chunk.data)
-
-    def commit(self, manifest: Manifest) -> UrlPath:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        path = self.folder / MANIFEST_NAME
-        self._paths.append(MANIFEST_NAME)
-        with reaching(path):
-            path.system.pipe_file(path.path, manifest.to_json())
-        if Manifest.read(path.read_bytes()).digest != manifest.digest:
-            raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")
-        return self.folder
-
-    def abandon(self) -> None:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        while self._paths:  # the manifest, if any, was written last, so it is removed first
-            with contextlib.suppress(CheckpointError):  # retention removes it later
-                (self.folder / self._paths.pop()).remove()
+def _complete(path: UrlPath, manifest: Manifest) -> None:
+    with reaching(path):
+        path.system.pipe_file(path.path, manifest.to_json())
+    if Manifest.read(path.read_bytes()).digest != manifest.digest:
+        raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")

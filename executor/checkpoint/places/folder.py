@@ -20,26 +20,40 @@ import itertools
 import json
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
 import numpy as np
 
 from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
+from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
-from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.place import (
+    Place,
+    checkpoint_name,
+    in_use,
+    is_whole,
+    parse_name,
+)
 from hwprofiles.files import write_whole
+from hwprofiles.machine import available_memory_bytes
+from planner.terms import MIN_CHECKPOINTS
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is being read, one hashed and one written
 _POLL_S: Final = 0.02
 _SPARE: Final = "spare-"
 _MAX_SPARES: Final = 2
+_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+_OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
+_MOUNTS: Final = Path("/proc/self/mounts")
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
@@ -115,7 +129,11 @@ class Draft:
         return parts, extras
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Copy a file, and write its header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        """Copy a file and make it durable; its header is written last.
+
+        Raises:
+            CheckpointError: the file cannot be written, or ``chunks`` cannot be read.
+        """
         with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
             data = next(chunks).tobytes()
             while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
@@ -243,7 +261,7 @@ def draft_folder(root: Path, step: int, nonce: str) -> Path:
 
 
 @final
-class Store(AbstractStore):
+class FolderPlace(Place):
     """A folder of checkpoints. It is made if needed.
 
     Raises:
@@ -273,17 +291,25 @@ class Store(AbstractStore):
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
-    def begin_copy(self, manifest: Manifest) -> Draft:
-        """See :class:`AbstractStore`."""
+    def _put(self, source: Checkpoint, check: Callable[[], None]) -> Path:
+        manifest = source.manifest
         parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
-        return self.begin(manifest.step, sorted(parents - {"."}))
+        draft = self.begin(manifest.step, sorted(parents - {"."}))
+        try:
+            for record in manifest.files:
+                draft.write(record, source.chunks(record, check))
+            Checkpoint(draft.folder, manifest).verify_in_turn(check)
+            return draft.commit(manifest)
+        except BaseException:
+            draft.abandon()
+            raise
 
     def folder(self, step: int, nonce: int = 0) -> Path:
-        """See :class:`AbstractStore`."""
+        """See :class:`Place`."""
         return self.root / checkpoint_name(step, nonce)
 
-    def folders(self) -> list[Folder]:
-        """See :class:`AbstractStore`."""
+    def folders(self) -> list[Path]:
+        """See :class:`Place`."""
         try:
             named = [(parse_name(path.name), path) for path in self.root.iterdir()]
         except OSError as error:
@@ -291,20 +317,8 @@ class Store(AbstractStore):
         found = [(parsed, path) for parsed, path in named if parsed is not None]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def remove_dead_drafts(self) -> None:
-        """Remove folders of dead writers: those without a lock."""
-        for path in self.root.glob("tmp-*"):
-            try:
-                lock = _locked(path)
-            except OSError:
-                continue  # its writer lives, or another process is removing it
-            try:
-                remove_tree(self.files, path)
-            finally:
-                os.close(lock)
-
     def remove_spares(self) -> None:
-        """See :class:`AbstractStore`."""
+        """See :class:`Place`."""
         for spare in _spares(self.root):
             with contextlib.suppress(FileNotFoundError):
                 _rename_and_remove(self.files, spare)
@@ -318,7 +332,62 @@ class Store(AbstractStore):
                 _rename_and_remove(self.files, folder)
 
     def _remove_dead_drafts(self, last: int) -> None:  # noqa: ARG002 - locks show which writers died
-        self.remove_dead_drafts()
+        for path in self.root.glob("tmp-*"):
+            try:
+                lock = _locked(path)
+            except OSError:
+                continue  # its writer lives, or another process is removing it
+            try:
+                remove_tree(self.files, path)
+            finally:
+                os.close(lock)
+
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """See :class:`Place`."""
+        return run_lock(self.root)
+
+    def check_reachable(self) -> None:
+        """See :class:`Place`."""
+        if (kind := file_system(self.root)) in _OF_ONE_NODE:
+            what = "memory" if kind in _MEMORY else f"a drive ({kind})"
+            raise CheckpointError(
+                f"{self.place} is {what} of one node, but the ranks are on several: give a folder on a file system "
+                "that all nodes share, and after it such folders or URLs"
+            )
+
+    def check_room(self, num_checkpoints: int, num_bytes: int) -> None:
+        """See :class:`Place`."""
+        with contextlib.suppress(OSError):  # the first write will report the error
+            self._remove_dead_drafts(-1)
+        free_bytes = shutil.disk_usage(self.root).free
+        is_memory = file_system(self.root) in _MEMORY
+        if is_memory:
+            free_bytes = min(free_bytes, available_memory_bytes())
+        files = (path for folder in self.folders() for path in folder.rglob("*") if path.is_file())
+        held_bytes = sum(path.stat().st_size for path in files)
+        needed_bytes = num_checkpoints * num_bytes
+        if needed_bytes > free_bytes + held_bytes:
+            what = "host memory" if is_memory else "the drive"
+            raise CheckpointError(
+                f"{self.place}: {num_checkpoints} checkpoints at once, of {num_bytes:,} B each, take "
+                f"{needed_bytes:,} B of {what}, but {free_bytes + held_bytes:,} B are free: keep fewer there (at least "
+                f"{MIN_CHECKPOINTS}), or give another place"
+            )
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of a folder's file system, as Linux names it; empty if unknown."""
+    try:
+        mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    path = folder.resolve()
+    found = ("", "")
+    for escaped, kind in mounts:  # later mounts cover earlier ones
+        where = escaped.encode().decode("unicode_escape")
+        if path.is_relative_to(where) and len(where) >= len(found[0]):
+            found = (where, kind)
+    return found[1]
 
 
 def _spares(root: Path) -> list[Path]:
