@@ -335,12 +335,19 @@ def test_what_is_there_may_be_set_again(started):
     assert np.isfinite(step(model, optimizer))
 
 
-@pytest.mark.parametrize("flag", ["maximize", "differentiable", "capturable"])
-def test_flags_of_an_optimizer_that_updates_do_not_know_are_refused(flag):
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("maximize", "plans for this optimizer"),
+        ("differentiable", "differentiable set"),
+        ("capturable", "capturable set"),
+    ],
+)
+def test_flags_of_an_optimizer_that_updates_do_not_know_are_refused(flag, words):
     model = make_model(TASK)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0][flag] = True
-    with pytest.raises(ValueError, match=f"{flag} set"):
+    with pytest.raises(ValueError, match=words):
         prepare_session(model, optimizer, model_units("llama-tied", torch.float32), decide(TASK, uniform("gpu", "cpu")))
 
 
