@@ -47,8 +47,11 @@ def schedules(draw):
     return Schedule(tuple(tasks))
 
 
-def on_host(schedule, perform, *, record=False):
-    return LaneMachine(schedule, perform, HostBackend(), record=record)
+SUBMITTED = st.sets(st.sampled_from(LANES[2:]))  # lanes without a thread
+
+
+def on_host(schedule, perform, *, record=False, submitted=()):
+    return LaneMachine(schedule, perform, HostBackend(), record=record, submitted=submitted)
 
 
 def walk(machine, schedule, iterations):
@@ -63,13 +66,14 @@ def lane_threads():
 
 
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
-@given(schedules(), st.lists(st.integers(0, 2), min_size=12, max_size=12))
-def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(schedule, durations_ms):
+@given(schedules(), st.lists(st.integers(0, 2), min_size=12, max_size=12), SUBMITTED)
+def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(schedule, durations_ms, submitted):
     def perform(task, _iteration):
         time.sleep(durations_ms[task.index] / 1e3)
 
     iterations = 3
-    with on_host(schedule, perform, record=True) as machine:
+    with on_host(schedule, perform, record=True, submitted=submitted) as machine:
+        assert len(lane_threads()) == len({task.lane for task in schedule.tasks} - CALLER_LANES - submitted)
         walk(machine, schedule, iterations)
         timeline = machine.timeline()
     assert not lane_threads()
@@ -104,10 +108,10 @@ def may_have_ended(issued):
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(schedules(), st.sampled_from(LANES[2:]))
-def test_a_lane_has_settled_once_it_waits_for_the_caller_alone(schedule, lane):
+@given(schedules(), st.sampled_from(LANES[2:]), SUBMITTED)
+def test_a_lane_has_settled_once_it_waits_for_the_caller_alone(schedule, lane, submitted):
     ended, issued = set(), []
-    with on_host(schedule, lambda task, i: ended.add((i, task.index))) as machine:
+    with on_host(schedule, lambda task, i: ended.add((i, task.index)), submitted=submitted) as machine:
         for i, task in itertools.product(range(2), schedule.tasks):
             machine.issue([task], i)
             issued.append((i, task))
