@@ -89,7 +89,7 @@ STAGES: Final[Mapping[str, Stage]] = {
         "-m pytest -vv --durations=0 -p no:cacheprovider --rootdir . --junitxml {results}/tests.xml "
         "tests/executor/devices/test_fused.py tests/executor/devices/test_cuda.py "
         "tests/executor/memory/test_parking.py::test_on_a_gpu",
-        110,
+        180,  # kernels of Triton are compiled for a minute
         30,
         ("tests.xml",),
     ),
@@ -141,8 +141,8 @@ STAGES: Final[Mapping[str, Stage]] = {
     ),
     "all-peers": Stage(f"{_PEERS}/peers_all.json --limit 150", 560, 60, ("peers_all.json",), alone=True),
     "checkpoints": Stage(
-        "benchmarks/gpu/checkpoints.py --profile {profile} --output {results}/checkpoints.json",
-        90,
+        "benchmarks/gpu/checkpoints.py --profile {profile} --rounds 1 --output {results}/checkpoints.json",
+        200,
         30,
         ("checkpoints.json",),
         alone=True,
