@@ -7,7 +7,7 @@ as integers, for the same reason. Other optimizers, and devices without Triton, 
 ([Note: Operators] in :mod:`planner.optimizers`).
 
 Triton compiles a kernel for each combination of types when it is first launched, in about a second, and keeps it on
-disk. :func:`executor.devices.cuda.warm_up` launches those that a session needs, so that no update waits for it.
+disk. A session launches those that it needs when it begins, so that no update waits for it.
 """
 
 import functools

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, train, uniform
 
+import ullage
 from executor.devices import cuda, sums
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
@@ -127,6 +128,31 @@ def test_every_optimizer_steps_on_the_device_as_on_the_host(optimizer):
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=0.01)
     assert curves[0][0] != pytest.approx(curves[0][-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])  # Adagrad has state from the beginning
+def test_a_default_device_of_the_users_own_does_not_matter(optimizer):
+    curves = []
+    with torch.device("cuda"):
+        for is_planned in (False, True):
+            torch.manual_seed(0)
+            blocks = (torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(5))
+            model = torch.nn.Sequential(*blocks)  # of equal blocks, some are not captured one by one
+            wrapped, batch = optimizer(model.parameters(), lr=1e-2), torch.randn(4, 16)
+            if is_planned:
+                model, wrapped = ullage.prepare(model, wrapped, batch, hardware="h200x1-16c")
+            curves.append([])
+            for _ in range(3):
+                loss = model(batch).square().mean()
+                loss.backward()
+                wrapped.step()
+                wrapped.zero_grad()
+                curves[-1].append(loss.item())
+            saved = wrapped.state_dict()
+        wrapped.load_state_dict(saved)
+        wrapped.session.close()
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[1][0] != curves[1][-1]
 
 
 @pytest.mark.parametrize(("num_shapes", "stays"), [(4, True), (5, False)])
