@@ -9,12 +9,16 @@ import pytest
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.costs.model import CostModel
 from planner.decisions import Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
+from planner.schedule.tasks import Op, Phase
+from planner.schedule.timeline import Phases
 from planner.setup import Setup
+from planner.simulate.machine import run_until_steady
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import export_config
 from ullage.integrations.deepspeed.importing import imported
@@ -22,6 +26,7 @@ from ullage.main import main
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.lowering import lower
 
 SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), Sharding(data_parallel=4))
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]
@@ -38,28 +43,44 @@ def test_defaults_are_the_published_engines():
     same(configured(SETUP, DeepSpeed(3, "cpu", 0.3)), twin_flow(SETUP, (0.3,)))
     same(configured(SETUP, DeepSpeed(3, "cpu", 0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
     same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
-    buckets = {"device_buffer_bytes": 2 * 500_000_000 * 2}
-    same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=buckets) for d in gpu_only(SETUP) if d.zero_stage == 2])
+    differs = {"device_buffer_bytes": 2 * 500_000_000 * 2, "all_reduces": True, "max_prefetch_params": 0}
+    same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
 
 
-def test_settings_change_what_they_are_about():
-    offloaded, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", reduce_bucket_params=10, prefetch_params=20))
-    assert (offloaded.device_buffer_bytes, offloaded.max_prefetch_params) == (2 * 10 * 2, None)
-    alone, _ = configured(SETUP, DeepSpeed(3, "cpu", prefetch_params=0))
-    assert alone.max_prefetch_params == 0, "nothing is gathered ahead"
-    for unit in SETUP.units:
-        decided = offloaded.units[unit.name]
-        may_leave = Place.GPU not in decided.update and unit.name not in {"embed", "head"}  # tied
-        assert (decided.params == "host") == (may_leave and unit.num_params > 100_000), unit.name
-    assert {d.params for d in offloaded.units.values()} == {"gpu", "host"}
-    least = min(unit.num_params for unit in SETUP.units if offloaded.units[unit.name].params == "host")
-    for persistent_params, leaves in ((least - 1, True), (least, False)):
-        changed, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", persistent_params=persistent_params))
-        left = {unit.num_params for unit in SETUP.units if changed.units[unit.name].params == "host"}
-        assert (least in left) == leaves, "parameters of just so many values stay"
-    whole, _ = configured(SETUP, DeepSpeed(2, "cpu"))
-    assert (whole.zero_stage, whole.module_hooks) == (2, False)
-    assert {place for d in whole.units.values() for place in d.update} == {Place.CPU}
+def simulated(settings: DeepSpeed, num_micro_batches: int = 3) -> tuple[list[Any], Phases]:
+    """Return the tasks of the first of some settings' decisions, and how long its phases take."""
+    setup = SETUP.changed(num_micro_batches=num_micro_batches)
+    decisions = next(configured(setup, settings))
+    cost = CostModel.of(load_profile("a100-80"), setup.units, decisions)
+    schedule = lower(setup.units, decisions, asynchronous=True)
+    return list(schedule.tasks), run_until_steady(schedule, cost).phases
+
+
+def test_zero_1_and_2_all_reduce_beside_nothing_unless_comm_overlaps():
+    params = sum(unit.num_params for unit in SETUP.units)
+    for stage, rounds in ((1, 1), (2, 3)):  # only ZeRO-2 does in every micro-batch
+        tasks, _ = simulated(DeepSpeed(stage))
+        moved = sum(task.num_bytes for task in tasks if task.op is Op.SCATTER)
+        assert moved == pytest.approx(rounds * 2 * 2 * params, rel=0.01), stage
+    alone, beside = (simulated(DeepSpeed(2, overlap_comm=overlap))[1] for overlap in (False, True))
+    assert beside.backward_s < alone.backward_s
+
+
+def test_unpinned_gradients_are_waited_for_in_every_micro_batch():
+    pageable, _ = simulated(DeepSpeed(3, "cpu", pin_optimizer=False))
+    pinned, _ = simulated(DeepSpeed(3, "cpu"))
+
+    def copies(tasks):
+        return [task for task in tasks if task.phase is Phase.BACKWARD and task.op in {Op.OVERWRITE, Op.LOAD}]
+
+    assert len(copies(pageable)) == len(copies(pinned))
+    assert not any(task.pinned for task in copies(pageable))
+    assert all(task.pinned for task in copies(pinned))
+    ways = DeepSpeed(3, "cpu", pin_optimizer=False), DeepSpeed(3, "cpu", waits=True), DeepSpeed(3, "cpu")
+    for num_micro_batches in (1, 3):
+        times = [simulated(settings, num_micro_batches)[1].backward_s for settings in ways]
+        assert times == sorted(times, reverse=True), "less waiting, less time"
+        assert times[0] > times[-1]
 
 
 def read(tmp_path: Path, data: dict[str, Any], *given: str, **request: Any):

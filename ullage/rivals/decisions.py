@@ -23,6 +23,7 @@ class GradientPath(StrEnum):
     # DeepSpeed ZeRO-3 (up to 0.19): bf16 out and back in, and after the last micro-batch fp32 out [Note: Accumulation].
     # The fp32 copy also converts. It runs on the stream that backward's kernels wait for, so its time is fully exposed.
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
+    ZERO3_PAGEABLE = "zero3-pageable"  # no copy is pinned, and the caller waits for each: ``pin_memory`` is off
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait
     # FSDP2 with ``CPUOffloadPolicy``: out in the master copy's type. Copies of the first micro-batch are pinned. The
@@ -39,7 +40,15 @@ class GradientPath(StrEnum):
         """Return whether the caller waits until a micro-batch's gradient is on the host; ``last`` is the last one."""
         if self is GradientPath.FSDP2:
             return micro_batch > 0
+        if self is GradientPath.ZERO3_PAGEABLE:
+            return True
         return micro_batch == last and self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
+
+    def pins(self, micro_batch: int, *, is_final: bool) -> bool:
+        """Return whether a copy of a micro-batch's gradient is to pinned memory; ``is_final``: the very last one."""
+        if self is GradientPath.FSDP2:
+            return micro_batch == 0
+        return self is not GradientPath.ZERO3_PAGEABLE and not (is_final and self is GradientPath.ZERO3_BLOCKING)
 
     @property
     def is_deepspeed(self) -> bool:
@@ -95,6 +104,7 @@ class RivalDecisions(Decisions):
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
         habits: what else an engine does; ``None``: nothing.
+        all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
     """
 
     pinned_reads: bool = True
@@ -108,6 +118,7 @@ class RivalDecisions(Decisions):
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     habits: Habits | None = None
+    all_reduces: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -133,7 +144,8 @@ class RivalDecisions(Decisions):
     @property
     def fills_buckets(self) -> bool:
         """Whether gradients that leave the device wait for one another; see [Note: Buckets]."""
-        return self.gradient_path is GradientPath.ZERO3_BLOCKING and self.update_start == "step"
+        blocking = self.gradient_path in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PAGEABLE}
+        return blocking and self.update_start == "step"
 
     @property
     def num_steps(self) -> int:

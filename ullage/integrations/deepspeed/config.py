@@ -36,7 +36,7 @@ class Offload(_Part):
 
     device: Device = "none"
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    pin_memory: bool = True
+    pin_memory: bool = False
     pipeline_read: bool = False
     pipeline_write: bool = False
     super_offload: bool = False
@@ -49,6 +49,7 @@ class Zero(_Part):
     offload_optimizer: Offload | None = None
     offload_param: Offload | None = None
     cpu_offload: bool = False  # the old name of ``offload_optimizer``
+    overlap_comm: bool | Auto | None = None  # ``None``: in stage 3 only
     reduce_bucket_size: Positive | Auto = 500_000_000
     sub_group_size: Positive | Auto = 1_000_000_000
     stage3_prefetch_bucket_size: Count | Auto = 50_000_000

@@ -254,8 +254,8 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
         assumed.append(f"offload_optimizer.ratio needs stage 3; in stage {zero.stage} the CPU updates all")
     if 0 < zero.stage < 3 and optimizer.device == "cpu":
         assumed.append(f"stage {zero.stage} moves gradients to the host as stage 3 does, without hooks and gathers")
-    if not optimizer.pin_memory or not params.pin_memory:
-        assumed.append("pin_memory is off, but pinned memory is simulated, which is faster")
+    if params.device != "none" and not params.pin_memory:
+        assumed.append("offload_param.pin_memory is off, but pinned memory is simulated, which is faster")
     if params.device != "none" and 0 < optimizer.ratio < 1 and optimizer.device == "cpu":
         assumed.append("parameters that the device updates stay on the device")
     if params.device == "nvme" and optimizer.device == "cpu":
@@ -273,6 +273,8 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
         optimizer_device=optimizer.device,
         cpu_ratio=optimizer.ratio,
         super_offload=optimizer.super_offload,
+        pin_optimizer=optimizer.pin_memory,
+        overlap_comm=zero.overlap_comm is True,
         param_device=params.device,
         pipeline_read=optimizer.pipeline_read,
         pipeline_write=optimizer.pipeline_write,

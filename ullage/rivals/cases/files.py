@@ -11,11 +11,12 @@ from hwprofiles.files import read_json
 from ullage.rivals.cases.base import Case, CaseError
 from ullage.rivals.cases.checkpoints import CheckpointCase
 from ullage.rivals.cases.in_memory import InMemoryCase
+from ullage.rivals.cases.reported import ReportedCase
 from ullage.rivals.cases.streaming import StreamingCase
 from ullage.rivals.cases.swapping import SwappingCase
 from ullage.rivals.cases.training import TrainingCase
 
-_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase, InMemoryCase)
+_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase, InMemoryCase, ReportedCase)
 _FIELDS = ("schema_version", "title", "note", "cases")
 
 

@@ -17,6 +17,7 @@ from planner.schedule.tasks import Tier
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
+from ullage.rivals.cases.attention import AttentionKernel, with_attention
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
@@ -110,9 +111,14 @@ class Measured(Strict):
 
 
 class TrainingCase(Case):
-    """A run whose iterations were timed."""
+    """A run whose iterations were timed.
+
+    Attributes:
+        attention: its attention kernel, if that is not the one whose rate the profile has.
+    """
 
     model: Model
+    attention: AttentionKernel | None = None
     engine: Engine
     parallel: Parallel
     batch: BatchSizes
@@ -229,6 +235,7 @@ class TrainingCase(Case):
                 f"{profile.devices_per_node} devices per node; name another profile"
             )
         model_units, setup = setup_of(self)
+        profile = with_attention(profile, self.attention) if self.attention else profile
         return simulated(self.id, profile, model_units, decide(self, setup))
 
 

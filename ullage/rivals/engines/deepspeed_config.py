@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from planner.decisions import Place, UnitDecision
 from planner.setup import Setup
-from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, RivalDecisions
+from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import (
     MAX_LIVE_PARAMS,
@@ -19,16 +19,12 @@ from ullage.rivals.engines.deepspeed import (
     zero_infinity,
     zero_offload,
 )
+from ullage.rivals.habits import Habits
 
 Device = Literal["none", "cpu", "nvme"]
 
 # Decisions that ZeRO-1 and 2 do not need: parameters are whole on every device, so nothing is gathered.
-_WHOLE: Final[dict[str, Any]] = {
-    "module_hooks": False,
-    "max_prefetch_params": None,
-    "max_reuse_params": None,
-    "num_param_slots": 2,
-}
+_WHOLE: Final[dict[str, Any]] = {"module_hooks": False, "max_reuse_params": None, "num_param_slots": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +41,9 @@ class DeepSpeed:
             :mod:`ullage.rivals.engines.deepspeed`.
         persistent_params: parameters with at most so many values stay on the device.
         super_offload: whether a process of its own updates what the CPU updates (Super-Offload), in stage 3.
+        pin_optimizer: whether gradients leave through pinned memory.
+        waits: whether stage 3 waits for the last copy of a gradient, as DeepSpeed before 0.19.5 does.
+        overlap_comm: whether computing goes on beside reductions, in stages 1 and 2.
     """
 
     stage: int = 0
@@ -59,6 +58,16 @@ class DeepSpeed:
     max_reuse_params: int = MAX_REUSE_PARAMS
     persistent_params: int = 100_000
     super_offload: bool = False
+    pin_optimizer: bool = True
+    waits: bool = False
+    overlap_comm: bool = False
+
+    @property
+    def gradient_path(self) -> GradientPath:
+        """How gradients leave the device."""
+        if not self.pin_optimizer:
+            return GradientPath.ZERO3_PAGEABLE
+        return GradientPath.ZERO3_PINNED if self.waits and self.stage == 3 else GradientPath.ZERO3_ASYNC
 
 
 def configured(setup: Setup, settings: DeepSpeed) -> Iterator[RivalDecisions]:
@@ -91,14 +100,19 @@ def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[RivalDecisions]:
             )
         else:
             policy = super_offload if settings.super_offload else twin_flow
-            yield from policy(setup, (settings.cpu_ratio if settings.optimizer_device == "cpu" else 0.0,))
+            for decisions in policy(setup, (settings.cpu_ratio if settings.optimizer_device == "cpu" else 0.0,)):
+                yield decisions.model_copy(update={"gradient_path": settings.gradient_path})
         return
-    stage = {"zero_stage": settings.stage if setup.given.data_parallel > 1 else 0}
+    stage: dict[str, Any] = {"zero_stage": settings.stage if setup.given.data_parallel > 1 else 0}
+    stage["all_reduces"] = stage["zero_stage"] > 0
+    stage["max_prefetch_params"] = None if settings.overlap_comm else 0
     if settings.optimizer_device == "none":
+        if settings.stage < 2:  # all are reduced after the last micro-batch
+            stage |= {"reduce_start": "step", "habits": Habits(bucket_params=settings.reduce_bucket_params)}
         for decisions in list(gpu_only(setup))[:2]:
             yield decisions.model_copy(update=stage)
         return
-    for decisions in zero_offload(setup):
+    for decisions in zero_offload(setup, settings.gradient_path):
         yield decisions.model_copy(update=stage | _WHOLE)
 
 

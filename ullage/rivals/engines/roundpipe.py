@@ -11,9 +11,8 @@ and the gradients of both travel through the host (``roundpipe/run.py``).
 What such a rank does not show is how the pipe fills and drains. The first stages of an iteration follow the last ones
 of the iteration before (``roundpipe.py::RoundPipe.forward_backward`` waits only for the loss), so this costs nothing if
 weights may be one update old. Otherwise a device waits in every iteration while one micro-batch passes as many stages
-as there are other devices. The first tasks of the schedule take that time. All stages are about as long as the longest
-segment's forward and backward (``scheduler.py::ModelExecutePlan.auto``), so they are forwards of layers with as many
-FLOP.
+as there are other devices. That micro-batch is the whole node's: as many times the rank's as there are devices. The
+first tasks of the schedule take that time: forwards of the layers of a stage.
 """
 
 from collections import defaultdict
@@ -22,7 +21,6 @@ from collections.abc import Iterator
 from planner.decisions import Place
 from planner.lowering.compute import lay_backward
 from planner.lowering.program import Program
-from planner.models.kernels import flop
 from planner.schedule.tasks import Lane, Op, Phase
 from planner.setup import Setup
 from ullage.rivals.decisions import GradientPath, RivalDecisions
@@ -106,14 +104,9 @@ def lay_by_layer(decisions: RivalDecisions, program: Program) -> None:
 
 def _fill(program: Program) -> None:
     """Let the device wait until the pipe is full; see [Note: Round robin]."""
-    longest = max(
-        sum(flop((*unit.unit.forward, *unit.unit.backward)) for unit in segment) for segment in program.segments
-    )
-    layer = max(
-        program.segments[:-1] or program.segments, key=lambda segment: sum(flop(unit.unit.forward) for unit in segment)
-    )
-    of_layer = sum(flop(unit.unit.forward) for unit in layer)
-    for _ in range(round((program.decisions.data_parallel - 1) * longest / of_layer) if of_layer else 0):
-        for unit in layer:
-            wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
-            program.before[program.spine[0].key].append(wait)
+    ranks = program.decisions.data_parallel
+    for segment in program.segments[1 : 1 + SEGMENTS_OF_STAGE]:
+        for unit in segment:
+            for _ in range((ranks - 1) * ranks):
+                wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
+                program.before[program.spine[0].key].append(wait)

@@ -3,8 +3,8 @@
 [Note: Copies of sums] DeepSpeed adds gradients of micro-batches on the device. With ZeRO-3 and the optimizer on the
 host, ``partition_grads`` in ``stage3.py`` copies the first micro-batch's gradient to a pinned buffer and back; of each
 later one it copies the sum to the device and, with the gradient added, back to the buffer. These copies are
-asynchronous. Only after the last micro-batch is the sum copied once more, in fp32, to the optimizer's gradients: that
-copy is exposed.
+asynchronous, if ``pin_memory`` of ``offload_optimizer`` is on: otherwise the caller waits for each. After the last
+micro-batch the sum is copied once more, in fp32, to the optimizer's gradients: that copy is exposed.
 
 [Note: Reductions] DeepSpeed's ZeRO-3 works on gradients on the device, on a stream of its own: each is copied into a
 bucket, from there into the input of the reduction, and divided there: 3 values read and 3 written, even on one rank
@@ -14,7 +14,9 @@ micro-batch the norm of what leaves the device is taken in fp64: one value read,
 Gathers for later units are issued behind the reduction, when the next module is reached (``fetch_sub_module``). So a
 caller that waits for a copy of the gradient does not issue them either. Without ZeRO, it joins all gradients into
 buckets after the last micro-batch, divides these, and copies the sums back: as many values read and written again
-(``engine.py::allreduce_bucket``, ``allreduce_no_retain``).
+(``engine.py::allreduce_bucket``, ``allreduce_no_retain``). ZeRO-1 and 2 all-reduce too, although each rank needs a
+share only (``use_multi_rank_bucket_allreduce``), ZeRO-2 in every micro-batch, and computing waits for it unless
+``overlap_comm`` is on (``stage_1_and_2.py::average_tensor``).
 
 [Note: Buckets] DeepSpeed's ZeRO-3 reduces gradients, and copies them to the host, when that of the next parameter would
 not fit into a bucket of ``reduce_bucket_size`` parameters
@@ -66,7 +68,7 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
             spill(program, unit, draft, flushed, spilled, num_spills)
             added = _sum(decisions, program, unit, flushed, following)
         gradient = _Leaving(unit, draft, following, ready, (*copies, *filter(None, [added])), flushed)
-        if flushed and decisions.fills_buckets and draft.micro_batch == last:
+        if flushed and decisions.fills_buckets and decisions.gradient_path.blocks(draft.micro_batch, last):
             _put(decisions, program, bucket, gradient)
             continue
         if (gone := flushed or ready) is not draft:
@@ -74,6 +76,9 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
         _wait_for(decisions, program, gradient, last)
     if at_step:
         _reduce_at_step(decisions, program)
+    if decisions.all_reduces:
+        for draft in program.drafts:
+            draft.num_bytes *= 2 if draft.op is Op.SCATTER else 1
     settle(program)
 
 
@@ -101,14 +106,15 @@ class _Leaving:
 def _put(decisions: RivalDecisions, program: Program, bucket: list[_Leaving], gradient: _Leaving) -> None:
     """Put a gradient into the bucket; if the next one does not fit, empty it. See [Note: Buckets]."""
     bucket.append(gradient)
-    following, behind, last = gradient.following, program.behind, gradient.backward.micro_batch
-    coming = program.named[following.unit].num_params if following and following.unit else 0
+    following, behind, micro_batch = gradient.following, program.behind, gradient.backward.micro_batch
+    goes_on = following and following.unit and following.op is not Op.FORWARD  # of the next micro-batch
+    coming = program.named[following.unit].num_params if following and goes_on else 0
     if coming and sum(each.unit.num_params for each in bucket) + coming <= REDUCE_BUCKET_PARAMS:
         return
     moved: list[Draft] = []
     for earlier in bucket[:-1]:
         unit, backward = earlier.unit, earlier.backward
-        passed = (unit.scatters.get(last), *earlier.moves, unit.spill)
+        passed = (unit.scatters.get(micro_batch), *earlier.moves, unit.spill)
         own = {draft.key for draft in passed if draft}
         leaving = [draft for draft in behind[backward.key] if draft.key in own]
         leaving[0].after += (gradient.backward.key,)
@@ -116,7 +122,7 @@ def _put(decisions: RivalDecisions, program: Program, bucket: list[_Leaving], gr
         moved += leaving
     behind[gradient.backward.key] = moved + behind[gradient.backward.key]
     bucket.clear()
-    _wait_for(decisions, program, gradient, last)
+    _wait_for(decisions, program, gradient, decisions.num_micro_batches - 1)
 
 
 def _wait_for(decisions: RivalDecisions, program: Program, gradient: _Leaving, last: int) -> None:
@@ -249,11 +255,10 @@ def _copy_out(
     if copies:
         unit.flushes[micro_batch] = draft
     program.behind[backward.key] += copies
+    for number, copy in enumerate(copies, 1):
+        copy.pinned = path.pins(micro_batch, is_final=last and number == len(copies))
     if last and copies:
-        draft.pinned = path is not GradientPath.ZERO3_BLOCKING
         draft.stalls = path is GradientPath.ZERO3_ASYNC
-    if path is GradientPath.FSDP2 and micro_batch:
-        draft.pinned = False
     norm_on_host = path in {GradientPath.FSDP2, GradientPath.BUFFERED}
     if decisions.clip and last and copies and not norm_on_host:
         draft.num_params = num_params  # the copy also computes the norm
