@@ -38,6 +38,7 @@ from planner.models.quantization import Quantization
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
+from ullage.capture.attention import assumed_attention, fused_attention, in_words
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, Untracked, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
@@ -103,7 +104,9 @@ class _Job:
             args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
             make = functools.partial(make_adapted, *args)
             put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _Capture(make, self.factory, self.dtype, self.as_on_gpu, self.token_wise).of(inputs, tiles)
+        captured = _Capture(make, self.factory, self.dtype, self.as_on_gpu, self.token_wise, may_assume=True).of(
+            inputs, tiles
+        )
         return captured.model_copy(update=put_in)
 
     def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
@@ -164,6 +167,8 @@ class _Capture:
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
         examples: how the module is called: the attempts that are left, of which the first counts.
+        may_assume: whether attention may be assumed to be one kernel; see [Note: Assumed attention] in
+            :mod:`ullage.capture.attention`.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -172,6 +177,7 @@ class _Capture:
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
     examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
+    may_assume: bool = False
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
         if self.examples[0].tensors is None:
@@ -184,7 +190,13 @@ class _Capture:
         refused: CaptureError | None = None
         while True:
             try:
-                return self._attempted(model, inputs, tiles)
+                attention = assumed_attention(model) if self.may_assume and self.as_on_gpu else None
+                with fused_attention(model) if attention else contextlib.nullcontext():
+                    captured = self._attempted(model, inputs, tiles)
+                if attention is None:
+                    return captured
+                assumed = *(captured.assumed or ()), in_words(attention)
+                return captured.model_copy(update={"attention": attention, "assumed": assumed})
             except CaptureError as error:
                 refused, cause = refused if self.examples[0].assumes and refused else error, error.__cause__
                 # Values may help if the model fails without them, but not if we refuse it.

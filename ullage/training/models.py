@@ -24,6 +24,7 @@ from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.plan.document import Plan, PlanError
 from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
+from ullage.capture.attention import use_attention
 from ullage.capture.module import load_factory
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
@@ -170,7 +171,10 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
 
 def _made(plan: Plan, weights: Path | None) -> nn.Module:
     if isinstance(plan.model, CapturedModel):
-        return _captured(plan.model, weights)
+        made = _captured(plan.model, weights)
+        if plan.model.attention is not None:
+            use_attention(made, plan.model.attention)
+        return made
     config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
     dtype = DTYPES[plan.decisions.precision.weights]
     if weights is not None:

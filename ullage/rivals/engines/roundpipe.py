@@ -11,8 +11,9 @@ and the gradients of both travel through the host (``roundpipe/run.py``).
 What such a rank does not show is how the pipe fills and drains. The first stages of an iteration follow the last ones
 of the iteration before (``roundpipe.py::RoundPipe.forward_backward`` waits only for the loss), so this costs nothing if
 weights may be one update old. Otherwise a device waits in every iteration while one micro-batch passes as many stages
-as there are other devices. That micro-batch is the whole node's: as many times the rank's as there are devices. The
-first tasks of the schedule take that time: forwards of the layers of a stage.
+as there are other devices. RoundPipe cuts the whole node's batch into micro-batches of its own, a few more than there
+are devices. With accumulation, it waits for the loss of each round, so all rounds together wait as long as one of the
+whole batch. The first tasks of the schedule take that time: forwards of the layers of a stage.
 """
 
 from collections import defaultdict
@@ -30,6 +31,9 @@ from ullage.rivals.habits import Habits
 SEGMENTS_OF_STAGE = 3
 """Segments in a stage of forward, of which backward has one; see [Note: Round robin]."""
 
+# Micro-batches beyond the number of devices into which its published runs cut a batch (``roundpipe/run.sh`` of
+# github.com/ITcarrot/RoundPipe-artifact: 10 for 8 devices).
+_MORE_MICRO_BATCHES = 2
 # The next stage is copied while one computes.
 _STAGES_ON_DEVICE = 2
 # Bytes per parameter: ``_move_grad_to_optim`` reads gradients in the weights' type and writes them in fp32; the update
@@ -104,9 +108,10 @@ def lay_by_layer(decisions: RivalDecisions, program: Program) -> None:
 
 def _fill(program: Program) -> None:
     """Let the device wait until the pipe is full; see [Note: Round robin]."""
-    ranks = program.decisions.data_parallel
+    ranks, count = program.decisions.data_parallel, program.decisions.num_micro_batches
+    num_waits = round((ranks - 1) * ranks * count / (ranks + _MORE_MICRO_BATCHES))
     for segment in program.segments[1 : 1 + SEGMENTS_OF_STAGE]:
         for unit in segment:
-            for _ in range((ranks - 1) * ranks):
+            for _ in range(num_waits):
                 wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
                 program.before[program.spine[0].key].append(wait)
