@@ -9,7 +9,11 @@ from planner.models.config import ModelConfigError
 ALL_LINEAR: Final = "all-linear"
 """Stands for every projection of a model but its head."""
 
-_FORM: Final = "give rank=N[,targets=NAME+NAME|all-linear][,alpha=X][,dropout=X], as in rank=16,targets=q_proj+v_proj"
+_FORM: Final = (
+    "give rank=N[,targets=NAME+NAME|all-linear][,alpha=X][,dropout=X][,save=NAME+NAME], as in "
+    "rank=16,targets=q_proj+v_proj"
+)
+_Names = tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], ...]
 
 
 class Lora(BaseModel):
@@ -20,16 +24,16 @@ class Lora(BaseModel):
         targets: names of the projections that get one, as ``peft`` takes them; or :data:`ALL_LINEAR` alone.
         alpha: the adapter's output is scaled by ``alpha / rank``; left out, by 1.
         dropout: share of an adapter's inputs that is set to zero in training.
+        save: names of modules of which a copy is trained as a whole (``modules_to_save`` of ``peft``).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: Annotated[int, Field(gt=0, le=10**6)]
-    targets: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], ...], Field(min_length=1)] = (
-        ALL_LINEAR,
-    )
+    targets: Annotated[_Names, Field(min_length=1)] = (ALL_LINEAR,)
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    save: _Names = ()
 
     @field_validator("targets")
     @classmethod
@@ -51,17 +55,18 @@ class Lora(BaseModel):
             name = name.strip()
             if not equals or name not in cls.model_fields or name in fields:
                 raise ModelConfigError(f"{text!r} is no LoRA: {part!r} is not understood; {_FORM}")
-            fields[name] = tuple(value.strip().split("+")) if name == "targets" else value.strip()
+            fields[name] = tuple(value.strip().split("+")) if name in {"targets", "save"} else value.strip()
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
             if first["type"] == "string_pattern_mismatch":
-                reason = f"targets: {first['input']!r} is no name of a module"
+                reason = f"{first['loc'][0]}: {first['input']!r} is no name of a module"
             raise ModelConfigError(f"{text!r} is no LoRA: {reason}; {_FORM}") from error
 
     def __str__(self) -> str:
         """Return it as :meth:`read` reads it."""
         further = [f"{name}={value:.12g}" for name in ("alpha", "dropout") if (value := getattr(self, name))]
+        further += [f"save={'+'.join(self.save)}"] if self.save else []
         return ",".join([f"rank={self.rank}", f"targets={'+'.join(self.targets)}", *further])

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, T
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
-from planner.models.formulas.kernel_sets import in_compiled_blocks
+from planner.models.formulas.ends import in_liger_head
+from planner.models.formulas.kernel_sets import in_compiled_blocks, in_liger_modules
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Graph, Operator
@@ -375,20 +376,24 @@ class CapturedModel(_Frozen):
         operators = self.at(_size(batch)).operators()
         if batch.kernels != "transformers":
             self._check_kernels(batch)
+        if batch.kernels == "compiled":
             operators = in_compiled_blocks(operators)
+        elif batch.kernels == "liger":
+            found = list(in_liger_modules(operators, batch.dtype_bytes))
+            if self.num_logits is not None:
+                in_liger_head(found, self.num_logits, batch.dtype_bytes)
+            operators = tuple(found)
         for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
             source = (graph.add(_with_scratch(operator, batch) if batch.attention_scratch else operator, *source),)
         return graph
 
     def _check_kernels(self, batch: Batch) -> None:
-        if batch.kernels != "compiled":
+        tiled = batch.layer_tile_tokens is not None or (batch.kernels == "liger" and batch.loss_tile_tokens is not None)
+        if self.second_order or self.calls or tiled:
+            what = "computes in tiles" if tiled else "has a step of its own"
             raise ModelConfigError(
-                f"{self.name} was captured with the kernels that it calls, which {batch.kernels} ones cannot replace; "
-                f"leave out --kernels {batch.kernels}"
+                f"{self.name} {what}, which {batch.kernels} kernels cannot; leave out --kernels {batch.kernels}"
             )
-        if self.second_order or self.calls or batch.layer_tile_tokens is not None:
-            what = "computes layers in tiles" if batch.layer_tile_tokens is not None else "has a step of its own"
-            raise ModelConfigError(f"{self.name} {what}, which compiled blocks cannot; leave out --kernels compiled")
 
 
 def _size(batch: Batch) -> Size:

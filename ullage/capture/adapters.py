@@ -87,6 +87,7 @@ def make_adapted(
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         task_type=_TASKS.get(architecture.auto),
+        modules_to_save=list(lora.save) or None,
     )
     names = sorted(
         {path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, _PROJECTIONS)}
@@ -105,8 +106,7 @@ def make_adapted(
     except ValueError as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise CaptureError(f"LoRA {lora}: {why}; its projections are {', '.join(names) or '(none)'}") from error
-    if unknown := [target for target in lora.targets if target != ALL_LINEAR and not _has(model, target)]:
-        raise CaptureError(f"LoRA {lora}: it has no {unknown[0]}; its projections are {', '.join(names)}")
+    _check_names(model, lora, names)
     for parameter in model.parameters():
         if parameter.requires_grad:  # beside a quantized base they are float32
             parameter.data = parameter.data.to(dtype)
@@ -139,6 +139,14 @@ def _read(
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200]
         raise WeightsError(f"{weights} cannot be read ({why}); copy all files of the model again") from error
+
+
+def _check_names(model: nn.Module, lora: Lora, projections: list[str]) -> None:
+    """Check that a model has what its adapters name."""
+    if unknown := [target for target in lora.targets if target != ALL_LINEAR and not _has(model, target)]:
+        raise CaptureError(f"LoRA {lora}: it has no {unknown[0]}; its projections are {', '.join(projections)}")
+    if unknown := [name for name in lora.save if not any(_ends(path, name) for path, _ in model.named_modules())]:
+        raise CaptureError(f"LoRA {lora}: it has no module {unknown[0]} to save; name one of its modules")
 
 
 def _has(model: nn.Module, target: str) -> bool:

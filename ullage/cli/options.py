@@ -89,10 +89,11 @@ class Options:
         nargs="+",
     )
     lora: "Lora | None" = _option(
-        "train LoRA adapters of peft beside frozen weights: rank=N[,targets=NAME+NAME][,alpha=X][,dropout=X], as "
-        "in rank=16,targets=q_proj+v_proj. The default targets are all-linear (every projection but the head); the "
-        "default alpha is the rank. Only for models by name, hub id or config.json. none: train all weights (the "
-        "default)",
+        "train LoRA adapters of peft beside frozen weights: "
+        "rank=N[,targets=NAME+NAME][,alpha=X][,dropout=X][,save=NAME+NAME], as in rank=16,targets=q_proj+v_proj. The "
+        "default targets are all-linear (every projection but the head); the default alpha is the rank; save names "
+        "modules that are trained as a whole. Only for models by name, hub id or config.json. none: train all weights "
+        "(the default)",
         lora,
         "rank=N[,...]",
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import megatron, megatron_core, tiled, work
-from planner.models.formulas.kernel_sets import kernel_set
+from planner.models.formulas.kernel_sets import kernel_set, liger_tile, loss_with_gradient
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
-from planner.models.kernels import Work, each
+from planner.models.kernels import Gemm, Work, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
@@ -117,7 +117,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
     elif kernels.loss_pieces:
-        logits, loss = _with_gradients(batch, width, vocab, at_once)
+        logits, loss = with_gradients(rows, width, vocab, e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
@@ -148,22 +148,43 @@ def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Wo
     return head, Work(losses, losses + repeated(lambda size: _loss(batch, size, vocab).backward))
 
 
-def _with_gradients(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Work]:
-    """Return head and loss if each tile of tokens makes its gradients at once, so that no logits are made again.
+def with_gradients(rows: int, width: int, vocab: int, e: int, *, frozen: bool = False) -> tuple[Work, Work]:
+    """Return Liger's head and loss: each tile of tokens makes its gradients at once, so no logits are made again.
 
     That happens in forward, right before the head's backward, so its products may stand there. The gradient of the
     head's input takes the place of that input among saved activations. Products with so few tokens are bound by reading
-    and writing the gradient of the weight, to which they add.
+    and writing the gradient of the weight, to which they add; a ``frozen`` weight has none.
     """
-    rows, e = batch.num_tokens, batch.dtype_bytes
+    tile = liger_tile(rows, width, vocab)
     repeated = functools.partial(tiled.repeated, rows, tile)
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
-    adding = tiled.added(vocab * width, 2 * e, tiled.num_tiles(rows, tile))
-    backward = (*repeated(lambda size: product(size).backward), *adding)
+    adding = () if frozen else tiled.added(vocab * width, 2 * e, tiled.num_tiles(rows, tile))
+    backward = (*repeated(lambda size: product(size).backward[: 1 if frozen else None]), *adding)
     num_bytes = rows * width * e
     forward = repeated(lambda size: product(size).forward)
     head = Work(forward, backward, num_bytes, num_bytes + tile * vocab * e)
-    return head, Work(repeated(lambda size: _loss(batch, size, vocab).forward))
+    return head, Work(repeated(lambda size: loss_with_gradient(size, vocab, e).forward))
+
+
+def in_liger_head(operators: list[Operator], vocab: int, e: int) -> None:
+    """Replace a captured model's head, and the loss after it, by Liger's; see :func:`with_gradients`."""
+    number = max(
+        index
+        for index, operator in enumerate(operators)
+        for kernel in operator.forward
+        if isinstance(kernel, Gemm) and kernel.n == vocab
+    )
+    product = next(kernel for kernel in operators[number].forward if isinstance(kernel, Gemm))
+    num_products = sum(isinstance(kernel, Gemm) for kernel in operators[number].backward)
+    made = with_gradients(product.m, product.k, vocab, e, frozen=num_products == 1)
+    for index, found in zip((number, number + 1), made, strict=True):
+        operators[index] = dataclasses.replace(
+            operators[index],
+            forward=found.forward,
+            backward=found.backward,
+            saved_bytes=found.saved_bytes,
+            workspace_bytes=found.workspace_bytes,
+        )
 
 
 def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:

@@ -29,12 +29,12 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import megatron, work
-from planner.models.kernels import Elementwise, Kernel, Kernels, Work, each
+from planner.models.kernels import Attention, Elementwise, Kernel, Kernels, Work, each
 
 if TYPE_CHECKING:
     from planner.models.operators import Batch, Operator
@@ -131,12 +131,12 @@ class KernelSet:
         return self.rotary.work(query, e) + self.rotary.work(key, e)
 
 
-def _with_gradient(rows: int, vocab: int, e: int, _ranks: int) -> Work:
+def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
     """Return cross-entropy that replaces the logits by their gradient; it reads them twice."""
     return Work(each(rows * vocab, 3 * e))
 
 
-def _liger_tile(rows: int, width: int, vocab: int) -> int:
+def liger_tile(rows: int, width: int, vocab: int) -> int:
     """Return the tokens whose logits take about as much as all inputs of the head."""
     return min(rows, 1 << (-(-rows // -(-vocab // width)) - 1).bit_length())
 
@@ -159,8 +159,8 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         joint_rotary=True,
         turned_back=False,
         activations={"swiglu": Passes((3,), (5,), 3, 1)},
-        loss=_with_gradient,
-        loss_tile=_liger_tile,
+        loss=loss_with_gradient,
+        loss_tile=liger_tile,
         loss_pieces=True,
     ),
     "fused": KernelSet(
@@ -171,7 +171,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         residual=Passes(),
         joins=dict.fromkeys(_JOINS, Passes()),
         saves_norms=False,
-        loss=_with_gradient,
+        loss=loss_with_gradient,
         loss_tile=lambda rows, _width, _vocab: min(rows, 4096),
         skipped="activation",
     ),
@@ -242,6 +242,39 @@ def in_compiled_blocks(operators: Iterable["Operator"]) -> tuple["Operator", ...
             members = [dataclasses.replace(o, forward=f, backward=b, num_skipped=0) for o, f, b in ways]
         result += members
     return tuple(result)
+
+
+def in_liger_modules(operators: Iterable["Operator"], e: int) -> Iterator["Operator"]:
+    """Yield a captured model's operators if Liger's modules take the places of those with their names.
+
+    These are RMS norms, gated MLPs and rotations. Values have ``e`` bytes.
+    """
+    ours = KERNEL_SETS["liger"]
+    for operator in operators:
+        size, made = operator.output_bytes // e, operator
+        if operator.kind.endswith("RMSNorm"):
+            made = _with(operator, ours.norm(size, 1, e))
+        elif operator.kind.endswith(("SiLU", "SiLUActivation")):
+            made = dataclasses.replace(operator, forward=(), backward=())  # part of the MLP's kernel; the gate is saved
+        elif operator.kind.endswith("MLP") and any(isinstance(kernel, Elementwise) for kernel in operator.forward):
+            gated = ours.activations["swiglu"].work(size, e)
+            made = dataclasses.replace(
+                _with(operator, gated), saved_bytes=max(operator.saved_bytes - operator.output_bytes, 0)
+            )
+        elif any(isinstance(kernel, Attention) for kernel in operator.forward):
+            (forward,), (backward,) = _in_runs([operator.forward]), _in_runs([operator.backward])
+            made = dataclasses.replace(operator, forward=forward, backward=backward)
+        yield made
+
+
+def _with(operator: "Operator", work: Work) -> "Operator":
+    return dataclasses.replace(
+        operator,
+        forward=work.forward,
+        backward=work.backward,
+        saved_bytes=work.saved_bytes or operator.saved_bytes,
+        workspace_bytes=work.workspace_bytes,
+    )
 
 
 def _in_runs(lists: Sequence[Kernels]) -> list[Kernels]:

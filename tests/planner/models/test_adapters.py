@@ -16,9 +16,12 @@ NAMES = st.lists(st.from_regex(r"[A-Za-z0-9_.-]+", fullmatch=True), min_size=1, 
     NAMES,
     st.none() | st.integers(1, 512).map(float) | st.sampled_from([0.5, 1.25]),
     st.sampled_from([0.0, 0.05, 0.1]),
+    st.just([]) | NAMES,
 )
-def test_it_reads_what_it_writes(rank: int, targets: list[str], alpha: float | None, dropout: float) -> None:
-    lora = Lora(rank=rank, targets=tuple(targets), alpha=alpha, dropout=dropout)
+def test_it_reads_what_it_writes(
+    rank: int, targets: list[str], alpha: float | None, dropout: float, save: list[str]
+) -> None:
+    lora = Lora(rank=rank, targets=tuple(targets), alpha=alpha, dropout=dropout, save=tuple(save))
     assert Lora.read(str(lora)) == lora
 
 

@@ -1,5 +1,6 @@
 """Cases of training that others reported, in the words of a request: any engine that has a row, on any machine."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -117,13 +118,14 @@ class ReportedCase(Case):
             profile = within(profile, self.device_budget_gib)
         if self.attention:
             profile = with_attention(profile, self.attention)
-        built = self.variant(profile)
+        with self._named() as name:  # a model that is captured is captured again at other sizes
+            built = self._variant(self._model(name, as_on_gpu=profile.device.kind == "gpu"), profile)
         return simulated(self.id, profile, built.setup.units, self.decide(built))
 
-    def variant(self, profile: HardwareProfile) -> Variant:
+    def _variant(self, model: Model, profile: HardwareProfile) -> Variant:
         """Return the case's model and batch on a machine, in its types."""
         request = Request(
-            self._model(as_on_gpu=profile.device.kind == "gpu"),
+            model,
             profile,
             num_devices=self.devices,
             seq_len=self.seq_len,
@@ -172,24 +174,25 @@ class ReportedCase(Case):
         stage = self.zero_stage if built.choice.data_parallel > 1 else 0
         return itertools.islice((each for each in gpu_only(built.setup) if each.zero_stage == stage), 2)
 
-    def _model(self, *, as_on_gpu: bool) -> Model:
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[str]:
+        """Yield a name or a file that describes the model."""
         if isinstance(self.model, str):
-            return self._named(self.model, as_on_gpu=as_on_gpu)
+            yield self.model
+            return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(self.model))
-            return self._named(str(path), as_on_gpu=as_on_gpu)
+            yield str(path)
 
-    def _named(self, text: str, *, as_on_gpu: bool) -> Model:
-        """Return the model of a name or a file, captured if there are no formulas for it or it has adapters."""
+    def _model(self, name: str, *, as_on_gpu: bool) -> Model:
+        """Return the model, captured if there are no formulas for it or it has adapters."""
         if self.lora is None:
-            try:
-                return resolve_model(text)
-            except NoFormulasError:
-                pass
+            with contextlib.suppress(NoFormulasError):
+                return resolve_model(name)
         from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
         from ullage.capture.architectures import architecture  # noqa: PLC0415
 
-        inputs = architecture(text).inputs(self.micro_batch, self.seq_len)
+        inputs = architecture(name).inputs(self.micro_batch, self.seq_len)
         lora = Lora.read(self.lora) if self.lora else None
-        return capture(text, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
+        return capture(name, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
