@@ -383,7 +383,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         On NVMe, both versions of all state count, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
-        runtime, stored = self.runtime, self.runtime.state.stored
+        runtime = self.runtime
         used = {
             Tier.GPU: MeasuredMemory(
                 runtime.gpu.by_class(),
@@ -393,17 +393,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
             ),
             Tier.HOST: MeasuredMemory(runtime.host.by_class()),
         }
-        on_nvme = (stored.by_class if stored else {}) | runtime.offloaded.by_class
-        for memory_class, num_bytes in runtime.state.frozen.by_class.items():
-            on_nvme[memory_class] = on_nvme.get(memory_class, 0) + num_bytes
-        return used | ({Tier.NVME: MeasuredMemory(on_nvme)} if on_nvme else {})
+        on_nvme = runtime.storage.by_class
+        return used | ({Tier.NVME: MeasuredMemory(dict(on_nvme))} if on_nvme else {})
 
     @property
     def storage(self) -> str:
         """Where state on NVMe is stored, and how it is read and written, in words; empty if nothing is on NVMe."""
-        stored = self.runtime.state.stored
-        file = stored.file if stored else self.runtime.offloaded.file
-        return "" if file is None else file.description
+        return self.runtime.storage.description
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and make the model an ordinary one again, with its weights. Closing twice is allowed.

@@ -18,6 +18,7 @@ from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena
 from executor.memory.frozen import FrozenParameter
+from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
 from executor.memory.stream import whole_state
 from executor.memory.units import ParameterState, UnitState
@@ -53,7 +54,7 @@ class Runtime:
         failing: gets callbacks that undo the constructor if the session cannot begin.
 
     Attributes:
-        gpu, host: memory of each tier, counted by class.
+        gpu, host, storage: memory of each tier, counted by class.
         state: weights, optimizer state and gradients.
         offloaded: activations that are offloaded.
         collectives: collectives of the schedule; ``None`` if there is only one rank.
@@ -98,12 +99,9 @@ class Runtime:
             ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
-        self.state = state = ModelState(
-            units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
-        )
-        failing.callback(state.frozen.close)
-        if state.stored is not None:
-            failing.callback(state.stored.close)
+        self.storage = Storage(options.storage_dir, rank)
+        failing.callback(self.storage.close)
+        self.state = state = ModelState(units, decisions, shards, self.gpu, self.host, self.storage, ranks, written)
         failing.callback(state.give_back)
         self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
         self.snapshots = None
@@ -111,7 +109,7 @@ class Runtime:
             self.snapshots = Snapshots(state, schedule, entry, backend, self.host, options, rank)
         self._team = WorkerTeam(cores.num_updating, cores.of_updates)
         failing.callback(self._team.close)
-        self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
+        self.offloaded = OffloadedActivations(units, decisions, self.host, self.storage, backend)
         self.actions = Actions(
             state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots, ranks
         )
@@ -567,10 +565,7 @@ class Runtime:
         """End the threads and remove files. Closing twice is allowed."""
         self.machine.close()
         self._team.close()
-        self.offloaded.close()
-        self.state.frozen.close()
-        if self.state.stored is not None:
-            self.state.stored.close()
+        self.storage.close()
 
     def _waits_for(self) -> tuple[str, int]:
         assert self.ranks is not None

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, final
 
 import torch
 
 from executor.devices.backend import Backend
+from executor.direct_io import BLOCK_BYTES, in_blocks
 from planner.schedule.tasks import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
@@ -122,6 +123,36 @@ class Arena:
         assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
+
+    def take_rooms(
+        self,
+        name: str,
+        memory_class: MemoryClass,
+        slot_of: Mapping[str, int],
+        sizes_bytes: Mapping[str, Sequence[int]],
+        planned_bytes: Sequence[int] = (),
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return rooms for transfers to files, uint8, each of whole blocks. Those of one slot share memory.
+
+        Args:
+            name: begins the names of the blocks.
+            memory_class: class of all of them.
+            slot_of: number of each user's slot.
+            sizes_bytes: sizes of the rooms of each user.
+            planned_bytes: what each slot counts as; by default, the most that a user has there.
+
+        Raises:
+            DeviceMemoryError: a slot does not fit.
+        """
+        rooms: dict[str, list[torch.Tensor]] = {}
+        for slot in sorted({slot_of[user] for user in sizes_bytes}):
+            users = [user for user in sizes_bytes if slot_of[user] == slot]
+            whole = {user: [in_blocks(size) for size in sizes_bytes[user]] for user in users}
+            counted = planned_bytes[slot] if planned_bytes else max(sum(sizes_bytes[user]) for user in users)
+            room_bytes = max(map(sum, whole.values()))
+            memory = self.take_blocks(f"{name} {slot}", {memory_class: counted}, BLOCK_BYTES, room_bytes=room_bytes)
+            rooms |= {user: list(torch.split(memory[: sum(parts)], parts)) for user, parts in whole.items()}
+        return rooms
 
     def release(self, staying: Collection[int]) -> int:
         """Free the memory of all blocks for a while, except that of ``staying`` storages; return the freed bytes."""

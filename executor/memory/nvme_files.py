@@ -16,13 +16,14 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
+from planner.schedule.tasks import MemoryClass
 
 _CHUNK_BYTES: Final = 8 << 20  # of one request; smaller requests are slower, and Linux truncates those above 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
@@ -40,23 +41,32 @@ class RecordFile:
 
     Args:
         path: path of the file. Its folder is made if needed. A file that another process left there is overwritten.
-        sizes_bytes: sizes of the records.
+        sizes_bytes: sizes of the records, by the keys that name them.
         num_versions: 2 if a write must leave the previous version whole, see [Note: Two versions].
         what: the file's content, in words, for errors.
+
+    Attributes:
+        num_bytes: bytes of all versions.
 
     Raises:
         StorageError: there is no room or no permission, or another process uses the file.
     """
 
     def __init__(
-        self, path: Path, sizes_bytes: Sequence[int], num_versions: Literal[1, 2] = 2, what: str = "the optimizer state"
+        self,
+        path: Path,
+        sizes_bytes: Mapping[Any, int],
+        num_versions: Literal[1, 2] = 2,
+        what: str = "the optimizer state",
     ) -> None:
         self.path = path
         self._num_versions = num_versions
         self._what = what
-        self._room_bytes = [in_blocks(size) for size in sizes_bytes]
-        self._starts = list(itertools.accumulate((num_versions * room for room in self._room_bytes), initial=0))
-        self._current: list[int | None] = [None] * len(self._room_bytes)
+        self._room_bytes = {record: in_blocks(size) for record, size in sizes_bytes.items()}
+        ends = itertools.accumulate((num_versions * room for room in self._room_bytes.values()), initial=0)
+        self._starts = dict(zip(self._room_bytes, ends, strict=False))
+        self.num_bytes = num_versions * sum(self._room_bytes.values())
+        self._current: dict[Any, int] = {}
         self._fd = _create(path, self.num_bytes, f"{_VERSIONS[num_versions]}{what}")
         self._discard = weakref.finalize(self, _discard, self._fd, path)
         self._lock = threading.Lock()
@@ -64,21 +74,16 @@ class RecordFile:
         self.is_direct = enable_direct_io(self._fd)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all versions."""
-        return self._starts[-1]
-
-    @property
     def description(self) -> str:
         """The file's folder, and whether transfers use the page cache, in words."""
         way = "past" if self.is_direct else "through (no O_DIRECT there)"
         return f"state in {self.path.parent}, {way} the page cache"
 
-    def is_written(self, record: int) -> bool:
+    def is_written(self, record: Any) -> bool:
         """Return whether a record has been written."""
-        return self._current[record] is not None
+        return record in self._current
 
-    def read(self, record: int, buffer: memoryview, start: int = 0) -> None:
+    def read(self, record: Any, buffer: memoryview, start: int = 0) -> None:
         """Read the current version of a record, from the block at ``start`` on, into ``buffer``.
 
         The buffer has whole blocks and is aligned to a block. It is filled up to the end of the record.
@@ -86,17 +91,16 @@ class RecordFile:
         Raises:
             StorageError: not all of it could be read.
         """
-        version = self._current[record]
-        assert version is not None, "read before it was written"
-        self._transfer("read", os.preadv, record, version, buffer, start)
+        assert self.is_written(record), "read before it was written"
+        self._transfer("read", os.preadv, record, self._current[record], buffer, start)
 
-    def write(self, record: int, buffer: memoryview) -> None:
+    def write(self, record: Any, buffer: memoryview) -> None:
         """Write a record, and make this version the current one. If there are two versions, the other one stays.
 
         Raises:
             StorageError: not all of it could be written; with two versions, the current one is unchanged.
         """
-        version = (1 - (self._current[record] or 0)) % self._num_versions
+        version = (1 - self._current.get(record, 0)) % self._num_versions
         self._transfer("write", os.pwritev, record, version, buffer, 0)
         self._current[record] = version
 
@@ -115,7 +119,7 @@ class RecordFile:
         self,
         verb: str,
         call: Callable[[int, list[memoryview], int], int],
-        record: int,
+        record: Any,
         version: int,
         buffer: memoryview,
         skipped: int,
@@ -153,6 +157,66 @@ class RecordFile:
     def _consequence(self) -> str:
         whole = f"{self._what} of the last iteration is whole, but " if self._num_versions > 1 else ""
         return f"{whole}training cannot continue"
+
+
+@final
+class Storage:
+    """A rank's memory on NVMe: its files, counted by class.
+
+    Args:
+        folder: folder of the files; ``None``: there is none, so no file can be taken.
+        rank: the rank, whose number is in their names.
+
+    Attributes:
+        by_class: bytes of all versions by class, without rounding up to blocks.
+        description: the folder, and how files are read and written there, in words; empty without files.
+    """
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self.by_class: dict[MemoryClass, int] = {}
+        self.description = ""
+        self._files: list[RecordFile] = []
+
+    def take(
+        self,
+        name: str,
+        sizes_bytes: Mapping[Any, int],
+        num_bytes_of: Mapping[MemoryClass, int],
+        what: str = "",
+        num_versions: Literal[1, 2] = 1,
+    ) -> RecordFile:
+        """Return a new file.
+
+        Args:
+            name: the beginning of its name.
+            sizes_bytes: see :class:`RecordFile`.
+            num_bytes_of: bytes of one version, by class.
+            what: its content in words, if not its name.
+            num_versions: see :class:`RecordFile`.
+
+        Raises:
+            ValueError: there is no folder.
+            StorageError: see :class:`RecordFile`.
+        """
+        what = what or name
+        if self._folder is None:
+            raise ValueError(
+                f"the plan keeps {what} on NVMe, but no folder for it was given; set storage_dir to one on a fast "
+                "drive (ullage execute --storage-dir DIR)"
+            )
+        file = RecordFile(self._folder / f"{name}-rank-{self._rank}.state", sizes_bytes, num_versions, what)
+        self._files.append(file)
+        self.description = file.description
+        for memory_class, num_bytes in num_bytes_of.items():
+            if num_bytes:
+                self.by_class[memory_class] = self.by_class.get(memory_class, 0) + num_versions * num_bytes
+        return file
+
+    def close(self) -> None:
+        """Remove the files. Closing twice is allowed."""
+        for file in self._files:
+            file.close()
 
 
 def _create(path: Path, num_bytes: int, what: str) -> int:
@@ -202,17 +266,3 @@ def as_bytes(buffer: torch.Tensor) -> memoryview:
 def whole_blocks(room: torch.Tensor) -> memoryview:
     """Return the same for the room of a record, extended to whole blocks."""
     return as_bytes(room.as_strided((in_blocks(len(room)),), (1,)))
-
-
-def folder_of(folder: Path | None, what: str) -> Path:
-    """Return the folder for a plan's state on NVMe.
-
-    Raises:
-        ValueError: no folder was given.
-    """
-    if folder is None:
-        raise ValueError(
-            f"the plan keeps {what} on NVMe, but no folder for it was given; set storage_dir to one on a fast drive "
-            "(ullage execute --storage-dir DIR)"
-        )
-    return folder

@@ -21,6 +21,7 @@ import itertools
 
 import torch
 
+from executor.direct_io import in_blocks
 from executor.optimizer.split import SplitMaster
 from planner.decisions import Decisions, Place
 from planner.decisions.precision import TIE_PARAMS
@@ -55,6 +56,8 @@ class Piece:
         in_place: whether the gradient overwrites the host's weights [Note: In place].
         spilled: whether the gradient goes on to NVMe.
         arrival: offset of the gradient in the host's memory for gradients, if it is neither in place nor spilled.
+        stored_weight_bytes: bytes of its weights on NVMe beside its state, see [Note: Records] in
+            :mod:`executor.memory.nvme`.
     """
 
     index: int
@@ -73,6 +76,7 @@ class Piece:
     in_place: bool
     spilled: bool
     arrival: int
+    stored_weight_bytes: int
 
     @property
     def num_params(self) -> int:
@@ -85,14 +89,28 @@ class Piece:
         return 1 + len(self.buffer_offsets)
 
     @property
+    def form(self) -> "tuple[StateBuffer, ...]":
+        """The tensors of its state."""
+        return state_buffers(self.kind, self.master_bytes, splits=self.splits)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        form = state_buffers(self.kind, self.master_bytes, splits=self.splits)
-        return sum(buffer.num_bytes(self.num_params) for buffer in form)
+        return sum(buffer.num_bytes(self.num_params) for buffer in self.form)
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors of its state in uint8 memory, one after another from the beginning."""
         return state_tensors(memory, self.num_params, self.kind, self.master_bytes, splits=self.splits)
+
+    @property
+    def state_start(self) -> int:
+        """Offset of its state in its record on NVMe."""
+        return in_blocks(self.stored_weight_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of this record, in whole blocks."""
+        return self.state_start + in_blocks(self.state_bytes)
 
     @property
     def by_host(self) -> bool:
@@ -213,6 +231,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
                 in_place=in_place,
                 spilled=spilled,
                 arrival=taken["arrival"],
+                stored_weight_bytes=num_params * decisions.stored_weight_bytes(unit.name) * (place is Place.NVME),
             )
         )
         if tier:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -19,10 +18,11 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.fp8_weights import Fp8Copy, Range
-from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
+from executor.memory.frozen import FrozenParameter, FrozenWeights, take_frozen
 from executor.memory.nvme import StoredState
+from executor.memory.nvme_files import Storage
 from executor.memory.pieces import DTYPES, REMAINDERS, TIES, Part, Piece, StateBuffer, pieces_of, state_buffers
-from executor.memory.units import Holding, Moments, ParameterState, StateSlot, UnitState
+from executor.memory.units import Holding, Moments, ParameterState, UnitState
 from executor.optimizer.split import SplitMaster, opened
 from executor.packed import as_real
 from planner.decisions import Decisions, Place
@@ -49,7 +49,7 @@ class ModelState:
     Args:
         shards: this rank's shards of the model's parameters, by the names that the units use.
         ranks: all ranks, which begin with rank 0's values; ``None`` if there is only one.
-        storage_dir: folder for state on NVMe.
+        storage: takes files for state on NVMe.
         written: names of the units in the order in which a checkpoint writes them, see [Note: Slabs as in files].
 
     Attributes:
@@ -59,11 +59,12 @@ class ModelState:
         units: state of each unit that has parameters, by name.
         by_name: each parameter with its unit, by the name that the unit uses.
         by_parameter: this rank's shards of each trained parameter, by the parameter's name in the model.
-        state_slots: device memory for streamed state.
+        state_slots: device memory for streamed pieces, each in two parts: uint8, with room for the state of any piece;
+            and for weights. Before the update, the second has the gradient, if it comes from the host. After it, it has
+            the new weights, if they go back to the host. It is empty if no piece needs it.
         update_memory: uint8, workspace of updates on the host.
         frozen_by_parameter: this rank's shards of each frozen parameter, by the parameter's name in the model.
         stored: state on NVMe; ``None`` if there is none.
-        frozen: frozen weights.
 
     Raises:
         ValueError: the plan keeps state on NVMe, but no folder was given.
@@ -78,8 +79,8 @@ class ModelState:
         shards: Mapping[str, ParameterShard],
         gpu: Arena,
         host: Arena,
+        storage: Storage,
         ranks: Ranks | None = None,
-        storage_dir: Path | None = None,
         written: Iterable[str] = (),
     ) -> None:
         self.absent = {shard.name for shard in shards.values() if shard.is_absent}
@@ -103,8 +104,10 @@ class ModelState:
         self.state_slots = self._take_state_slots(units)
         workspace_bytes = host_workspace_bytes(units, decisions)
         self.update_memory = host.take("update workspace", MemoryClass.WORKSPACE, workspace_bytes, torch.uint8)
-        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
-        self.frozen = FrozenState.of(units, decisions, assigned, shards, gpu, host, ranks, storage_dir)
+        self.stored = None
+        if any(Place.NVME in decisions.units[unit.name].update for unit in units):
+            self.stored = StoredState(units, decisions, assigned.of_unit, host, storage)
+        self._frozen = take_frozen(units, decisions, assigned, shards, gpu, host, storage, ranks)
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
         self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
@@ -297,7 +300,7 @@ class ModelState:
         if not (self._decisions.precision.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
         landing = self.stored.landing.get(name, ()) if self.stored else ()
-        spilled = self.stored.spilled if self.stored else None
+        rooms = self.stored.rooms if self.stored else {}
         return UnitState(
             name=name,
             parameters=parameters,
@@ -315,8 +318,8 @@ class ModelState:
                 self._gpu, name, on_gpu, keeps_master=not self._decisions.precision.master_is_weight
             ),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_leaving, dtype),
-            spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
-            frozen=self.frozen.units.get(name),
+            spilled={p.index: self._typed(rooms[name, p.index], p) for p in pieces if p.spilled},
+            frozen=self._frozen.get(name),
             fp8=fp8,
         )
 
@@ -324,7 +327,7 @@ class ModelState:
         """Return a piece's values at the beginning of a buffer, in the weights' type."""
         return buffer[: self.dtype.itemsize * piece.num_params].view(self.dtype)
 
-    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
+    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         streamed = [
             (piece, self._decisions.weights_pass(unit.name))
             for unit in units
@@ -337,7 +340,7 @@ class ModelState:
             name, num_bytes = f"state slot {i}", max(piece.state_bytes for piece, _ in streamed)
             state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
             weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
-            result.append(StateSlot(state, weights))
+            result.append((state, weights))
         return result
 
     def _take_moments(

@@ -393,34 +393,3 @@ class UnitState:
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
         return flat[parameter.start : parameter.stop].view(parameter.shard.shape)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StateSlot:
-    """Device memory for the state of streamed pieces.
-
-    Attributes:
-        state: uint8, flat, with room for the master copy and buffers of any piece.
-        weights: before the update, the gradient, if it comes from the host. After it, the new weights, if they go back
-            to the host. Empty if no piece needs it.
-    """
-
-    state: torch.Tensor
-    weights: torch.Tensor
-
-    def of(self, piece: Piece) -> "SlotPart":
-        """Return a piece's part of the slot."""
-        return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params], piece.splits)
-
-
-class SlotPart(NamedTuple):
-    """A piece's part of a :class:`StateSlot`: the tensors of its state, and weights."""
-
-    tensors: tuple[torch.Tensor, ...]
-    weights: torch.Tensor
-    splits: bool
-
-    @property
-    def state(self) -> State:
-        """The state, master copy first."""
-        return as_state(self.tensors, splits=self.splits)

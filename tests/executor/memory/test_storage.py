@@ -37,7 +37,7 @@ ON_NVME = uniform("host", "nvme")
 
 @pytest.fixture
 def file(tmp_path):
-    made = RecordFile(tmp_path / "state", [100, 3 * BLOCK_BYTES + 1])
+    made = RecordFile(tmp_path / "state", {0: 100, 1: 3 * BLOCK_BYTES + 1})
     yield made
     made.close()
 
@@ -91,7 +91,7 @@ def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypa
         return control(fd, command, flags)
 
     monkeypatch.setattr("executor.memory.nvme_files.fcntl.fcntl", refusing)
-    made = RecordFile(tmp_path / "state", [100])
+    made = RecordFile(tmp_path / "state", {0: 100})
     assert made.description == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
     made.write(0, block_of(5).numpy().data)
     assert content(made, 0) == {5}
@@ -140,13 +140,13 @@ def test_a_file_that_was_cut_off_is_noticed(file):
 
 def test_two_runs_cannot_share_a_file_and_what_was_left_behind_can_be_overwritten(file):
     with pytest.raises(StorageError, match=r"in use by another run; .*--storage-dir"):
-        RecordFile(file.path, [1])
+        RecordFile(file.path, {0: 1})
     path = file.path
     file.close()
     assert not path.exists()
     path.write_bytes(b"left behind by a process that was killed")
     with pytest.raises(AssertionError, match="before it was written"):
-        content(RecordFile(path, [1]), 0)
+        content(RecordFile(path, {0: 1}), 0)
 
 
 FULL = """
@@ -155,7 +155,7 @@ from pathlib import Path
 from executor.memory.nvme_files import RecordFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    RecordFile(Path(sys.argv[1]) / "state", [1 << 20])
+    RecordFile(Path(sys.argv[1]) / "state", {0: 1 << 20})
 except OSError as error:
     print(error)
 """
