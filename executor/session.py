@@ -29,7 +29,7 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
-from executor.driver.parking import Moved, Parking
+from executor.driver.parking import Moved, park
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory
@@ -135,7 +135,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
             _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
-            self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
@@ -315,7 +314,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         self.runtime.check_idle()
         self.runtime.check_has_weights()
-        return self._parking.park(keep_weights=keep_weights)
+        return park(self.runtime, self.model, self.options.link_bytes_per_s, keep_weights=keep_weights)
 
     def unpark(self) -> Moved:
         """Take device memory again, and restore what was there before :meth:`park`. All ranks call this together.
@@ -325,9 +324,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             DeviceMemoryError: another program holds the memory; the session stays parked.
         """
         self.runtime.check_idle()
-        if not self.runtime.parked:
+        if self.runtime.unpark is None:
             raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
-        return self._parking.unpark()
+        return self.runtime.unpark()
 
     def sync_rng_state(self) -> None:
         """Give tensor-parallel ranks the same RNG state, so that dropout is the same on them."""

@@ -4,7 +4,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 
@@ -36,6 +36,9 @@ from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 
+if TYPE_CHECKING:
+    from executor.driver.parking import Moved
+
 OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 """Tasks that bring gradients to where updates read them."""
 _NEVER = -1
@@ -63,7 +66,9 @@ class Runtime:
         machine: runs the tasks on lanes.
         loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        parked: whether device memory has been freed, see [Note: Parked] in :mod:`executor.driver.parking`.
+        unpark: takes freed device memory again, see [Note: Parked] in :mod:`executor.driver.parking`; ``None`` unless
+            the session is parked.
+        parking_memory: uint8, on the host, what is parked; kept for the next time.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
         gathers: whether ranks must bring a unit's weights together.
         is_evaluating: whether an evaluation has begun since the last iteration.
@@ -88,7 +93,8 @@ class Runtime:
         self.ranks = ranks
         self._updates_at_step = decisions.update_start == "step"
         self.inside_iteration = False
-        self.parked = False
+        self.unpark: Callable[[], Moved] | None = None
+        self.parking_memory = torch.empty(0, dtype=torch.uint8)
         self.doing = "iteration 1"
         takes_snapshots = options.checkpoint_buffer_bytes > 0
         schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
@@ -149,6 +155,11 @@ class Runtime:
         self._report, self._has_told = options.report, False
         self._visibility: WeightVisibility | None = None  # during evaluation
         self._evaluated: set[str] = set()  # units whose weights this evaluation has brought to their slots
+
+    @property
+    def parked(self) -> bool:
+        """Whether device memory has been freed."""
+        return self.unpark is not None
 
     @property
     def has_last_step(self) -> bool:

@@ -11,9 +11,12 @@ a block. If a file system does not support that (tmpfs, some network file system
 which is advised to drop the data.
 """
 
+import contextlib
 import fcntl
 import itertools
+import mmap
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,8 +26,10 @@ from typing import Any, Final, Literal, final
 import torch
 
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
+from executor.distributed.ranks import Ranks, this_machine
 from planner.schedule.tasks import MemoryClass
 
+_FAILED: Final = "failed"
 _CHUNK_BYTES: Final = 8 << 20  # of one request; smaller requests are slower, and Linux truncates those above 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
 
@@ -217,6 +222,71 @@ class Storage:
         """Remove the files. Closing twice is allowed."""
         for file in self._files:
             file.close()
+
+
+def shared_file(folder: Path, num_bytes: int, ranks: Ranks | None) -> tuple[torch.Tensor, slice]:
+    """Return the bytes of a new file that carries state from one plan to the next, and which parts this rank writes.
+
+    Between the end of one session and the beginning of the next, only this file has weights and optimizer state, so
+    only one plan at a time needs memory. It is memory-mapped, and the system may write its pages out. It has no name,
+    so the system removes it when the process ends, even if the process crashes. It exists as long as any view of it.
+
+    The ranks of one machine share one file that holds the whole state, because under the next plan a rank may need any
+    part of it. One rank makes the file, and the others open it through that rank's process.
+
+    Args:
+        folder: folder of the file; it is made if needed. On a file system in memory (tmpfs) the file takes memory.
+        num_bytes: its size, the same on all ranks.
+        ranks: all ranks; ``None`` if there is only one.
+
+    Returns:
+        The bytes, uint8, and the share of this rank in any list of parts: which of them it is to write. After the next
+        barrier, all ranks can read all of them.
+
+    Raises:
+        StorageError: there is no room, or no permission. If one rank fails, all raise.
+    """
+    mates, turn = [0], 0  # ranks of this machine that can open each other's files
+    if ranks is not None:
+        where = f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}"
+        mates = ranks.all.ranks_with_same(where.encode())
+        turn = mates.index(ranks.rank)
+
+    def on_all_ranks(do: Callable[[], str]) -> list[str]:
+        failure, result = None, ""
+        try:
+            result = do()
+        except OSError as error:
+            failure = error
+        every = [result] if ranks is None else ranks.all_gather_text(_FAILED if failure else result)
+        if failure is None and _FAILED not in every:
+            return every
+        why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make or open it"
+        raise StorageError(
+            f"the state cannot move to the next plan through a file of {num_bytes:,} B in {folder}: {why}; make room, "
+            "or choose another --storage-dir"
+        ) from failure
+
+    with contextlib.ExitStack() as files:
+
+        def make() -> str:
+            if turn:
+                return ""
+            folder.mkdir(parents=True, exist_ok=True)
+            number = files.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+            os.posix_fallocate(number, 0, num_bytes)
+            return f"/proc/{os.getpid()}/fd/{number}"
+
+        path, flat = Path(on_all_ranks(make)[mates[0]]), torch.empty(0)
+
+        def map_it() -> str:
+            nonlocal flat
+            with path.open("r+b") as file:
+                flat = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+            return ""
+
+        on_all_ranks(map_it)  # before the rank that made the file closes it
+    return flat, slice(turn, None, len(mates))
 
 
 def _create(path: Path, num_bytes: int, what: str) -> int:

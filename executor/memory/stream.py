@@ -24,6 +24,7 @@ from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import unshard
+from executor.memory.arenas import ALIGNMENT_BYTES
 from executor.memory.moments import converted
 from executor.memory.pieces import Piece, state_buffers
 from executor.memory.state import ModelState
@@ -70,6 +71,23 @@ class Source(NamedTuple):
 def tensor_name(name: str, key: str) -> str:
     """Return the name of a tensor of a parameter's state: its master copy, or a buffer of the optimizer."""
     return name if key == MASTER else f"{key}.{name}"
+
+
+def room_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that :func:`in_room` needs for tensors."""
+    return sum(map(_aligned_bytes, tensors))
+
+
+def in_room(tensors: Iterable[torch.Tensor], room: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield tensors like others, one after another in memory, uint8."""
+    start = 0
+    for tensor in tensors:
+        yield room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned_bytes(tensor)
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def bytes_of(values: torch.Tensor) -> Buffer:
