@@ -29,12 +29,13 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
-from executor.driver.parking import Moved, park
+from executor.driver.parking import park
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
-from executor.memory.arenas import MeasuredMemory
+from executor.memory.arenas import MeasuredMemory, Moved
 from executor.memory.pieces import DTYPES, as_state, state_buffers, state_tensors
 from executor.memory.state import without_weights
+from executor.memory.stream import whole_state
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
@@ -288,14 +289,20 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         See :meth:`stream_weights`.
         """
-        wanted = dtype or self.runtime.state.dtype
-        from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
-        masters = self.runtime.masters()
+        runtime, state = self.runtime, self.runtime.state
+        wanted = dtype or state.dtype
+        masters = whole_state(state, runtime.ranks, only_masters=True)
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
             if (name := self._names.get(id(tensor))) is None:
                 return tensor
-            return masters(name).to(wanted) if from_masters else self.runtime.weights(name)
+            if not runtime.parked and wanted == state.dtype:
+                return runtime.weights(name)
+            runtime.check_has_weights()
+            if not runtime.parked:
+                runtime.make_current("state_dict()", uses=True)
+            is_frozen = name in state.frozen_by_parameter  # without a master copy
+            return (runtime.stored_weights(name) if is_frozen else masters(name)[0]).to(wanted)
 
         return read
 
@@ -524,9 +531,9 @@ def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, sp
     kind = rule.entry.planned_as
     if not OPTIMIZERS[kind].fuses or fused() is None:
         return
-    num_bytes = sum(buffer.num_bytes(BLOCK) for buffer in state_buffers(kind, precision.master_bytes, splits=splits))
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
-    state = as_state(state_tensors(memory, BLOCK, kind, precision.master_bytes, splits=splits), splits=splits)
+    form = state_buffers(kind, precision.master_bytes, splits=splits)
+    memory = torch.zeros(sum(b.num_bytes(BLOCK) for b in form), dtype=torch.uint8, device=backend.device)
+    state = as_state(state_tensors(memory, BLOCK, form), splits=splits)
     gradient = torch.zeros(BLOCK, dtype=DTYPES[precision.gradient_bytes], device=backend.device)
     has_weights = not (precision.master_is_weight or splits)
     for weights in ((), (torch.zeros_like(gradient),)) if has_weights else ((),):

@@ -15,28 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from executor.driver.runtime import Runtime
+from executor.memory.arenas import Moved
 from executor.memory.frozen import FrozenWeights
 from executor.memory.stream import in_room, room_bytes
-from executor.memory.units import Moments, UnitState
+from executor.memory.units import UnitState
 from planner.decisions import Place
 from planner.schedule.tasks import MemoryClass
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes and time of parking or unparking.
-
-    Attributes:
-        num_bytes: bytes copied over the link.
-        device_bytes: device memory that was freed or taken.
-        predicted_s: time that the profile predicts for copying these bytes; ``None`` without a profile.
-        seconds: time that it took. The first parking also takes host memory.
-    """
-
-    num_bytes: int
-    device_bytes: int
-    predicted_s: float | None
-    seconds: float
 
 
 def park(
@@ -56,7 +40,7 @@ def park(
     if runtime.snapshots is not None:
         runtime.snapshots.take_remaining()
     units = list(runtime.state.units.values())
-    leaving = [slab for unit in units for slab in (unit.device.master, *unit.device.buffers) if slab is not None]
+    leaving = [slab for unit in units for slab in unit.device if slab is not unit.own_weights]
     frozen = [unit.frozen.own for unit in units if unit.frozen is not None and unit.on_device]
     buffers = [buffer for buffer in model.buffers() if buffer.is_cuda and buffer.is_contiguous()]
     leaving += buffers if keep_weights else [*buffers, *frozen]
@@ -78,8 +62,7 @@ def park(
     # From here on, both places have all values, and unpark() undoes whatever was done.
     runtime.unpark = functools.partial(_unpark, runtime, moved, before, released, link_bytes_per_s)
     for unit in units:  # state is read from the host now
-        device = unit.device
-        unit.device = Moments(place.get(id(device.master)), tuple(place[id(buffer)] for buffer in device.buffers))
+        unit.device = tuple(place.get(id(slab), slab) for slab in unit.device)
         unit.own_weights = place.get(id(unit.own_weights), unit.own_weights)
         if unit.frozen is not None:
             unit.frozen = dataclasses.replace(unit.frozen, own=place.get(id(unit.frozen.own), unit.frozen.own))
@@ -101,7 +84,7 @@ def park(
 def _unpark(
     runtime: Runtime,
     moved: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    before: Sequence[tuple[UnitState, Moments, torch.Tensor, FrozenWeights | None]],
+    before: Sequence[tuple[UnitState, tuple[torch.Tensor, ...], torch.Tensor, FrozenWeights | None]],
     released: Sequence[tuple[torch.Tensor, int]],
     link_bytes_per_s: tuple[float, float] | None,
 ) -> Moved:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import torch
 
@@ -16,11 +16,10 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
-from executor.memory.arenas import Arena
+from executor.memory.arenas import Arena, Moved
 from executor.memory.frozen import FrozenParameter
 from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
-from executor.memory.stream import whole_state
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
 from executor.optimizer import WorkerTeam
@@ -35,9 +34,6 @@ from planner.graph import Unit
 from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
-
-if TYPE_CHECKING:
-    from executor.driver.parking import Moved
 
 OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
 """Tasks that bring gradients to where updates read them."""
@@ -365,23 +361,6 @@ class Runtime:
     def _is_settled(self, name: str) -> bool:
         parts = (*self.state.by_parameter.get(name, ()), *self.state.frozen_by_parameter.get(name, ()))
         return all(unit.name in self.settled for unit, _ in parts)
-
-    def masters(self) -> Callable[[str], torch.Tensor]:
-        """Return a function that returns a parameter's whole master copy, float32, on the host.
-
-        Its result may be a view of memory that the next call reuses. All ranks make the same calls in the same order.
-        """
-        read = whole_state(self.state, self.ranks, only_masters=True)
-
-        def master(name: str) -> torch.Tensor:
-            self.check_has_weights()
-            if not self.parked:
-                self.make_current("state_dict()", uses=True)
-            if name in self.state.frozen_by_parameter:  # they have no master copy
-                return self.stored_weights(name)
-            return read(name)[0]
-
-        return master
 
     def stored_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights, which must be current, as a view of the memory that holds them.

@@ -18,7 +18,6 @@ from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import Storage, as_bytes
 from executor.memory.pieces import DTYPES, State, as_state, pieces_of
-from executor.optimizer.split import SplitMaster
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering.storage import SpillRooms
@@ -136,26 +135,6 @@ class StoredState:
         self._loaded: set[Key] = set()  # those whose state is in it
         self._changed: set[Key] = set()  # those whose state in it is newer than in the file
 
-    @contextlib.contextmanager
-    def writing_masters(self, unit: str, *, reads: bool) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
-        """Return a context to write a unit's master copies. It yields a function that takes ranges of them, in order.
-
-        Other state stays the same, or becomes 0 unless ``reads``. Only one piece at a time is in memory.
-        """
-        current: int | None = None
-        master: torch.Tensor | SplitMaster = self._ring[0]
-        with contextlib.ExitStack() as piece:
-
-            def keep(index: int, start: int, values: torch.Tensor) -> None:
-                nonlocal current, master
-                if index != current:
-                    piece.close()
-                    current = index
-                    master = piece.enter_context(self.at_rest((unit, index), reads=reads, writes=True))[0]
-                master[start : start + len(values)].copy_(values)
-
-            yield keep
-
     def read_weights(self, unit: str) -> None:
         """Read the weights of a unit into its landing buffers."""
         for index, buffer in enumerate(self.landing[unit]):
@@ -190,9 +169,7 @@ class StoredState:
     def restore_weights(self, key: Key, target: torch.Tensor) -> None:
         """Read a piece's weights of the last step into ``target``: its state begins with them, or with masters."""
         scratch, values, piece = torch.from_numpy(pages(_SCRATCH_BYTES)), self.values(key)[0], self._pieces[key]
-        stored = torch.empty(
-            len(target), dtype=self._dtype if piece.splits else DTYPES[piece.master_bytes], device="cpu"
-        )
+        stored = torch.empty(len(target), dtype=piece.form[0].dtype, device="cpu")
         values.read(stored.view(torch.uint8), scratch)
         target.copy_(stored)
 

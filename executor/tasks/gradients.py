@@ -82,7 +82,7 @@ class GradientTasks:
         """
         sums: dict[str, list[torch.Tensor | float]] = {}
         first: dict[str, tuple[UnitState, ParameterState]] = {}
-        for unit, parameter in self._state.parameters():
+        for unit, parameter in self._state.by_name.values():
             if parameter.arrived != iteration:
                 continue
             first.setdefault(parameter.shard.name, (unit, parameter))
