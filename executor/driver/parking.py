@@ -46,11 +46,11 @@ def park(
     leaving += buffers if keep_weights else [*buffers, *frozen]
     updated = {} if keep_weights else {unit.name: held for unit in units if (held := _updated_on_device(unit))}
     weights = [unit.own_weights for unit in units if unit.name in updated]
-    num_bytes = room_bytes([*leaving, *weights])
+    num_bytes = room_bytes(tensors := [*leaving, *weights])
     if runtime.parking_memory.nbytes < num_bytes:
         name = f"parked at {begin_s}"  # this call may be interrupted here, and made again
         runtime.parking_memory = runtime.host.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
-    place = dict(zip(map(id, (*leaving, *weights)), in_room([*leaving, *weights], runtime.parking_memory), strict=True))
+    place = dict(zip(map(id, tensors), in_room(tensors, runtime.parking_memory), strict=True))
     moved = [(tensor, place[id(tensor)]) for tensor in leaving]
     for unit, there in ((unit, place[id(unit.own_weights)]) for unit in units if unit.name in updated):
         moved += [(unit.own_weights[held], there[held]) for held in updated[unit.name]]

@@ -16,7 +16,7 @@ import torch
 
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
-from executor.memory.nvme_files import Storage, as_bytes
+from executor.memory.nvme_files import Storage
 from executor.memory.pieces import DTYPES, State, as_state, pieces_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -176,7 +176,7 @@ class StoredState:
     def spill(self, key: Key) -> None:
         """Write a piece's gradient from its host memory to NVMe."""
         assert self._spilled is not None
-        self._spilled.write(key, as_bytes(self.rooms[key]))
+        self._spilled.write(key, self.rooms[key])
         self._on_nvme.add(key)
 
     def has_spilled(self, key: Key) -> bool:
@@ -203,10 +203,10 @@ class StoredState:
     def swap_out(self, key: Key) -> None:
         """Write a piece's buffer if it has changed, and free it."""
         if key in self._changed:
-            self.file.write(key, as_bytes(self._held[key]))
-        del self._held[key]
+            self.file.write(key, self._held[key])
         self._loaded.discard(key)
         self._changed.discard(key)
+        del self._held[key]
 
     @contextlib.contextmanager
     def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[State]:
@@ -228,7 +228,7 @@ class StoredState:
             if piece.stored_weight_bytes:  # they are rounded from the master copy
                 assert isinstance(state[0], torch.Tensor)  # else the weight is in it
                 buffer[: piece.stored_weight_bytes].view(self._dtype).copy_(state[0])
-            self.file.write(key, as_bytes(buffer))
+            self.file.write(key, buffer)
 
     def values(self, key: Key) -> list[UnreadBytes]:
         """Return the tensors of a piece's state as byte ranges of the file, see :meth:`UnitState.tensors`."""
@@ -244,7 +244,7 @@ class StoredState:
 
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(key):
-            self.file.read(key, as_bytes(buffer), start)
+            self.file.read(key, buffer, start)
         else:  # only padding, see [Note: Shards] in executor.memory.pieces
             buffer.zero_()
 
@@ -257,7 +257,7 @@ class StoredState:
         while at < stop:
             block = at // BLOCK_BYTES * BLOCK_BYTES
             end = min(in_blocks(stop), block + len(scratch))
-            self.file.read(key, as_bytes(scratch[: end - block]), block)
+            self.file.read(key, scratch[: end - block], block)
             last = min(end, stop)
             target[at - start : last - start].copy_(scratch[at - block : last - block])
             at = last
@@ -267,4 +267,4 @@ class StoredState:
         if key in self._on_nvme:
             assert self._spilled is not None
             self._on_nvme.remove(key)
-            self._spilled.read(key, as_bytes(buffer))
+            self._spilled.read(key, buffer)

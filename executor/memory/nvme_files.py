@@ -88,10 +88,11 @@ class RecordFile:
         """Return whether a record has been written."""
         return record in self._current
 
-    def read(self, record: Any, buffer: memoryview, start: int = 0) -> None:
+    def read(self, record: Any, buffer: torch.Tensor, start: int = 0) -> None:
         """Read the current version of a record, from the block at ``start`` on, into ``buffer``.
 
-        The buffer has whole blocks and is aligned to a block. It is filled up to the end of the record.
+        The buffer, uint8 on the host, has whole blocks and is aligned to a block. It is filled up to the end of the
+        record.
 
         Raises:
             StorageError: not all of it could be read.
@@ -99,7 +100,7 @@ class RecordFile:
         assert self.is_written(record), "read before it was written"
         self._transfer("read", os.preadv, record, self._current[record], buffer, start)
 
-    def write(self, record: Any, buffer: memoryview) -> None:
+    def write(self, record: Any, buffer: torch.Tensor) -> None:
         """Write a record, and make this version the current one. If there are two versions, the other one stays.
 
         Raises:
@@ -126,11 +127,11 @@ class RecordFile:
         call: Callable[[int, list[memoryview], int], int],
         record: Any,
         version: int,
-        buffer: memoryview,
+        room: torch.Tensor,
         skipped: int,
     ) -> None:
         start = self._starts[record] + version * self._room_bytes[record] + skipped
-        buffer, done = buffer[: self._room_bytes[record] - skipped], 0
+        buffer, done = room[: self._room_bytes[record] - skipped].numpy().data, 0
         num_bytes = len(buffer)
         assert not (start | num_bytes) % BLOCK_BYTES
         with self._lock:
@@ -328,11 +329,6 @@ def _discard(fd: int, path: Path) -> None:
     os.close(fd)
 
 
-def as_bytes(buffer: torch.Tensor) -> memoryview:
-    """Return a uint8 tensor in host memory as a buffer for file transfers."""
-    return buffer.numpy().data
-
-
-def whole_blocks(room: torch.Tensor) -> memoryview:
-    """Return the same for the room of a record, extended to whole blocks."""
-    return as_bytes(room.as_strided((in_blocks(len(room)),), (1,)))
+def whole_blocks(room: torch.Tensor) -> torch.Tensor:
+    """Return the room of a record, extended to whole blocks."""
+    return room.as_strided((in_blocks(len(room)),), (1,))

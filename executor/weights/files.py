@@ -97,7 +97,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
                 "again"
             )
-        self.num_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in self.shapes.values())
+        self.num_bytes = sum(shape.num_bytes for shape in self.shapes.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its file. Values are read when they are used."""
@@ -109,9 +109,9 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def forget(self, name: str) -> None:
         """Free the memory of a tensor's values. If they are used again, they are read again."""
-        (file, start), (shape, dtype) = self._places[name], self.shapes[name]
+        file, start = self._places[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = start - first + math.prod(shape) * dtype.itemsize
+        num_bytes = start - first + self.shapes[name].num_bytes
         if num_bytes > start - first:
             self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
 
