@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,9 +15,9 @@ from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
 from executor.memory.moments import by_value, converted
+from executor.memory.nvme_files import shared_file
 from executor.memory.pieces import state_buffers
-from executor.memory.stream import Source, tensor_name, whole_state, write_state
-from executor.memory.transfer_file import TransferFile
+from executor.memory.stream import Source, in_room, room_bytes, tensor_name, whole_state, write_state
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import ROUNDS
@@ -290,9 +291,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def switch_plan(self, units: tuple[Unit, ...], decisions: Decisions, options: Options, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
 
-        The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`). The old session frees
-        its memory before the new session takes its own. If the new session cannot begin, training continues under the
-        old plan. All ranks switch together. The number of ranks and the parallel degrees stay the same.
+        The state passes through a file (:func:`executor.memory.nvme_files.shared_file`) in ``folder``. The old session
+        frees its memory before the new session takes its own. If the new session cannot begin, training continues under
+        the old plan. All ranks switch together. The number of ranks and the parallel degrees stay the same.
 
         Returns:
             The bytes of the file.
@@ -317,7 +318,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()
         }
         stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
-        transfer = self._write_transfer_file(folder)
+        transfer, num_bytes = self._written_to(folder)
         session.close(give_back=False)
         del session  # else it would keep its memory
         failures: list[Exception] = []
@@ -330,7 +331,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failures.append(failure)
         if failures:
             raise failures[-1]
-        return transfer.num_bytes
+        return num_bytes
 
     def _check_open(self, call: str) -> None:
         if self.session.closed:
@@ -339,9 +340,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "take state_dict() before closing, and prepare() the model with another optimizer to train on"
             )
 
-    def _write_transfer_file(self, folder: Path) -> TransferFile:
-        """Write all weights and state into a file."""
-        state = self.session.runtime.state
+    def _written_to(self, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+        """Write all weights and state into a file; return its tensors, and its bytes.
+
+        Weights have the names of their parameters, and other tensors their keys after these, and a slash.
+        """
+        state, runtime = self.session.runtime.state, self.session.runtime
         likes = {
             name: torch.empty(shard.stored.num_bytes, dtype=torch.uint8, device="meta")
             if shard.stored.is_quantized
@@ -351,19 +355,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, held in state.by_parameter.items():
             whole = torch.empty(held[0][1].shard.whole_shape, device="meta")
             likes |= {f"{name}/{key}": whole for key in self._keys(held[0][1].kind)}
-        transfer = TransferFile(folder, likes, self.session.runtime.ranks)
-        for name, states in self._states():
-            for key, values in states.items():
-                transfer.write(f"{name}/{key}", values)
-        for name in state.shards():
-            transfer.write(name, as_real(self.session.runtime.weights(name)))
-        return transfer
+        num_bytes = max(room_bytes(likes.values()), 1)
+        room, share = shared_file(folder, num_bytes, runtime.ranks)
+        transfer = dict(zip(likes, in_room(likes.values(), room), strict=True))
+        of_state = ((f"{name}/{key}", values) for name, held in self._states() for key, values in held.items())
+        weights = ((name, as_real(runtime.weights(name))) for name in state.shards())
+        written_here = {*list(likes)[share]}
+        for name, values in itertools.chain(of_state, weights):
+            if name in written_here:
+                transfer[name].copy_(values)
+        return transfer, num_bytes
 
     def _start_session(
         self,
         model: nn.Module,
         way: tuple[tuple[Unit, ...], Decisions, Options],
-        transfer: TransferFile,
+        transfer: Mapping[str, torch.Tensor],
         steps: Mapping[str, Mapping[str, float]],
     ) -> Exception | None:
         """Begin a session with the transferred state; return the error if it cannot begin."""

@@ -29,12 +29,13 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
-from executor.driver.parking import Moved, Parking
+from executor.driver.parking import park
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
-from executor.memory.arenas import MeasuredMemory
+from executor.memory.arenas import MeasuredMemory, Moved
 from executor.memory.pieces import DTYPES, as_state, state_buffers, state_tensors
 from executor.memory.state import without_weights
+from executor.memory.stream import whole_state
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
@@ -135,7 +136,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.runtime.state.absent |= absent.buffers
             self.schedule = self.runtime.loop.schedule
             _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
-            self._parking = Parking(model, self.runtime, options.link_bytes_per_s)
             self.driver = driver = IterationDriver(
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
@@ -289,14 +289,20 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         See :meth:`stream_weights`.
         """
-        wanted = dtype or self.runtime.state.dtype
-        from_masters = self.runtime.parked or wanted != self.runtime.state.dtype
-        masters = self.runtime.masters()
+        runtime, state = self.runtime, self.runtime.state
+        wanted = dtype or state.dtype
+        masters = whole_state(state, runtime.ranks, only_masters=True)
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
             if (name := self._names.get(id(tensor))) is None:
                 return tensor
-            return masters(name).to(wanted) if from_masters else self.runtime.weights(name)
+            if not runtime.parked and wanted == state.dtype:
+                return runtime.weights(name)
+            runtime.check_has_weights()
+            if not runtime.parked:
+                runtime.make_current("state_dict()", uses=True)
+            is_frozen = name in state.frozen_by_parameter  # without a master copy
+            return (runtime.stored_weights(name) if is_frozen else masters(name)[0]).to(wanted)
 
         return read
 
@@ -315,7 +321,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         self.runtime.check_idle()
         self.runtime.check_has_weights()
-        return self._parking.park(keep_weights=keep_weights)
+        return park(self.runtime, self.model, self.options.link_bytes_per_s, keep_weights=keep_weights)
 
     def unpark(self) -> Moved:
         """Take device memory again, and restore what was there before :meth:`park`. All ranks call this together.
@@ -325,9 +331,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             DeviceMemoryError: another program holds the memory; the session stays parked.
         """
         self.runtime.check_idle()
-        if not self.runtime.parked:
+        if self.runtime.unpark is None:
             raise OutOfOrderError("the session is not parked; call session.park() before session.unpark()")
-        return self._parking.unpark()
+        return self.runtime.unpark()
 
     def sync_rng_state(self) -> None:
         """Give tensor-parallel ranks the same RNG state, so that dropout is the same on them."""
@@ -383,7 +389,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         On NVMe, both versions of all state count, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
-        runtime, stored = self.runtime, self.runtime.state.stored
+        runtime = self.runtime
         used = {
             Tier.GPU: MeasuredMemory(
                 runtime.gpu.by_class(),
@@ -393,17 +399,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
             ),
             Tier.HOST: MeasuredMemory(runtime.host.by_class()),
         }
-        on_nvme = (stored.by_class if stored else {}) | runtime.offloaded.by_class
-        for memory_class, num_bytes in runtime.state.frozen.by_class.items():
-            on_nvme[memory_class] = on_nvme.get(memory_class, 0) + num_bytes
-        return used | ({Tier.NVME: MeasuredMemory(on_nvme)} if on_nvme else {})
+        on_nvme = runtime.storage.by_class
+        return used | ({Tier.NVME: MeasuredMemory(dict(on_nvme))} if on_nvme else {})
 
     @property
     def storage(self) -> str:
         """Where state on NVMe is stored, and how it is read and written, in words; empty if nothing is on NVMe."""
-        stored = self.runtime.state.stored
-        file = stored.file if stored else self.runtime.offloaded.file
-        return "" if file is None else file.description
+        return self.runtime.storage.description
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and make the model an ordinary one again, with its weights. Closing twice is allowed.
@@ -529,9 +531,9 @@ def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, sp
     kind = rule.entry.planned_as
     if not OPTIMIZERS[kind].fuses or fused() is None:
         return
-    num_bytes = sum(buffer.num_bytes(BLOCK) for buffer in state_buffers(kind, precision.master_bytes, splits=splits))
-    memory = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
-    state = as_state(state_tensors(memory, BLOCK, kind, precision.master_bytes, splits=splits), splits=splits)
+    form = state_buffers(kind, precision.master_bytes, splits=splits)
+    memory = torch.zeros(sum(b.num_bytes(BLOCK) for b in form), dtype=torch.uint8, device=backend.device)
+    state = as_state(state_tensors(memory, BLOCK, form), splits=splits)
     gradient = torch.zeros(BLOCK, dtype=DTYPES[precision.gradient_bytes], device=backend.device)
     has_weights = not (precision.master_is_weight or splits)
     for weights in ((), (torch.zeros_like(gradient),)) if has_weights else ((),):

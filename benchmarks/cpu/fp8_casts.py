@@ -18,7 +18,7 @@ import torch
 from benchmarks.cpu.adamw import COPIES, Route, copy_routes, set_threads, time_s
 from benchmarks.origin import origin, write_result
 from executor.devices.backend import as_array
-from executor.memory.fp8_weights import Range, cast_to_fp8, largest_bits, scales_of
+from executor.memory.fp8_weights import cast_to_fp8, largest_bits, scales_of
 from executor.optimizer import BYTES_PER_PARAM, WorkerTeam
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def cast_route(dtype: torch.dtype, num_params: int, team: WorkerTeam) -> Route:
     """Return a call that casts one weight."""
     values = as_array(torch.randn(num_params, generator=torch.Generator().manual_seed(0)).to(dtype))
-    out, whole = np.zeros(num_params, np.uint8), [Range(0, num_params)]
+    out, whole = np.zeros(num_params, np.uint8), [slice(0, num_params)]
     return lambda: cast_to_fp8(values, scales_of(largest_bits(values, whole, team)), whole, out, team)
 
 

@@ -64,7 +64,7 @@ class Update:
         buffers = state_buffers(self._optimizer, master_bytes, splits=splits)
         num_bytes = sum(buffer.num_bytes(self._num_params) for buffer in buffers)
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
-        tensors = state_tensors(memory, self._num_params, self._optimizer, master_bytes, splits=splits)
+        tensors = state_tensors(memory, self._num_params, buffers)
         state = list(as_state(tensors, splits=splits))
         state[0].copy_(torch.randn(self._num_params, device="cuda", generator=self._generator()))
         if not (splits or self._precision.rounds):

@@ -9,6 +9,7 @@ the session is closed.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -239,6 +240,7 @@ def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) 
         _join(of_ranks, rows_of_whole, dim, _num_fused(name))
 
 
+@functools.cache
 def whole_name(shard_name: str) -> str:
     """Return the parameter's name in a :attr:`ParameterShard.shard_name`."""
     cut = _OWN_NAME.fullmatch(shard_name)

@@ -80,7 +80,7 @@ class IterationDriver:
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
         self.gradients = UserGradients(
-            decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
+            decisions, (p for _, p in runtime.state.by_name.values()), self._norms, self._end_early
         )
         # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
@@ -440,7 +440,7 @@ class IterationDriver:
         if self._stays:  # autograd orders nodes by numbers of their thread, so a device's own would change the order
             threads = torch.autograd.set_multithreading_enabled(False)
             yield lambda: threads.__exit__(None, None, None)
-        for unit, parameter in self._runtime.state.parameters():
+        for unit, parameter in self._runtime.state.by_name.values():
             leaf = parameter.shard.leaf
             leaf.grad, trains = None, leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later, but takes no hook while frozen

@@ -77,7 +77,7 @@ class OnDemand:
 
     def drop(self, names: Collection[str]) -> None:
         """Drop the gradients so far of some parameters of the model."""
-        for unit, parameter in self._runtime.state.parameters():
+        for unit, parameter in self._runtime.state.by_name.values():
             if parameter.shard.name in names and parameter.arrived == self._iteration:
                 parameter.arrived = NEVER
                 parameter.step -= 1

@@ -8,161 +8,118 @@ and kept for the next time.
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Sequence
 
 import torch
 
 from executor.driver.runtime import Runtime
+from executor.memory.arenas import Moved
 from executor.memory.frozen import FrozenWeights
-from executor.memory.units import Moments, UnitState
+from executor.memory.stream import in_room, room_bytes
+from executor.memory.units import UnitState
 from planner.decisions import Place
 from planner.schedule.tasks import MemoryClass
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes and time of parking or unparking.
-
-    Attributes:
-        num_bytes: bytes copied over the link.
-        device_bytes: device memory that was freed or taken.
-        predicted_s: time that the profile predicts for copying these bytes; ``None`` without a profile.
-        seconds: time that it took. The first parking also takes host memory.
-    """
-
-    num_bytes: int
-    device_bytes: int
-    predicted_s: float | None
-    seconds: float
-
-
-@final
-class Parking:
-    """Parks a session; see [Note: Parked].
+def park(
+    runtime: Runtime, model: torch.nn.Module, link_bytes_per_s: tuple[float, float] | None, *, keep_weights: bool
+) -> Moved:
+    """Park a session; see [Note: Parked]. Until :attr:`Runtime.unpark` is set, nothing has changed.
 
     Args:
-        model: its buffers are parked too.
         runtime: the session's runtime.
+        model: its buffers are parked too.
         link_bytes_per_s: rates of copies from and to the device; ``None`` if they are unknown.
+        keep_weights: whether resident weights stay on the device.
     """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        runtime: Runtime,
-        link_bytes_per_s: tuple[float, float] | None,
-    ) -> None:
-        self._model = model
-        self._runtime = runtime
-        self._link_bytes_per_s = link_bytes_per_s
-        self._host: torch.Tensor | None = None
-        self._num_taken = 0
-        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and on the host
-        # Each unit, and what it has while it is not parked.
-        self._before: list[tuple[UnitState, Moments, torch.Tensor, FrozenWeights | None]] = []
-        self._released: list[tuple[torch.Tensor, int]] = []  # buffers without memory, and their bytes
-
-    def park(self, *, keep_weights: bool) -> Moved:
-        """See :meth:`executor.session.Session.park`."""
-        runtime, units = self._runtime, list(self._runtime.state.units.values())
-        begin_s = time.perf_counter()
-        self._runtime.end_evaluation()
-        self._runtime.make_current("park()")
-        if runtime.snapshots is not None:
-            runtime.snapshots.take_remaining()
-        own = [unit.own_weights for unit in units if _updated_on_device(unit) and not keep_weights]
-        slabs = [slab for unit in units for slab in _slabs(unit.device)]
-        slabs += [frozen for unit in units if not keep_weights for frozen in _device_only_frozen(unit)]
-        buffers = list(self._buffers())
-        place = self._host_memory_for([*own, *slabs, *buffers])
-        moved = [(tensor, place[id(tensor)]) for tensor in (*slabs, *buffers)]
-        for unit in units if not keep_weights else ():
-            device, host = unit.own_weights, place.get(id(unit.own_weights))
-            moved += [] if host is None else [(device[held], host[held]) for held in _updated_on_device(unit)]
-        for tensor, there in moved:
-            runtime.backend.copy(there, tensor)
-        runtime.actions.synchronize()
-        self._moved = moved
-        runtime.parked = True  # from here on, both places have all values, and unpark() undoes whatever was done
-        for unit in units:
-            self._read_from_host(unit, place)
-        if not keep_weights:
-            self._runtime.take_device_memory()
-        staying = [tensor for unit in units if keep_weights for tensor in _resident_tensors(unit)]
-        device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
-        for buffer in buffers:
-            self._released.append((buffer, buffer.untyped_storage().nbytes()))
-            runtime.backend.release(buffer)
-        return self._result(0, device_bytes, begin_s)
-
-    def unpark(self) -> Moved:
-        """See :meth:`executor.session.Session.unpark`. Until it is done, it can be done again."""
-        runtime = self._runtime
-        begin_s = time.perf_counter()
-        device_bytes = runtime.gpu.restore()  # if that raises, the session stays parked
-        for buffer, num_bytes in self._released:
-            runtime.backend.restore(buffer, num_bytes)
-        for tensor, there in self._moved:
-            runtime.backend.copy(tensor, there)
-        runtime.actions.synchronize()
-        for unit, device, own, frozen in self._before:
-            unit.device, unit.own_weights, unit.frozen = device, own, frozen
-            unit.views.clear()
-        for unit in runtime.state.units.values():
-            for piece in unit.pieces if unit.on_device else ():
-                if piece.place is Place.STREAM:
-                    unit.own(piece).copy_(unit.masters(piece))
-        self._runtime.forget_current()
-        self._runtime.make_current("unpark()", unparks=True)  # uploads weights that the host updates
-        runtime.actions.synchronize()
-        result = self._result(1, device_bytes, begin_s)
-        runtime.parked = False
-        self._moved, self._released, self._before = [], [], []
-        return result
-
-    def _result(self, way: int, device_bytes: int, begin_s: float) -> Moved:
-        num_bytes = sum(tensor.nbytes for tensor, _ in self._moved)
-        if way:
-            held = [
-                (unit, piece) for unit in self._runtime.state.units.values() if unit.on_device for piece in unit.pieces
-            ]
-            num_bytes += sum(unit.own(piece).nbytes for unit, piece in held if piece.place is not Place.GPU)
-        predicted_s = None if self._link_bytes_per_s is None else num_bytes / self._link_bytes_per_s[way]
-        return Moved(num_bytes, device_bytes, predicted_s, time.perf_counter() - begin_s)
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        """Yield the model's buffers that have device memory of their own."""
-        seen = set()
-        for buffer in self._model.buffers():
-            if buffer.is_cuda and buffer.is_contiguous() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
-
-    def _host_memory_for(self, tensors: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return host memory for tensors, by identity."""
-        num_bytes = sum(_aligned(tensor.nbytes) for tensor in tensors)
-        if self._host is None or len(self._host) < num_bytes:
-            self._num_taken += 1  # first: the block may be taken, and this call interrupted
-            name = f"parked {self._num_taken}"
-            self._host = self._runtime.host.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
-        found, start = {}, 0
-        for tensor in tensors:
-            found[id(tensor)] = self._host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += _aligned(tensor.nbytes)
-        return found
-
-    def _read_from_host(self, unit: UnitState, place: dict[int, torch.Tensor]) -> None:
-        """Let a unit's state be read from the host."""
-        device, own = unit.device, unit.own_weights
-        master = None if device.master is None else place[id(device.master)]
-        unit.device = Moments(master, tuple(place[id(buffer)] for buffer in device.buffers))
-        unit.own_weights = place.get(id(own), own)
+    begin_s = time.perf_counter()
+    runtime.end_evaluation()
+    runtime.make_current("park()")
+    if runtime.snapshots is not None:
+        runtime.snapshots.take_remaining()
+    units = list(runtime.state.units.values())
+    leaving = [slab for unit in units for slab in unit.device if slab is not unit.own_weights]
+    frozen = [unit.frozen.own for unit in units if unit.frozen is not None and unit.on_device]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_cuda and buffer.is_contiguous()]
+    leaving += buffers if keep_weights else [*buffers, *frozen]
+    updated = {} if keep_weights else {unit.name: held for unit in units if (held := _updated_on_device(unit))}
+    weights = [unit.own_weights for unit in units if unit.name in updated]
+    num_bytes = room_bytes(tensors := [*leaving, *weights])
+    if runtime.parking_memory.nbytes < num_bytes:
+        name = f"parked at {begin_s}"  # this call may be interrupted here, and made again
+        runtime.parking_memory = runtime.host.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
+    place = dict(zip(map(id, tensors), in_room(tensors, runtime.parking_memory), strict=True))
+    moved = [(tensor, place[id(tensor)]) for tensor in leaving]
+    for unit, there in ((unit, place[id(unit.own_weights)]) for unit in units if unit.name in updated):
+        moved += [(unit.own_weights[held], there[held]) for held in updated[unit.name]]
+    for tensor, there in moved:
+        runtime.backend.copy(there, tensor)
+    runtime.actions.synchronize()
+    before = [(unit, unit.device, unit.own_weights, unit.frozen) for unit in units]
+    released: list[tuple[torch.Tensor, int]] = []  # buffers without memory, and their bytes
+    # From here on, both places have all values, and unpark() undoes whatever was done.
+    runtime.unpark = functools.partial(_unpark, runtime, moved, before, released, link_bytes_per_s)
+    for unit in units:  # state is read from the host now
+        unit.device = tuple(place.get(id(slab), slab) for slab in unit.device)
+        unit.own_weights = place.get(id(unit.own_weights), unit.own_weights)
+        if unit.frozen is not None:
+            unit.frozen = dataclasses.replace(unit.frozen, own=place.get(id(unit.frozen.own), unit.frozen.own))
         unit.views.clear()
-        self._before.append((unit, device, own, unit.frozen))
-        if unit.frozen is not None and (there := place.get(id(unit.frozen.own))) is not None:
-            unit.frozen = dataclasses.replace(unit.frozen, own=there)
+    staying = []
+    if keep_weights:
+        own = [unit.own_weights for unit in units if unit.on_device]
+        staying = [*frozen, *own, *(unit.device_weights for unit in units if unit.is_resident)]
+    else:
+        runtime.take_device_memory()
+    device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
+    for buffer in buffers:
+        released.append((buffer, buffer.untyped_storage().nbytes()))
+        runtime.backend.release(buffer)
+    num_bytes = sum(tensor.nbytes for tensor, _ in moved)
+    return _result(num_bytes, device_bytes, link_bytes_per_s and link_bytes_per_s[0], begin_s)
+
+
+def _unpark(
+    runtime: Runtime,
+    moved: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    before: Sequence[tuple[UnitState, tuple[torch.Tensor, ...], torch.Tensor, FrozenWeights | None]],
+    released: Sequence[tuple[torch.Tensor, int]],
+    link_bytes_per_s: tuple[float, float] | None,
+) -> Moved:
+    """Undo :func:`park`. Until it is done, it can be done again.
+
+    Args:
+        runtime: the session's runtime.
+        moved: pairs of tensors on the device and on the host.
+        before: each unit, and what it has while it is not parked.
+        released: buffers without memory, and their bytes.
+        link_bytes_per_s: see :func:`park`.
+    """
+    begin_s = time.perf_counter()
+    device_bytes = runtime.gpu.restore()  # if that raises, the session stays parked
+    for buffer, num_bytes in released:
+        runtime.backend.restore(buffer, num_bytes)
+    for tensor, there in moved:
+        runtime.backend.copy(tensor, there)
+    runtime.actions.synchronize()
+    for unit, device, own, frozen in before:
+        unit.device, unit.own_weights, unit.frozen = device, own, frozen
+        unit.views.clear()
+    from_host = [
+        (unit, piece) for unit, *_ in before for piece in unit.pieces if unit.on_device and piece.place is not Place.GPU
+    ]
+    for unit, piece in from_host:
+        if piece.place is Place.STREAM:
+            unit.own(piece).copy_(unit.masters(piece))
+    runtime.forget_current()
+    runtime.make_current("unpark()", unparks=True)  # uploads weights that the host updates
+    runtime.actions.synchronize()
+    num_bytes = sum(tensor.nbytes for tensor, _ in moved) + sum(unit.own(piece).nbytes for unit, piece in from_host)
+    result = _result(num_bytes, device_bytes, link_bytes_per_s and link_bytes_per_s[1], begin_s)
+    runtime.unpark = None
+    return result
 
 
 def _updated_on_device(unit: UnitState) -> list[slice]:
@@ -171,19 +128,6 @@ def _updated_on_device(unit: UnitState) -> list[slice]:
     return [slice(piece.start - unit.start, piece.stop - unit.start) for piece in pieces]
 
 
-def _resident_tensors(unit: UnitState) -> list[torch.Tensor]:
-    held = [*([unit.own_weights] if unit.on_device else []), *([unit.device_weights] if unit.is_resident else [])]
-    return held + _device_only_frozen(unit)
-
-
-def _device_only_frozen(unit: UnitState) -> list[torch.Tensor]:
-    """Return the frozen weights that only the device has."""
-    return [] if unit.frozen is None or not unit.on_device else [unit.frozen.own]
-
-
-def _slabs(moments: Moments) -> list[torch.Tensor]:
-    return [*([] if moments.master is None else [moments.master]), *moments.buffers]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 64) * 64
+def _result(num_bytes: int, device_bytes: int, bytes_per_s: float | None, begin_s: float) -> Moved:
+    predicted_s = None if bytes_per_s is None else num_bytes / bytes_per_s
+    return Moved(num_bytes, device_bytes, predicted_s, time.perf_counter() - begin_s)

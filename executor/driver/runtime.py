@@ -16,10 +16,10 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
-from executor.memory.arenas import Arena
+from executor.memory.arenas import Arena, Moved
 from executor.memory.frozen import FrozenParameter
+from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
-from executor.memory.stream import whole_state
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
 from executor.optimizer import WorkerTeam
@@ -53,7 +53,7 @@ class Runtime:
         failing: gets callbacks that undo the constructor if the session cannot begin.
 
     Attributes:
-        gpu, host: memory of each tier, counted by class.
+        gpu, host, storage: memory of each tier, counted by class.
         state: weights, optimizer state and gradients.
         offloaded: activations that are offloaded.
         collectives: collectives of the schedule; ``None`` if there is only one rank.
@@ -62,7 +62,9 @@ class Runtime:
         machine: runs the tasks on lanes.
         loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        parked: whether device memory has been freed, see [Note: Parked] in :mod:`executor.driver.parking`.
+        unpark: takes freed device memory again, see [Note: Parked] in :mod:`executor.driver.parking`; ``None`` unless
+            the session is parked.
+        parking_memory: uint8, on the host, what is parked; kept for the next time.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
         gathers: whether ranks must bring a unit's weights together.
         is_evaluating: whether an evaluation has begun since the last iteration.
@@ -87,7 +89,8 @@ class Runtime:
         self.ranks = ranks
         self._updates_at_step = decisions.update_start == "step"
         self.inside_iteration = False
-        self.parked = False
+        self.unpark: Callable[[], Moved] | None = None
+        self.parking_memory = torch.empty(0, dtype=torch.uint8)
         self.doing = "iteration 1"
         takes_snapshots = options.checkpoint_buffer_bytes > 0
         schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
@@ -98,12 +101,9 @@ class Runtime:
             ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
-        self.state = state = ModelState(
-            units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
-        )
-        failing.callback(state.frozen.close)
-        if state.stored is not None:
-            failing.callback(state.stored.close)
+        self.storage = Storage(options.storage_dir, rank)
+        failing.callback(self.storage.close)
+        self.state = state = ModelState(units, decisions, shards, self.gpu, self.host, self.storage, ranks, written)
         failing.callback(state.give_back)
         self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
         self.snapshots = None
@@ -111,7 +111,7 @@ class Runtime:
             self.snapshots = Snapshots(state, schedule, entry, backend, self.host, options, rank)
         self._team = WorkerTeam(cores.num_updating, cores.of_updates)
         failing.callback(self._team.close)
-        self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
+        self.offloaded = OffloadedActivations(units, decisions, self.host, self.storage, backend)
         self.actions = Actions(
             state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots, ranks
         )
@@ -151,6 +151,11 @@ class Runtime:
         self._report, self._has_told = options.report, False
         self._visibility: WeightVisibility | None = None  # during evaluation
         self._evaluated: set[str] = set()  # units whose weights this evaluation has brought to their slots
+
+    @property
+    def parked(self) -> bool:
+        """Whether device memory has been freed."""
+        return self.unpark is not None
 
     @property
     def has_last_step(self) -> bool:
@@ -357,23 +362,6 @@ class Runtime:
         parts = (*self.state.by_parameter.get(name, ()), *self.state.frozen_by_parameter.get(name, ()))
         return all(unit.name in self.settled for unit, _ in parts)
 
-    def masters(self) -> Callable[[str], torch.Tensor]:
-        """Return a function that returns a parameter's whole master copy, float32, on the host.
-
-        Its result may be a view of memory that the next call reuses. All ranks make the same calls in the same order.
-        """
-        read = whole_state(self.state, self.ranks, only_masters=True)
-
-        def master(name: str) -> torch.Tensor:
-            self.check_has_weights()
-            if not self.parked:
-                self.make_current("state_dict()", uses=True)
-            if name in self.state.frozen_by_parameter:  # they have no master copy
-                return self.stored_weights(name)
-            return read(name)[0]
-
-        return master
-
     def stored_weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights, which must be current, as a view of the memory that holds them.
 
@@ -567,10 +555,7 @@ class Runtime:
         """End the threads and remove files. Closing twice is allowed."""
         self.machine.close()
         self._team.close()
-        self.offloaded.close()
-        self.state.frozen.close()
-        if self.state.stored is not None:
-            self.state.stored.close()
+        self.storage.close()
 
     def _waits_for(self) -> tuple[str, int]:
         assert self.ranks is not None

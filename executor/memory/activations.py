@@ -11,7 +11,6 @@ This choice changes the time of backward, but never the bits of the result.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -19,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.callbacks import ModuleCallbacks
 from executor.devices.backend import Backend
-from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
-from executor.memory.nvme_files import RecordFile, folder_of, whole_blocks
+from executor.memory.nvme_files import Storage, whole_blocks
 from executor.memory.recompute_cache import (
     ReuseProducts,
     SavedTensor,
@@ -40,7 +38,7 @@ class OffloadedActivations:
     """All activations of a model that are offloaded.
 
     Args:
-        folder: folder for activations on NVMe, in which each ``rank`` has its own file.
+        storage: takes the file for activations on NVMe.
 
     Attributes:
         file: activations on NVMe, one record per unit; ``None`` if there are none.
@@ -55,9 +53,8 @@ class OffloadedActivations:
         self,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        folder: Path | None,
-        rank: int,
         host: Arena,
+        storage: Storage,
         backend: Backend,
     ) -> None:
         self._backend = backend
@@ -66,33 +63,71 @@ class OffloadedActivations:
             name: host.take(f"{name} activations", MemoryClass.ACTIVATIONS, num_bytes, torch.uint8)
             for name, num_bytes in rooms.on_host.items()
         }
-        self._room |= _take_ring(rooms, segments(units), host)
-        self._num_bytes = sum(rooms.on_nvme.values())
-        self._record = {name: record for record, name in enumerate(rooms.on_nvme)}
-        what = "activations"
-        self.file = (
-            RecordFile(folder_of(folder, what) / f"{what}-rank-{rank}.state", list(rooms.on_nvme.values()), 1, what)
-            if self._record
-            else None
+        through = [[unit.name for unit in segment] for segment in segments(units) if segment[0].name in rooms.on_nvme]
+        ring = host.take_rooms(
+            "activation slot",
+            MemoryClass.ACTIVATIONS,
+            rooms.slot_of,
+            {names[0]: [rooms.on_nvme[name] for name in names] for names in through},
+            [rooms.slot_bytes] * rooms.num_slots,
         )
+        for names in through:
+            self._room |= {name: room[: rooms.on_nvme[name]] for name, room in zip(names, ring[names[0]], strict=True)}
+        self.file = None
+        if on_nvme := rooms.on_nvme:
+            self.file = storage.take("activations", on_nvme, {MemoryClass.ACTIVATIONS: sum(on_nvme.values())})
+        self._on_nvme = on_nvme.keys()
         self._segments: dict[str, SegmentActivations] = {}  # the latest run of each segment, by unit
         self._unwritten: set[str] = set()  # units whose activations are in a slot on their way to NVMe
-
-    @property
-    def by_class(self) -> dict[MemoryClass, int]:
-        """Bytes on NVMe by class, without rounding up to blocks."""
-        return {MemoryClass.ACTIVATIONS: self._num_bytes} if self._num_bytes else {}
 
     @property
     def is_in_use(self) -> bool:
         """Whether a backward may still ask for activations."""
         return bool(self._segments)
 
-    def begin(self, names: Sequence[str]) -> SegmentActivations:
-        """Begin the forward of a segment with these units."""
+    @contextlib.contextmanager
+    def forward(
+        self, names: Sequence[str], callbacks: ModuleCallbacks, args: Sequence[Any]
+    ) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
+        """Return a context for a forward of a segment; it yields the ``context_fn`` of both runs of ``checkpoint``.
+
+        Args:
+            names: names of the segment's units, in forward order.
+            callbacks: report which unit computes. They are called when recomputation begins, before it uses reloaded
+                tensors.
+            args: arguments of the forward.
+        """
         segment = SegmentActivations(names)
         self._segments |= dict.fromkeys(names, segment)
-        return segment
+        offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
+
+        def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
+            # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
+            stays = isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
+            if stays or tensor.untyped_storage()._cdata not in offloadable:
+                return tensor
+            segment.inputs.append(SavedTensor.of(tensor))
+            return segment.inputs[-1]
+
+        def begin_recompute() -> None:
+            callbacks.on_forward(names[0])
+            if callbacks.on_demand:
+                self._bring_back(segment)
+
+        def unpack(saved: SavedTensor | torch.Tensor) -> torch.Tensor:
+            begin_recompute()
+            if isinstance(saved, torch.Tensor):
+                return saved
+            return saved.restore(self._backend)
+
+        def unit() -> str:  # operators before the segment's first unit belong to that unit
+            return callbacks.unit if callbacks.unit in names else names[0]
+
+        def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+            return SaveProducts(segment, unit), ReuseProducts(segment, self._backend, begin_recompute)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield modes
 
     def offload(self, unit: str) -> None:
         """Copy a unit's activations to the host, free them on the device, and wait until that is done.
@@ -115,13 +150,13 @@ class OffloadedActivations:
             tensor.tensor = None
         segment.moved.add(unit)
         segment.away.add(unit)
-        if unit in self._record:
+        if unit in self._on_nvme:
             self._unwritten.add(unit)
 
     def evict(self, unit: str) -> None:
         """Write a unit's offloaded activations to NVMe."""
         assert self.file is not None
-        self.file.write(self._record[unit], whole_blocks(self._room[unit]))
+        self.file.write(unit, whole_blocks(self._room[unit]))
         self._unwritten.discard(unit)
 
     def end_evictions(self) -> None:
@@ -129,25 +164,20 @@ class OffloadedActivations:
         for unit in tuple(self._unwritten):
             self.evict(unit)
 
-    def bring_back(self, segment: SegmentActivations) -> None:
+    def _bring_back(self, segment: SegmentActivations) -> None:
         """Bring back the activations of a run of a segment that the plan has offloaded and not reloaded.
 
         Those of an earlier run stay away: their memory on the host is another run's.
         """
         for unit in tuple(segment.away) if self._segments.get(next(iter(segment.products_of))) is segment else ():
-            if unit in self._record:
+            if unit in self._on_nvme:
                 self.recall(unit)
             self._reload(segment, unit)
 
     def recall(self, unit: str) -> None:
         """Read a unit's offloaded activations from NVMe into host memory."""
         assert self.file is not None
-        self.file.read(self._record[unit], whole_blocks(self._room[unit]))
-
-    def close(self) -> None:
-        """Remove the file. Closing twice is allowed."""
-        if self.file is not None:
-            self.file.close()
+        self.file.read(unit, whole_blocks(self._room[unit]))
 
     def reload(self, unit: str) -> None:
         """Copy a unit's activations back to the device. Their memory there is freed when backward has used them."""
@@ -166,24 +196,6 @@ class OffloadedActivations:
         """Free all tensors at the end of backward, including those of segments without gradients."""
         for segment in self._segments.values():
             segment.drop()
-
-
-def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena) -> dict[str, torch.Tensor]:
-    """Take the host slots for activations on their way to NVMe; return each unit's part of its segment's slot."""
-    through = [[unit.name for unit in segment] for segment in of_model if segment[0].name in rooms.on_nvme]
-    sizes = [[in_blocks(rooms.on_nvme[name]) for name in names] for names in through]
-    room_bytes = max((sum(parts) for parts in sizes), default=0)
-    planned = {MemoryClass.ACTIVATIONS: rooms.slot_bytes}
-    slots = [
-        host.take_blocks(f"activation slot {i}", planned, BLOCK_BYTES, room_bytes=room_bytes)
-        for i in range(rooms.num_slots)
-    ]
-    found: dict[str, torch.Tensor] = {}
-    for names, parts in zip(through, sizes, strict=True):
-        slot = slots[rooms.slot_of[names[0]]]
-        cut = torch.split(slot[: sum(parts)], parts)
-        found |= {name: part[: rooms.on_nvme[name]] for name, part in zip(names, cut, strict=True)}
-    return found
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
@@ -216,54 +228,3 @@ def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.layout is torch.strided]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     return trained or [tensor for tensor in tensors if tensor.is_floating_point()][:1]
-
-
-class SegmentOffload:
-    """Offloads one segment, in the contexts of :func:`torch.utils.checkpoint.checkpoint`.
-
-    Args:
-        names: names of the segment's units, in forward order.
-        callbacks: report which unit computes. They are called when recomputation begins, before it uses reloaded
-            tensors.
-    """
-
-    def __init__(self, activations: OffloadedActivations, names: Sequence[str], callbacks: ModuleCallbacks) -> None:
-        self._activations = activations
-        self._names = names
-        self._callbacks = callbacks
-
-    @contextlib.contextmanager
-    def forward(self, args: Sequence[Any]) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
-        """Return a context for a forward with these arguments; it yields the ``context_fn`` of both runs."""
-        segment, backend = self._activations.begin(self._names), self._activations._backend
-        offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
-
-        def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
-            # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
-            stays = isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
-            if stays or tensor.untyped_storage()._cdata not in offloadable:
-                return tensor
-            segment.inputs.append(SavedTensor.of(tensor))
-            return segment.inputs[-1]
-
-        def begin_recompute() -> None:
-            self._callbacks.on_forward(self._names[0])
-            if self._callbacks.on_demand:
-                self._activations.bring_back(segment)
-
-        def unpack(saved: SavedTensor | torch.Tensor) -> torch.Tensor:
-            begin_recompute()
-            if isinstance(saved, torch.Tensor):
-                return saved
-            return saved.restore(backend)
-
-        def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            return SaveProducts(segment, self._unit), ReuseProducts(segment, backend, begin_recompute)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield modes
-
-    def _unit(self) -> str:
-        """Return the unit that computes. Operators before the segment's first unit belong to that unit."""
-        unit = self._callbacks.unit
-        return unit if unit in self._names else self._names[0]

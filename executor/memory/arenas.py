@@ -2,34 +2,40 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, final
 
 import torch
 
 from executor.devices.backend import Backend
+from executor.direct_io import BLOCK_BYTES, in_blocks
 from planner.schedule.tasks import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
 """Alignment of blocks: a cache line, which suits vector kernels."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MemoryShortage:
-    """Why an arena has no room for a block, in numbers. ``str()`` returns it in words.
+class DeviceMemoryError(MemoryError):
+    """A plan needs more memory than a tier has. The message lists the bytes in use.
 
-    Attributes:
+    Args:
         tier: the tier of the memory.
         name, requested_bytes: name and size of the block.
         capacity_bytes: the arena's limit; ``None``: no limit is set.
         held_bytes: bytes that the arena holds already, by class.
     """
 
-    tier: Tier
-    name: str
-    requested_bytes: int
-    capacity_bytes: int | None
-    held_bytes: Mapping[MemoryClass, int]
+    def __init__(
+        self,
+        tier: Tier,
+        name: str,
+        requested_bytes: int,
+        capacity_bytes: int | None,
+        held_bytes: Mapping[MemoryClass, int],
+    ) -> None:
+        super().__init__(tier, name, requested_bytes, capacity_bytes, held_bytes)
+        self.tier, self.name, self.requested_bytes = tier, name, requested_bytes
+        self.capacity_bytes, self.held_bytes = capacity_bytes, held_bytes
 
     def __str__(self) -> str:
         free_bytes = None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held_bytes.values())
@@ -40,13 +46,6 @@ class MemoryShortage:
             f"the {self.tier} is out of memory: {self.name} needs {self.requested_bytes:,} B ({limit}{free}); held "
             f"so far: {held}. Plan for the memory that is really free, or move more of the plan to another tier"
         )
-
-
-class DeviceMemoryError(MemoryError):
-    """A plan needs more memory than a tier has. The message lists the bytes in use.
-
-    Its one argument is the :class:`MemoryShortage`.
-    """
 
 
 @final
@@ -111,17 +110,47 @@ class Arena:
         assert name not in self._blocks, name
         num_bytes = sum(num_bytes_of.values())
         if self.capacity_bytes is not None and self.used_bytes + num_bytes > self.capacity_bytes:
-            raise DeviceMemoryError(self._message(name, num_bytes))
+            raise self._error(name, num_bytes)
         whole = block_bytes > ALIGNMENT_BYTES
         room = max(-(-num_bytes // block_bytes) * block_bytes if whole else num_bytes, room_bytes)
         try:
             block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
         except (MemoryError, RuntimeError, OSError) as error:  # of Python, torch and the system (mmap)
-            raise DeviceMemoryError(self._message(name, num_bytes)) from error
+            raise self._error(name, num_bytes) from error
         block = block[(shift_bytes - block.data_ptr()) % block_bytes if whole else 0 :][:room]
         assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
+
+    def take_rooms(
+        self,
+        name: str,
+        memory_class: MemoryClass,
+        slot_of: Mapping[str, int],
+        sizes_bytes: Mapping[str, Sequence[int]],
+        planned_bytes: Sequence[int] = (),
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return rooms for transfers to files, uint8, each of whole blocks. Those of one slot share memory.
+
+        Args:
+            name: begins the names of the blocks.
+            memory_class: class of all of them.
+            slot_of: number of each user's slot.
+            sizes_bytes: sizes of the rooms of each user.
+            planned_bytes: what each slot counts as; by default, the most that a user has there.
+
+        Raises:
+            DeviceMemoryError: a slot does not fit.
+        """
+        rooms: dict[str, list[torch.Tensor]] = {}
+        for slot in sorted({slot_of[user] for user in sizes_bytes}):
+            users = [user for user in sizes_bytes if slot_of[user] == slot]
+            whole = {user: [in_blocks(size) for size in sizes_bytes[user]] for user in users}
+            counted = planned_bytes[slot] if planned_bytes else max(sum(sizes_bytes[user]) for user in users)
+            room_bytes = max(map(sum, whole.values()))
+            memory = self.take_blocks(f"{name} {slot}", {memory_class: counted}, BLOCK_BYTES, room_bytes=room_bytes)
+            rooms |= {user: list(torch.split(memory[: sum(parts)], parts)) for user, parts in whole.items()}
+        return rooms
 
     def release(self, staying: Collection[int]) -> int:
         """Free the memory of all blocks for a while, except that of ``staying`` storages; return the freed bytes."""
@@ -146,7 +175,7 @@ class Arena:
             for name in done:
                 self._backend.release(self._blocks[name][1])
             left = sum(self._released.values())
-            raise DeviceMemoryError(self._message("parked memory", left)) from error
+            raise self._error("parked memory", left) from error
         self._released.clear()
         return sum(done.values())
 
@@ -154,8 +183,8 @@ class Arena:
         """Drop all blocks. A block's memory is freed with its last view."""
         self._blocks.clear()
 
-    def _message(self, name: str, num_bytes: int) -> MemoryShortage:
-        return MemoryShortage(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
+    def _error(self, name: str, num_bytes: int) -> DeviceMemoryError:
+        return DeviceMemoryError(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,3 +207,20 @@ class MeasuredMemory:
     def peak_bytes(self) -> int:
         """Peak of static and dynamic memory together."""
         return sum(self.static_bytes.values()) + (self.dynamic_peak_bytes or 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes and time of parking or unparking.
+
+    Attributes:
+        num_bytes: bytes copied over the link.
+        device_bytes: device memory that was freed or taken.
+        predicted_s: time that the profile predicts for copying these bytes; ``None`` without a profile.
+        seconds: time that it took. The first parking also takes host memory.
+    """
+
+    num_bytes: int
+    device_bytes: int
+    predicted_s: float | None
+    seconds: float

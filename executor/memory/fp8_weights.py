@@ -7,7 +7,7 @@ a weight, and the ranks agree on the maximum.
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +32,6 @@ _UNIT = np.uint32(141 << 23)  # 2**14, whose last place is the smallest number o
 _REBIAS = np.uint32(((7 - 127) << 23) + 0x7FFFF & 0xFFFFFFFF)  # of the exponent; and half a unit, less one
 
 
-class Range(NamedTuple):
-    """``[start, stop)`` of flat values."""
-
-    start: int
-    stop: int
-
-    def within(self, start: int, stop: int) -> "Range":
-        """Return its part of ``[start, stop)``, counted from ``start``; empty if there is none."""
-        first = min(max(self.start, start), stop)
-        return Range(first - start, min(max(self.stop, first), stop) - start)
-
-
 @dataclasses.dataclass(slots=True)
 class Fp8Copy:
     """Memory of a unit whose weights of products in fp8 are fetched or gathered in fp8.
@@ -59,7 +47,7 @@ class Fp8Copy:
 
     sizes: Fp8Weights
     group: Group | None
-    ranges: tuple[Range, ...]
+    ranges: tuple[slice, ...]
     slot: torch.Tensor
     host: torch.Tensor
     is_due: bool = True
@@ -87,7 +75,7 @@ class Fp8Copy:
         Autograd may save it: its version does not change when the slot is filled, see [Note: Version counters] in
         :mod:`executor.memory.state`.
         """
-        return self.slot.data[slice(*self.ranges[index])].view(torch.float8_e4m3fn).view(shape)
+        return self.slot.data[self.ranges[index]].view(torch.float8_e4m3fn).view(shape)
 
     def fetches(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the copies of a fetch, each as target on the device and source; ``weights`` are those of the host."""
@@ -102,8 +90,7 @@ class Fp8Copy:
 
     def cast(self, weights: torch.Tensor, team: WorkerTeam) -> None:
         """Cast the host's weights, ``[shard]``, on a team. All ranks of the group call this together."""
-        start = self._rank * self.sizes.shard_params
-        own = [each.within(start, start + self.sizes.shard_params) for each in self.ranges]
+        own = self._own_ranges()
         values = as_array(weights)
         largest = largest_bits(values, own, team)
         if self.group is not None:
@@ -118,19 +105,18 @@ class Fp8Copy:
 
         The arithmetic is torchao's, a chunk at a time.
         """
-        start, others = self._rank * self.sizes.shard_params, self._own(self.others)
-        own = [each.within(start, start + self.sizes.shard_params) for each in self.ranges]
+        own, others = self._own_ranges(), self._own(self.others)
         largest = torch.zeros(len(own), dtype=torch.float32, device=weights.device)
-        for i, (first, last) in enumerate(own):
-            if first < last:
-                largest[i] = torch.linalg.vector_norm(weights[first:last], torch.inf, dtype=torch.float32)
+        for i, values in enumerate(weights[part] for part in own):
+            if len(values):
+                largest[i] = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
         if self.group is not None:
             self.group.all_reduce_max(largest.view(torch.int32))  # NaN is the largest
         self.scales.copy_(_LARGEST_E4M3 / largest.double().clamp_(min=_SMALLEST_DIVISOR))
         out = self._own(self._block)
-        for scale, (first, last) in zip(torch.split(self.scales, 1), own, strict=True):
-            for begin in range(first, last, CAST_AT_ONCE):
-                chunk = slice(begin, min(begin + CAST_AT_ONCE, last))
+        for scale, part in zip(torch.split(self.scales, 1), own, strict=True):
+            for begin in range(part.start, part.stop, CAST_AT_ONCE):
+                chunk = slice(begin, min(begin + CAST_AT_ONCE, part.stop))
                 scaled = torch.mul(weights[chunk], scale).clamp_(-_LARGEST_E4M3, _LARGEST_E4M3)
                 out[chunk].view(torch.float8_e4m3fn).copy_(scaled)
         others.copy_(weights[: len(others)])
@@ -147,11 +133,17 @@ class Fp8Copy:
     def _rank(self) -> int:
         return 0 if self.group is None else self.group.rank
 
+    def _own_ranges(self) -> list[slice]:
+        """Return the part of each range that is in the rank's shard, counted from its beginning; it may be empty."""
+        count = self.sizes.shard_params
+        ends = ((each.start - self._rank * count, each.stop - self._rank * count) for each in self.ranges)
+        return [slice(first := min(max(start, 0), count), min(max(stop, first), count)) for start, stop in ends]
+
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.view(self.sizes.num_ranks, -1)[self._rank]
 
 
-def largest_bits(values: npt.NDArray[Any], ranges: Iterable[Range], team: WorkerTeam) -> npt.NDArray[np.int32]:
+def largest_bits(values: npt.NDArray[Any], ranges: Iterable[slice], team: WorkerTeam) -> npt.NDArray[np.int32]:
     """Return the largest magnitude in each range, as the bits of a float32. NaN counts as the largest of all.
 
     Args:
@@ -163,14 +155,14 @@ def largest_bits(values: npt.NDArray[Any], ranges: Iterable[Range], team: Worker
     magnitude, shift = bits.dtype.type(np.iinfo(bits.dtype).max >> 1), 32 - 8 * bits.itemsize
     result = np.zeros(len(ranges := list(ranges)), np.int32)
     lock = threading.Lock()
-    for i, (first, last) in enumerate(ranges):
+    for i, own in enumerate(ranges):
 
-        def find(start: int, stop: int, i: int = i, first: int = first) -> None:
+        def find(start: int, stop: int, i: int = i, first: int = own.start) -> None:
             found = int(_largest(bits[first + start : first + stop], magnitude)) << shift
             with lock:
                 result[i] = max(result[i], found)
 
-        team.run(find, last - first)
+        team.run(find, own.stop - own.start)
     return result
 
 
@@ -181,7 +173,7 @@ def scales_of(largest: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
 
 
 def cast_to_fp8(
-    values: npt.NDArray[Any], scales: npt.NDArray[np.float32], ranges: Iterable[Range], out: Any, team: WorkerTeam
+    values: npt.NDArray[Any], scales: npt.NDArray[np.float32], ranges: Iterable[slice], out: Any, team: WorkerTeam
 ) -> None:
     """Multiply values by the scale of their range, and write them as e4m3, saturated.
 
@@ -192,12 +184,12 @@ def cast_to_fp8(
         out: the bits of e4m3, uint8, as long as ``values``.
         team: threads to run on.
     """
-    for scale, (first, last) in zip(scales, ranges, strict=True):
+    for scale, own in zip(scales, ranges, strict=True):
 
-        def cast(start: int, stop: int, scale: np.float32 = scale, first: int = first) -> None:
+        def cast(start: int, stop: int, scale: np.float32 = scale, first: int = own.start) -> None:
             _cast(values[first + start : first + stop], scale, out[first + start : first + stop])
 
-        team.run(cast, last - first)
+        team.run(cast, own.stop - own.start)
 
 
 @njit(nogil=True, cache=True)

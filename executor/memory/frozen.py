@@ -8,16 +8,14 @@ slot with the trained ones. In ZeRO-3 each rank keeps a shard of the bytes.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple, Self, final
+from typing import NamedTuple
 
 import torch
 
-from executor.direct_io import BLOCK_BYTES
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard
 from executor.memory.arenas import Arena
-from executor.memory.nvme_files import RecordFile, folder_of, whole_blocks
+from executor.memory.nvme_files import RecordFile, Storage, whole_blocks
 from executor.memory.pieces import DTYPES
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -66,21 +64,22 @@ class FrozenWeights:
     """The frozen weights of one unit; see [Note: Frozen weights].
 
     Attributes:
+        name: the unit's name.
         parameters: in the order of their bytes.
         start: where the rank's shard begins in the unit's bytes.
         device: ``uint8 [padded]``, the resident block or the slot.
         own: ``uint8 [shard]``, the rank's shard on the device.
         host: ``uint8 [shard]``, the bytes that are fetched; empty if the weights are resident.
-        file, record: where that is read from first; ``None`` if it is not on NVMe.
+        file: where that is read from first; ``None`` if it is not on NVMe.
     """
 
+    name: str
     parameters: tuple[FrozenParameter, ...]
     start: int
     device: torch.Tensor
     own: torch.Tensor
     host: torch.Tensor
     file: RecordFile | None
-    record: int
 
     @property
     def is_sharded(self) -> bool:
@@ -95,7 +94,7 @@ class FrozenWeights:
     def read(self) -> None:
         """Read the bytes from NVMe into host memory, if they are there."""
         if self.file is not None:
-            self.file.read(self.record, whole_blocks(self.host))
+            self.file.read(self.name, whole_blocks(self.host))
 
     def set_values(self, values_of: Callable[[FrozenParameter], Iterable[torch.Tensor]]) -> None:
         """Set the parameters, wherever they are kept.
@@ -104,7 +103,7 @@ class FrozenWeights:
             values_of: yields the values of this rank's shard of a parameter in flat parts, one after another; nothing
                 for one that stays as it is.
         """
-        if self.file is not None and self.file.is_written(self.record):
+        if self.file is not None and self.file.is_written(self.name):
             self.read()
         stored = self.stored
         for parameter in self.parameters:
@@ -117,7 +116,7 @@ class FrozenWeights:
                 start += len(part)
                 del values, part  # or they would be held until there are others
         if self.file is not None:
-            self.file.write(self.record, whole_blocks(self.host))
+            self.file.write(self.name, whole_blocks(self.host))
 
     def move_in(self, absent: Collection[str], ranks: Ranks | None) -> None:
         """Copy the parameters in, one after another, and let them live in the slot or block."""
@@ -130,90 +129,54 @@ class FrozenWeights:
         self.set_values(values_of)
 
 
-@final
-class FrozenState:
-    """All frozen weights, and the memory they are in.
+def take_frozen(
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    slots: Slots,
+    shards: Mapping[str, ParameterShard],
+    gpu: Arena,
+    host: Arena,
+    storage: Storage,
+    ranks: Ranks | None,
+) -> dict[str, FrozenWeights]:
+    """Take memory and files for frozen weights, without values; return those of each unit that has any.
 
-    Attributes:
-        units: by name.
-        file: of those on NVMe; ``None`` without any.
+    Raises:
+        ValueError: some are on NVMe, and no folder was given.
+        StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
+        DeviceMemoryError: a tier is too small.
     """
-
-    def __init__(self, units: Mapping[str, FrozenWeights], file: RecordFile | None, num_bytes: int) -> None:
-        self.units = units
-        self.file = file
-        self._num_bytes = num_bytes
-
-    @classmethod
-    def of(
-        cls,
-        units: tuple[Unit, ...],
-        decisions: Decisions,
-        slots: Slots,
-        shards: Mapping[str, ParameterShard],
-        gpu: Arena,
-        host: Arena,
-        ranks: Ranks | None,
-        folder: Path | None,
-    ) -> Self:
-        """Take memory and files, without values.
-
-        Raises:
-            ValueError: some are on NVMe, and no folder was given.
-            StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
-            DeviceMemoryError: a tier is too small.
-        """
-        of_slot = [
-            gpu.take(f"slot {i} frozen", MemoryClass.PARAMETERS, num_bytes, torch.uint8)
-            for i, num_bytes in enumerate(slots.frozen_bytes)
-        ]
-        size = {unit.name: decisions.frozen_shard_bytes(unit) for unit in units if unit.frozen}
-        on_nvme = [name for name in size if decisions.units[name].params == "nvme"]
-        file, landing = None, {}
-        if on_nvme:
-            path = folder_of(folder, "weights") / f"frozen-rank-{ranks.rank if ranks else 0}.state"
-            file = RecordFile(path, [size[name] for name in on_nvme], 1, "frozen weights")
-            most_bytes: dict[int, int] = {}  # by slot
-            for name in on_nvme:
-                slot = slots.of_unit[name]
-                most_bytes[slot] = max(most_bytes.get(slot, 0), size[name])
-            landing = {
-                slot: host.take_blocks(
-                    f"buffer of slot {slot} frozen", {MemoryClass.PARAMETERS: num_bytes}, BLOCK_BYTES
-                )
-                for slot, num_bytes in most_bytes.items()
-            }
-        found = {}
-        for unit in (unit for unit in units if unit.frozen):
-            name, slot, shard_bytes = unit.name, slots.of_unit.get(unit.name, -1), size[unit.name]
-            where, padded_bytes = decisions.units[name].params, decisions.frozen_padded_bytes(unit)
-            group = ranks.replicas(unit) if ranks and padded_bytes > shard_bytes else None
-            start = group.rank * shard_bytes if group else 0
-            resident = (
-                gpu.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8) if where == "gpu" else None
-            )
-            device = of_slot[slot][:padded_bytes] if slot >= 0 else resident
-            assert device is not None
-            source = torch.empty(0, dtype=torch.uint8)
-            if where == "nvme":
-                source = landing[slot][:shard_bytes]
-            elif where == "host":
-                source = host.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8)
-            own = device[start : start + shard_bytes] if resident is None else resident
-            record = on_nvme.index(name) if where == "nvme" else -1
-            stored = file if where == "nvme" else None
-            found[name] = FrozenWeights(_ranges(unit, decisions, shards), start, device, own, source, stored, record)
-        return cls(found, file, sum(size[name] for name in on_nvme))
-
-    @property
-    def by_class(self) -> dict[MemoryClass, int]:
-        """Bytes on NVMe by class, without rounding up to blocks."""
-        return {MemoryClass.PARAMETERS: self._num_bytes} if self._num_bytes else {}
-
-    def close(self) -> None:
-        """Remove the file. Closing twice is allowed."""
-        if self.file is not None:
-            self.file.close()
+    of_slot = [
+        gpu.take(f"slot {i} frozen", MemoryClass.PARAMETERS, num_bytes, torch.uint8)
+        for i, num_bytes in enumerate(slots.frozen_bytes)
+    ]
+    size = {unit.name: decisions.frozen_shard_bytes(unit) for unit in units if unit.frozen}
+    on_nvme = {name: num_bytes for name, num_bytes in size.items() if decisions.units[name].params == "nvme"}
+    file = None
+    if on_nvme:
+        file = storage.take("frozen", on_nvme, {MemoryClass.PARAMETERS: sum(on_nvme.values())}, "frozen weights")
+    sizes_bytes = {name: [num_bytes] for name, num_bytes in on_nvme.items()}
+    landing = host.take_rooms("frozen buffer of slot", MemoryClass.PARAMETERS, slots.of_unit, sizes_bytes)
+    found = {}
+    for unit in (unit for unit in units if unit.frozen):
+        name, slot, shard_bytes = unit.name, slots.of_unit.get(unit.name, -1), size[unit.name]
+        where, padded_bytes = decisions.units[name].params, decisions.frozen_padded_bytes(unit)
+        group = ranks.replicas(unit) if ranks and padded_bytes > shard_bytes else None
+        start = group.rank * shard_bytes if group else 0
+        resident = (
+            gpu.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8) if where == "gpu" else None
+        )
+        device = of_slot[slot][:padded_bytes] if slot >= 0 else resident
+        assert device is not None
+        source = torch.empty(0, dtype=torch.uint8)
+        if where == "nvme":
+            source = landing[name][0][:shard_bytes]
+        elif where == "host":
+            source = host.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8)
+        own = device[start : start + shard_bytes] if resident is None else resident
+        stored = file if where == "nvme" else None
+        found[name] = FrozenWeights(name, _ranges(unit, decisions, shards), start, device, own, source, stored)
+    return found
 
 
 def _ranges(unit: Unit, decisions: Decisions, shards: Mapping[str, ParameterShard]) -> tuple[FrozenParameter, ...]:

@@ -18,17 +18,16 @@ or saved state reads it. It is zero at first. Copies of neighbouring parameters 
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import torch
 
+from executor.direct_io import in_blocks
 from executor.optimizer.split import SplitMaster
 from planner.decisions import Decisions, Place
 from planner.decisions.precision import TIE_PARAMS
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
-
-NUM_BUFFERS = max(len(state.buffers) for state in OPTIMIZERS.values())
-"""The most buffers that any optimizer has beside the master copy, scales included."""
 
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 """Types of weights and state, by the bytes of a value."""
@@ -41,38 +40,35 @@ class Piece:
     Attributes:
         index: number within the unit's shard.
         kind: the optimizer that updates it.
-        master_bytes: bytes of one value of its master copy.
+        form: the tensors of its state, master copy first.
         splits: whether its master copy is split.
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
-        offset: its beginning in the host's or the device's slab of master copies; -1 on NVMe.
-        buffer_offsets: its beginning in each slab of the optimizer's own buffers, in its values; pieces of other kinds
-            may have more.
-        tie_offset: its beginning in the host's slab of ties.
-        served: its beginning in the host's slab of master copies, see [Note: Layout].
+        offsets: the beginning of each tensor of its state in its slab, in values. If its state is on NVMe, of its
+            weights in the host's slab of master copies alone, if they are there; see [Note: Layout].
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
         in_place: whether the gradient overwrites the host's weights [Note: In place].
         spilled: whether the gradient goes on to NVMe.
         arrival: offset of the gradient in the host's memory for gradients, if it is neither in place nor spilled.
+        stored_weight_bytes: bytes of its weights on NVMe beside its state, see [Note: Records] in
+            :mod:`executor.memory.nvme`.
     """
 
     index: int
     kind: Optimizer
-    master_bytes: int
+    form: "tuple[StateBuffer, ...]"
     splits: bool
     place: Place
     start: int
     stop: int
-    offset: int
-    buffer_offsets: tuple[int, ...]
-    tie_offset: int
-    served: int
+    offsets: tuple[int, ...]
     staging: int
     leaves: bool
     in_place: bool
     spilled: bool
     arrival: int
+    stored_weight_bytes: int
 
     @property
     def num_params(self) -> int:
@@ -80,19 +76,23 @@ class Piece:
         return self.stop - self.start
 
     @property
-    def num_tensors(self) -> int:
-        """Number of tensors of its state: the master copy and the buffers."""
-        return 1 + len(self.buffer_offsets)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of its state."""
-        form = state_buffers(self.kind, self.master_bytes, splits=self.splits)
-        return sum(buffer.num_bytes(self.num_params) for buffer in form)
+        return sum(buffer.num_bytes(self.num_params) for buffer in self.form)
 
     def state_in(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors of its state in uint8 memory, one after another from the beginning."""
-        return state_tensors(memory, self.num_params, self.kind, self.master_bytes, splits=self.splits)
+        return state_tensors(memory, self.num_params, self.form)
+
+    @property
+    def state_start(self) -> int:
+        """Offset of its state in its record on NVMe."""
+        return in_blocks(self.stored_weight_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of this record, in whole blocks."""
+        return self.state_start + in_blocks(self.state_bytes)
 
     @property
     def by_host(self) -> bool:
@@ -135,8 +135,7 @@ class StateBuffer:
         return self.dtype.itemsize * self.length(num_params)
 
 
-REMAINDERS, TIES = StateBuffer(torch.int16), StateBuffer(torch.int16, TIE_PARAMS)
-"""What split master copies have beside weights."""
+TIES = StateBuffer(torch.int16, TIE_PARAMS)
 
 
 @functools.cache
@@ -148,7 +147,7 @@ def state_buffers(optimizer: Optimizer, master_bytes: int = 4, *, splits: bool =
     """
     buffers = (StateBuffer(DTYPES[num_bytes], params) for num_bytes, params in OPTIMIZERS[optimizer].buffers)
     if splits:
-        return (StateBuffer(torch.bfloat16), REMAINDERS, *buffers, TIES)
+        return (StateBuffer(torch.bfloat16), StateBuffer(torch.int16), *buffers, TIES)
     return (StateBuffer(DTYPES[master_bytes]), *buffers)
 
 
@@ -164,63 +163,54 @@ def as_state(tensors: tuple[torch.Tensor, ...], *, splits: bool) -> State:
     return SplitMaster(weights, remainders, ties, 0, len(weights)), *buffers
 
 
-def state_tensors(
-    memory: torch.Tensor, num_params: int, optimizer: Optimizer, master_bytes: int, *, splits: bool
-) -> tuple[torch.Tensor, ...]:
-    """Return the flat tensors of a piece's state in uint8 memory, one after another from its beginning."""
-    buffers = state_buffers(optimizer, master_bytes, splits=splits)
-    ends = itertools.accumulate((buffer.num_bytes(num_params) for buffer in buffers), initial=0)
+def state_tensors(memory: torch.Tensor, num_params: int, form: tuple[StateBuffer, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the flat tensors of state in uint8 memory, one after another from its beginning."""
+    ends = itertools.accumulate((buffer.num_bytes(num_params) for buffer in form), initial=0)
     return tuple(
         memory[start:stop].view(buffer.dtype)
-        for buffer, (start, stop) in zip(buffers, itertools.pairwise(ends), strict=True)
+        for buffer, (start, stop) in zip(form, itertools.pairwise(ends), strict=True)
     )
 
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
     """Return the pieces, in order, of the shard that begins at ``start`` in a unit's flat range."""
-    sizes = decisions.piece_params(unit)
+    sizes, precision, decided = decisions.piece_params(unit), decisions.precision, decisions.units[unit.name]
     starts = tuple(itertools.accumulate(sizes, initial=start))
-    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0, "ties": 0}
-    in_buffers = {tier: [0] * NUM_BUFFERS for tier in ("host", "device")}
+    taken: Counter[str | tuple[str, int]] = Counter()  # in slabs, by their tier and position
     pieces = []
     kinds = (subgroup.kind for subgroup in decisions.subgroups(unit))
-    for index, (place, num_params, kind) in enumerate(
-        zip(decisions.units[unit.name].update, sizes, kinds, strict=True)
-    ):
-        tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
-        with_master = decisions.precision.weight_in_state and decisions.units[unit.name].params != "nvme"
-        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and with_master)
-        start = starts[index]
-        leaves = decisions.flushes(unit.name, place)
+    for index, (place, num_params, kind) in enumerate(zip(decided.update, sizes, kinds, strict=True)):
+        tier = "device" if place is Place.GPU else "host"
+        splits, leaves = decisions.splits(place), decisions.flushes(unit.name, place)
         in_place = decisions.arrives_in_place(unit.name, place)
         spilled = place is Place.NVME and decisions.spill_gradients
-        lengths = [buffer.length(num_params) for buffer in state_buffers(kind)[1:]]
+        form = state_buffers(kind, precision.master_bytes, splits=splits)
+        slabs = [(tier, i) for i in range(len(form) - splits)] + [(tier, -1)] * splits
+        if place is Place.NVME:  # the first slab has its weights
+            slabs = slabs[:1] if precision.weight_in_state and decided.params != "nvme" else []
+        offsets = [taken[slab] for slab in slabs]
+        if place is Place.GPU and precision.master_is_weight:
+            offsets[0] = starts[index] - start
         pieces.append(
             Piece(
                 index=index,
                 kind=kind,
-                master_bytes=decisions.precision.master_bytes,
-                splits=decisions.splits(place),
+                form=form,
+                splits=splits,
                 place=place,
-                start=start,
-                stop=start + num_params,
-                offset=taken[tier] if tier else -1,
-                buffer_offsets=tuple(in_buffers[tier][: len(lengths)]) if tier else (-1,) * len(lengths),
-                tie_offset=taken["ties"],
-                served=taken["served"],
+                start=starts[index],
+                stop=starts[index] + num_params,
+                offsets=tuple(offsets),
                 staging=taken["staging"],
                 leaves=leaves,
                 in_place=in_place,
                 spilled=spilled,
                 arrival=taken["arrival"],
+                stored_weight_bytes=num_params * decisions.stored_weight_bytes(unit.name) * (place is Place.NVME),
             )
         )
-        if tier:
-            taken[tier] += num_params
-            taken["ties"] += TIES.length(num_params) if tier == "host" else 0
-            for i, length in enumerate(lengths):
-                in_buffers[tier][i] += length
-        taken["served"] += num_params if serves else 0
+        for slab, buffer in zip(slabs, form, strict=False):
+            taken[slab] += buffer.length(num_params)
         taken["staging"] += num_params if pieces[-1].by_host else 0
         taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0
     return tuple(pieces)

@@ -8,21 +8,20 @@ reads that address, the slot holds the same bytes again (see [Note: Static slots
 """
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
-from executor.memory.fp8_weights import Fp8Copy, Range
-from executor.memory.frozen import FrozenParameter, FrozenState, FrozenWeights
+from executor.memory.fp8_weights import Fp8Copy
+from executor.memory.frozen import FrozenParameter, FrozenWeights, take_frozen
 from executor.memory.nvme import StoredState
-from executor.memory.pieces import DTYPES, REMAINDERS, TIES, Part, Piece, StateBuffer, pieces_of, state_buffers
-from executor.memory.units import Holding, Moments, ParameterState, StateSlot, UnitState
+from executor.memory.nvme_files import Storage
+from executor.memory.pieces import DTYPES, TIES, Part, Piece, State, StateBuffer, pieces_of, state_buffers
+from executor.memory.units import Holding, ParameterState, UnitState
 from executor.optimizer.split import SplitMaster, opened
 from executor.packed import as_real
 from planner.decisions import Decisions, Place
@@ -30,7 +29,7 @@ from planner.graph import Unit
 from planner.lowering import slots
 from planner.lowering.memory import host_workspace_bytes
 from planner.optimizers import OPTIMIZERS
-from planner.schedule.tasks import MemoryClass, Tier
+from planner.schedule.tasks import MemoryClass
 from planner.subgroups import SECTOR_PARAMS
 
 _HOLDING = {"gpu": Holding.RESIDENT, "host": Holding.FETCHED, "nvme": Holding.ON_NVME}
@@ -49,7 +48,7 @@ class ModelState:
     Args:
         shards: this rank's shards of the model's parameters, by the names that the units use.
         ranks: all ranks, which begin with rank 0's values; ``None`` if there is only one.
-        storage_dir: folder for state on NVMe.
+        storage: takes files for state on NVMe.
         written: names of the units in the order in which a checkpoint writes them, see [Note: Slabs as in files].
 
     Attributes:
@@ -59,11 +58,12 @@ class ModelState:
         units: state of each unit that has parameters, by name.
         by_name: each parameter with its unit, by the name that the unit uses.
         by_parameter: this rank's shards of each trained parameter, by the parameter's name in the model.
-        state_slots: device memory for streamed state.
+        state_slots: device memory for streamed pieces, each in two parts: uint8, with room for the state of any piece;
+            and for weights. Before the update, the second has the gradient, if it comes from the host. After it, it has
+            the new weights, if they go back to the host. It is empty if no piece needs it.
         update_memory: uint8, workspace of updates on the host.
         frozen_by_parameter: this rank's shards of each frozen parameter, by the parameter's name in the model.
         stored: state on NVMe; ``None`` if there is none.
-        frozen: frozen weights.
 
     Raises:
         ValueError: the plan keeps state on NVMe, but no folder was given.
@@ -78,8 +78,8 @@ class ModelState:
         shards: Mapping[str, ParameterShard],
         gpu: Arena,
         host: Arena,
+        storage: Storage,
         ranks: Ranks | None = None,
-        storage_dir: Path | None = None,
         written: Iterable[str] = (),
     ) -> None:
         self.absent = {shard.name for shard in shards.values() if shard.is_absent}
@@ -89,10 +89,13 @@ class ModelState:
         self._host = host
         self._ranks = ranks
         kinds = (decisions.optimizer, OPTIMIZERS[decisions.optimizer].others or decisions.optimizer)
-        master_bytes = decisions.precision.master_bytes
-        self.master_copy, *self._buffers = max((state_buffers(kind, master_bytes) for kind in kinds), key=len)
+        self._forms = [
+            max((state_buffers(kind, decisions.precision.master_bytes, splits=splits) for kind in kinds), key=len)
+            for splits in (False, decisions.precision.splits)
+        ]
+        self.master_copy = self._forms[0][0]
         written = tuple(written)
-        self._shifts = {buffer: _shifts(units, written, buffer) for buffer in (self.master_copy, *self._buffers)}
+        self._shifts = {buffer: _shifts(units, written, buffer) for buffer in self._forms[0]}
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, fp8.slot_bytes, torch.uint8)
@@ -103,8 +106,10 @@ class ModelState:
         self.state_slots = self._take_state_slots(units)
         workspace_bytes = host_workspace_bytes(units, decisions)
         self.update_memory = host.take("update workspace", MemoryClass.WORKSPACE, workspace_bytes, torch.uint8)
-        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
-        self.frozen = FrozenState.of(units, decisions, assigned, shards, gpu, host, ranks, storage_dir)
+        self.stored = None
+        if any(Place.NVME in decisions.units[unit.name].update for unit in units):
+            self.stored = StoredState(units, decisions, assigned.of_unit, host, storage)
+        self._frozen = take_frozen(units, decisions, assigned, shards, gpu, host, storage, ranks)
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
         self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
@@ -199,18 +204,20 @@ class ModelState:
             writes: whether the values change. If so, values on NVMe are written back, and split master copies are split
                 again. Without, these are a copy.
         """
-        key, stored = (unit.name, piece.index), piece.place is Place.NVME
-        with self.nvme.at_rest(key, reads=reads, writes=writes) if stored else contextlib.nullcontext() as state:
-            master, *buffers = state or unit.state(piece)
+        with self._at_rest(unit, piece, reads=reads, writes=writes) as (master, *buffers):
             if isinstance(master, SplitMaster) and not writes:
                 yield master.joined(), *buffers
             else:
                 with opened(master) as values:
                     yield values, *buffers
 
-    def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
-        """Yield every parameter with its unit."""
-        return iter(self.by_name.values())
+    def _at_rest(
+        self, unit: UnitState, piece: Piece, *, reads: bool, writes: bool
+    ) -> contextlib.AbstractContextManager[State]:
+        """Return the same with split master copies as they are kept."""
+        if piece.place is Place.NVME:
+            return self.nvme.at_rest((unit.name, piece.index), reads=reads, writes=writes)
+        return contextlib.nullcontext(unit.state(piece))
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return one of this rank's shards of each parameter, trained or frozen, by the name in the model."""
@@ -240,12 +247,27 @@ class ModelState:
             values_of: yields the values of a parameter, or nothing if it does not change.
             reads: whether other state on NVMe stays the same. Otherwise it becomes 0.
         """
-        with self.stored.writing_masters(unit.name, reads=reads) if self.stored else contextlib.nullcontext() as keep:
+        current: Piece | None = None
+        master: torch.Tensor | SplitMaster = unit.own_weights
+        with contextlib.ExitStack() as at_rest:
             for parameter in unit.parameters:
                 start = parameter.start
                 for values in values_of(parameter):
-                    write_weights(unit, parameter, values, start, keep)
-                    start += len(values)
+                    stop = start + len(values)
+                    if unit.is_resident:
+                        unit.device_weights[start:stop].copy_(values)
+                    for part in parameter.parts:
+                        piece, first, last = part.piece, max(part.start, start), min(part.stop, stop)
+                        if first >= last:
+                            continue
+                        if piece is not current:
+                            at_rest.close()
+                            current = piece
+                            master = at_rest.enter_context(self._at_rest(unit, piece, reads=reads, writes=True))[0]
+                        within = slice(first - piece.start, last - piece.start)
+                        for target in (master, *unit.weights_of(piece)):
+                            target[within].copy_(values[first - start : last - start])
+                    start = stop
                     del values  # else they would be in memory until the next ones are
 
     def _move_in(self, unit: UnitState) -> None:
@@ -290,14 +312,14 @@ class ModelState:
             count, ranges = 0 if on_device else sizes.host_bytes, parameters[-sizes.num_scales :]
             held = self._host.take(f"{name} weights in fp8", MemoryClass.PARAMETERS, count, torch.uint8)
             casting = group if on_device else self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
-            fp8 = Fp8Copy(sizes, casting, tuple(Range(p.start, p.stop) for p in ranges), self._slots[slot], held)
+            fp8 = Fp8Copy(sizes, casting, tuple(slice(p.start, p.stop) for p in ranges), self._slots[slot], held)
             weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = resident if resident is not None and holding is Holding.SHARDED else weights[start : start + shard]
         served = None
         if not (self._decisions.precision.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
         landing = self.stored.landing.get(name, ()) if self.stored else ()
-        spilled = self.stored.spilled if self.stored else None
+        rooms = self.stored.rooms if self.stored else {}
         return UnitState(
             name=name,
             parameters=parameters,
@@ -310,13 +332,11 @@ class ModelState:
             own_weights=own,
             host_weights=served,
             landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
-            host=self._take_moments(self._host, name, on_host, num_stored if served is None and not on_nvme else 0),
-            device=self._take_moments(
-                self._gpu, name, on_gpu, keeps_master=not self._decisions.precision.master_is_weight
-            ),
+            host=self._take_slabs(self._host, name, on_host, num_stored if served is None and not on_nvme else 0),
+            device=self._take_slabs(self._gpu, name, on_gpu, own=own),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_leaving, dtype),
-            spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
-            frozen=self.frozen.units.get(name),
+            spilled={p.index: self._typed(rooms[name, p.index], p) for p in pieces if p.spilled},
+            frozen=self._frozen.get(name),
             fp8=fp8,
         )
 
@@ -324,7 +344,7 @@ class ModelState:
         """Return a piece's values at the beginning of a buffer, in the weights' type."""
         return buffer[: self.dtype.itemsize * piece.num_params].view(self.dtype)
 
-    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
+    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         streamed = [
             (piece, self._decisions.weights_pass(unit.name))
             for unit in units
@@ -337,44 +357,39 @@ class ModelState:
             name, num_bytes = f"state slot {i}", max(piece.state_bytes for piece, _ in streamed)
             state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_bytes, torch.uint8)
             weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
-            result.append(StateSlot(state, weights))
+            result.append((state, weights))
         return result
 
-    def _take_moments(
-        self, arena: Arena, unit: str, pieces: Sequence[Piece], num_weights: int = 0, *, keeps_master: bool = True
-    ) -> Moments:
-        """Take slabs for pieces. The slab of master copies also has room for ``num_weights`` weights."""
+    def _take_slabs(
+        self, arena: Arena, unit: str, pieces: Sequence[Piece], num_weights: int = 0, own: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Take slabs for pieces, see :attr:`UnitState.host`.
 
-        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int], buffer: StateBuffer) -> torch.Tensor:
-            shift_bytes = self._shifts[buffer][unit] if buffer in self._shifts else 0
-            aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, shift_bytes)
-            taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
-            return taken[: sum(num_bytes_of.values())].view(buffer.dtype)
-
-        num_masters = sum(p.num_params for p in pieces)
-        in_buffers = [
-            sum(buffer.num_bytes(p.num_params) for p in pieces if p.num_tensors > i)
-            for i, buffer in enumerate(self._buffers, 1)
-        ]
-        buffers = tuple(
-            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: num_bytes}, buffer).zero_()
-            for i, (num_bytes, buffer) in enumerate(zip(in_buffers, self._buffers, strict=True))
-            if num_bytes
-        )
-        if num_masters and not keeps_master:
-            return Moments(None, buffers)
-        splits = self._decisions.precision.splits and arena is self._host
-        masters = StateBuffer(self.dtype) if splits else self.master_copy
-        counts = {MemoryClass.OPTIMIZER: num_masters, MemoryClass.PARAMETERS: num_weights}
-        num_bytes_of = {held: masters.num_bytes(count) for held, count in counts.items()}
-        whole = Moments(slab("master", num_bytes_of, masters), buffers)
-        if not splits:
-            return whole
-        remainders, ties = (
-            slab(name, {MemoryClass.OPTIMIZER: sum(form.num_bytes(p.num_params) for p in pieces)}, form).zero_()
-            for name, form in (("remainders", REMAINDERS), ("ties", TIES))
-        )
-        return dataclasses.replace(whole, remainders=remainders, ties=ties)
+        Args:
+            arena: their tier.
+            unit: the unit's name.
+            pieces: those of the tier.
+            num_weights: so many weights have room in the first slab, too.
+            own: the rank's weights on the device, if that is the tier.
+        """
+        on_device = own is not None
+        form, splits = self._forms[not on_device], self._decisions.precision.splits and not on_device
+        slabs = []
+        for i, buffer in enumerate(form):
+            held = [p for p in pieces if buffer is TIES or i < len(p.form) - splits]
+            num_bytes_of = {MemoryClass.OPTIMIZER: sum(buffer.num_bytes(p.num_params) for p in held)}
+            if not i and own is not None and self._decisions.precision.master_is_weight:
+                slabs.append(own)
+            elif not i or num_bytes_of[MemoryClass.OPTIMIZER]:
+                num_bytes_of[MemoryClass.PARAMETERS] = 0 if i else buffer.num_bytes(num_weights)
+                shift_bytes = self._shifts[buffer][unit] if buffer in self._shifts else 0
+                aligned = (ALIGNMENT_BYTES, 0) if on_device else (_SECTOR_BYTES, shift_bytes)
+                name = f"{unit} state {i}" if i else f"{unit} master"
+                taken = arena.take_blocks(name, num_bytes_of, aligned[0], shift_bytes=aligned[1])
+                slabs.append(taken[: sum(num_bytes_of.values())].view(buffer.dtype))
+                if i:
+                    slabs[-1].zero_()
+        return tuple(slabs)
 
 
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
@@ -422,10 +437,7 @@ def _clear_pads(unit: UnitState) -> None:
             unit.device_weights[start:stop].zero_()
         for piece in unit.pieces:
             beyond = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
-            held = [unit.own(piece)] if unit.on_device else []
-            held += [unit.gradient(piece)] if piece.leaves else []
-            weight = unit.host_weight(piece)
-            for tensor in held if weight is None else (*held, weight):
+            for tensor in (*unit.weights_of(piece), *([unit.gradient(piece)] if piece.leaves else [])):
                 tensor[beyond].zero_()
             if piece.place is not Place.NVME:
                 unit.state(piece)[0][beyond].zero_()
@@ -440,38 +452,3 @@ def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device |
 def without_weights(shard: ParameterShard, dtype: torch.dtype) -> torch.Tensor:
     """Return what a parameter is while it has no weights."""
     return without_values(shard.whole.shape, shard.whole.dtype if shard.whole.is_complex() else dtype)
-
-
-def write_weights(
-    unit: UnitState,
-    parameter: ParameterState,
-    values: torch.Tensor,
-    start: int,
-    keep: Callable[[int, int, torch.Tensor], None] | None = None,
-) -> None:
-    """Set some weights of a shard, and this rank's part of their master copies.
-
-    Args:
-        unit: the parameter's unit.
-        parameter: the parameter.
-        values: the new weights, flat.
-        start: their first index in the unit's range.
-        keep: takes master copies on NVMe, see :meth:`executor.memory.nvme.StoredState.writing_masters`.
-    """
-    stop = start + len(values)
-    if unit.is_resident:
-        unit.device_weights[start:stop].copy_(values)
-    for part in parameter.parts:
-        piece, first, last = part.piece, max(part.start, start), min(part.stop, stop)
-        if first >= last:
-            continue
-        source, within = values[first - start : last - start], slice(first - piece.start, last - piece.start)
-        if piece.place is not Place.NVME:
-            unit.state(piece)[0][within].copy_(source)
-        elif keep is not None:
-            keep(piece.index, within.start, source)
-        if unit.on_device:
-            unit.own(piece)[within].copy_(source)
-        weight = unit.host_weight(piece)
-        if weight is not None:
-            weight[within].copy_(source)

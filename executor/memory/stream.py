@@ -14,6 +14,7 @@ parameters are read whole.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import unshard
+from executor.memory.arenas import ALIGNMENT_BYTES
 from executor.memory.moments import converted
 from executor.memory.pieces import Piece, state_buffers
 from executor.memory.state import ModelState
@@ -70,6 +72,23 @@ class Source(NamedTuple):
 def tensor_name(name: str, key: str) -> str:
     """Return the name of a tensor of a parameter's state: its master copy, or a buffer of the optimizer."""
     return name if key == MASTER else f"{key}.{name}"
+
+
+def room_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that :func:`in_room` needs for tensors."""
+    return sum(map(_aligned_bytes, tensors))
+
+
+def in_room(tensors: Iterable[torch.Tensor], room: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield tensors like others, one after another in memory, uint8."""
+    start = 0
+    for tensor in tensors:
+        yield room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned_bytes(tensor)
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def bytes_of(values: torch.Tensor) -> Buffer:
@@ -142,7 +161,8 @@ def write_state(
                 for part in of_piece:
                     part.end()
                 if any(MASTER in part.dtypes for part in of_piece):
-                    _write_weights(*held, tensors[0])
+                    for weights in held[0].weights_of(held[1]):
+                        weights.copy_(tensors[0])
     for unit in units:
         if unit.is_resident and len(unit.own_weights) < len(unit.device_weights):
             _read_resident(source, unit)
@@ -165,17 +185,10 @@ def _batches(units: Iterable[UnitState], source: Source, buffers_of: Buffers) ->
         else:
             passing.append((unit, piece))
     yield at_once
-    batch: list[_Held] = []
-    num_bytes = 0
-    for held in passing:
-        batch.append(held)
-        num_bytes += held[1].state_bytes
-        if num_bytes >= STAGED_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    yield batch
-    for held in by_itself:
-        yield [held]
+    ends = itertools.accumulate(piece.state_bytes for _, piece in passing)
+    for _, batch in itertools.groupby(zip(passing, ends, strict=True), key=lambda held: held[1] // STAGED_BYTES):
+        yield [held for held, _ in batch]
+    yield from ([held] for held in by_itself)
 
 
 def _parts_of(
@@ -248,15 +261,6 @@ class _SavedPart:
             return read
         skipped = self._start % BLOCK
         return spread(read, skipped + self._stop - self._start)[skipped:]
-
-
-def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
-    """Set a piece's weights from its master copy, in all places that hold them."""
-    if unit.on_device:
-        unit.own(piece).copy_(master)
-    weight = unit.host_weight(piece)
-    if weight is not None:
-        weight.copy_(master)
 
 
 def _read_resident(source: Source, unit: UnitState) -> None:

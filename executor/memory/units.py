@@ -12,14 +12,13 @@ from executor.distributed.groups import Group
 from executor.distributed.shards import ParameterShard
 from executor.memory.fp8_weights import Fp8Copy
 from executor.memory.frozen import FrozenWeights
-from executor.memory.pieces import TIES, Part, Piece, State, as_state, state_buffers
+from executor.memory.pieces import Part, Piece, State, as_state
 from executor.optimizer.passes import BLOCK
 from planner.decisions import Place
 from planner.optimizers import Optimizer
 
 NEVER = -1
 
-_EMPTY = torch.empty(0, dtype=torch.int16)
 _Of = TypeVar("_Of", Piece, Part)
 _View = TypeVar("_View")
 
@@ -122,23 +121,6 @@ class GradientBucket:
     present: set[str]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moments:
-    """Slabs of optimizer state on one tier, ``[num_params of that tier that have it]`` each, or their blocks.
-
-    Attributes:
-        master: master copies, or their weights if they are split; ``None`` if the weights are the master copies, on the
-            device.
-        buffers: the optimizer's buffers, in the order of its entry in :mod:`executor.optimizer.table`.
-        remainders, ties: of split master copies; empty without.
-    """
-
-    master: torch.Tensor | None
-    buffers: tuple[torch.Tensor, ...]
-    remainders: torch.Tensor = _EMPTY
-    ties: torch.Tensor = _EMPTY
-
-
 def _cached(view: Callable[["UnitState", _Of], _View]) -> Callable[["UnitState", _Of], _View]:
     """Let a method keep its views of each piece or part: to slice memory costs host time in every task."""
 
@@ -171,7 +153,9 @@ class UnitState:
         host_weights: weights in host memory, in their own type. If the unit is fetched, these are its shard; if it is
             resident, its ``CPU`` pieces. ``None`` if the master copies are the weights, or the weights are on NVMe.
         landing: host buffers for the weights of each piece that are read from NVMe; empty if none are.
-        host, device: optimizer state on each tier.
+        host, device: slabs of optimizer state on each tier, in the order of the longest form of its pieces (see
+            :func:`executor.memory.pieces.state_buffers`), ``[num_params of that tier that have it]`` each, or their
+            blocks. The first of the device is ``own_weights`` if the weights are the master copies.
         host_gradients: gradients of pieces that have their own memory for them, in the type of the weights.
         spilled: host memory of gradients that go on to NVMe, by piece.
         frozen: the weights that are not trained; ``None`` if there are none.
@@ -196,8 +180,8 @@ class UnitState:
     own_weights: torch.Tensor
     host_weights: torch.Tensor | None
     landing: tuple[torch.Tensor, ...]
-    host: Moments
-    device: Moments
+    host: tuple[torch.Tensor, ...]
+    device: tuple[torch.Tensor, ...]
     host_gradients: torch.Tensor
     spilled: Mapping[int, torch.Tensor]
     frozen: FrozenWeights | None = None
@@ -239,25 +223,14 @@ class UnitState:
         """Return a whole tensor from the ranks' shards, flat, on the host. All ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
-    @_cached
     def masters(self, piece: Piece) -> torch.Tensor:
         """Return the master copy of a piece, or its weights if it is split."""
-        moments = self.moments(piece)
-        if moments.master is None:
-            return self.own(piece)
-        start = piece.offset if piece.place is Place.GPU else piece.served
-        return moments.master[start : start + piece.num_params]
+        return self.tensors(piece)[0]
 
     @_cached
     def own(self, piece: Piece) -> torch.Tensor:
         """Return a piece's weights on the device."""
         return self.own_weights[piece.start - self.start : piece.stop - self.start]
-
-    def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Return a piece's buffers of the optimizer."""
-        slabs = self.moments(piece).buffers
-        ranges = zip(slabs, piece.buffer_offsets, state_buffers(piece.kind)[1:], strict=False)
-        return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in ranges)
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""
@@ -293,23 +266,18 @@ class UnitState:
 
     @_cached
     def tensors(self, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a piece's state, see :func:`executor.memory.pieces.state_buffers`."""
-        if not piece.splits:
-            return (self.masters(piece), *self.buffers(piece))
-        moments, num_ties = self.moments(piece), TIES.length(piece.num_params)
-        remainders = moments.remainders[piece.offset : piece.offset + piece.num_params]
-        ties = moments.ties[piece.tie_offset : piece.tie_offset + num_ties]
-        return (self.masters(piece), remainders, *self.buffers(piece), ties)
+        """Return the tensors of a piece's state, which must not be on NVMe: see :mod:`executor.memory.nvme`."""
+        assert piece.place is not Place.NVME
+        slabs = self.device if piece.place is Place.GPU else self.host
+        if piece.splits:  # ties are last
+            slabs = (*slabs[: len(piece.form) - 1], slabs[-1])
+        ranges = zip(slabs, piece.offsets, piece.form, strict=False)
+        return tuple(slab[offset : offset + buffer.length(piece.num_params)] for slab, offset, buffer in ranges)
 
     @_cached
     def state(self, piece: Piece) -> State:
         """Return all optimizer state of a piece, master copy first."""
         return as_state(self.tensors(piece), splits=piece.splits)
-
-    def moments(self, piece: Piece) -> Moments:
-        """Return the slabs that hold a piece. For pieces on NVMe, see :class:`executor.memory.nvme.StoredState`."""
-        assert piece.place is not Place.NVME
-        return self.device if piece.place is Place.GPU else self.host
 
     @_cached
     def gradient(self, piece: Piece) -> torch.Tensor:
@@ -333,12 +301,16 @@ class UnitState:
         if self.on_nvme:
             return None
         if self.host_weights is None and piece.place is Place.NVME:
-            assert self.host.master is not None
-            return self.host.master[piece.served : piece.served + piece.num_params]
+            return self.host[0][piece.offsets[0] : piece.offsets[0] + piece.num_params]
         if self.host_weights is None or (self.on_device and not piece.by_host):
             return None
         start = piece.staging if self.on_device else piece.start - self.start
         return self.host_weights[start : start + piece.num_params]
+
+    def weights_of(self, piece: Piece) -> list[torch.Tensor]:
+        """Return a piece's weights in all places that hold them all the time, besides its master copy and NVMe."""
+        held = (self.own(piece) if self.on_device else None, self.host_weight(piece))
+        return [weights for weights in held if weights is not None]
 
     def uploaded(self, piece: Piece) -> torch.Tensor:
         """Return the host memory that an upload of a piece reads."""
@@ -347,9 +319,7 @@ class UnitState:
 
     def served(self) -> torch.Tensor:
         """Return the weights in host memory that are fetched. The unit must not be on NVMe."""
-        weights = self.host.master if self.host_weights is None else self.host_weights
-        assert weights is not None
-        return weights
+        return self.host[0] if self.host_weights is None else self.host_weights
 
     def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the copies of a fetch, each as target on the device and source."""
@@ -393,34 +363,3 @@ class UnitState:
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
         return flat[parameter.start : parameter.stop].view(parameter.shard.shape)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StateSlot:
-    """Device memory for the state of streamed pieces.
-
-    Attributes:
-        state: uint8, flat, with room for the master copy and buffers of any piece.
-        weights: before the update, the gradient, if it comes from the host. After it, the new weights, if they go back
-            to the host. Empty if no piece needs it.
-    """
-
-    state: torch.Tensor
-    weights: torch.Tensor
-
-    def of(self, piece: Piece) -> "SlotPart":
-        """Return a piece's part of the slot."""
-        return SlotPart(piece.state_in(self.state), self.weights[: piece.num_params], piece.splits)
-
-
-class SlotPart(NamedTuple):
-    """A piece's part of a :class:`StateSlot`: the tensors of its state, and weights."""
-
-    tensors: tuple[torch.Tensor, ...]
-    weights: torch.Tensor
-    splits: bool
-
-    @property
-    def state(self) -> State:
-        """The state, master copy first."""
-        return as_state(self.tensors, splits=self.splits)

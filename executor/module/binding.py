@@ -36,7 +36,7 @@ from executor.callbacks import (
     tensors_of,
 )
 from executor.distributed.shards import BindingError
-from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import OWN_CHECKPOINTING
@@ -185,8 +185,7 @@ def bind(
     for segment in segments(units):
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
-            offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
-            repeated = _Again(names, offload, segment[0].operators[0].changed_inputs)
+            repeated = _Again(names, activations if decided.offloads else None, segment[0].operators[0].changed_inputs)
             again.setdefault(segment_module(model, segment), {})[segment[0].call] = repeated
     undo += [_recompute(module, of_module, callbacks) for module, of_module in again.items()]
 
@@ -385,13 +384,13 @@ class _Again(NamedTuple):
 
     Attributes:
         names: of its units.
-        offload: what it offloads.
+        activations: what it offloads to; ``None`` if it offloads nothing.
         changed_inputs: arguments of which a copy is kept for the second pass; see
             :class:`planner.models.operators.Operator`.
     """
 
     names: list[str]
-    offload: SegmentOffload | None
+    activations: OffloadedActivations | None
     changed_inputs: tuple[int, ...]
 
 
@@ -451,16 +450,16 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         segment = of_call.get(callbacks.call, None if callbacks.trains else first)
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
-        names, offload, changed_inputs = segment
+        names, activations, changed_inputs = segment
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
             _Call(state.save(bound.arguments.values()), names, given),
         )
-        if offload is None or not callbacks.trains:
+        if activations is None or not callbacks.trains:
             return _checkpoint(call, bound)
-        with offload.forward(bound.args) as modes:
+        with activations.forward(names, callbacks, bound.args) as modes:
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)

@@ -11,6 +11,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
@@ -35,6 +36,11 @@ class Shape(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a tensor of this shape."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
         """Return a tensor of this shape without memory."""

@@ -82,7 +82,7 @@ class GradientTasks:
         """
         sums: dict[str, list[torch.Tensor | float]] = {}
         first: dict[str, tuple[UnitState, ParameterState]] = {}
-        for unit, parameter in self._state.parameters():
+        for unit, parameter in self._state.by_name.values():
             if parameter.arrived != iteration:
                 continue
             first.setdefault(parameter.shard.name, (unit, parameter))
@@ -127,12 +127,11 @@ class GradientTasks:
 
     def spill(self, task: Task, iteration: int) -> None:
         """Write the gradients of a unit's pieces to NVMe, if they have arrived."""
-        unit, spilled = self._state.units[task.unit], self._state.nvme.spilled
-        assert spilled is not None
+        unit = self._state.units[task.unit]
         self._backend.settle()
         for piece in unit.pieces:
             if piece.spilled and unit.has_gradient(piece, iteration):
-                spilled.spill((unit.name, piece.index))
+                self._state.nvme.spill((unit.name, piece.index))
 
     def _flush_one(
         self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int

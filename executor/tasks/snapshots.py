@@ -1,5 +1,6 @@
 """A session's state, as checkpoints take it."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
@@ -11,7 +12,7 @@ from executor.checkpoint.format.layout import Dtype
 from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
-from executor.memory.nvme import StoredValues
+from executor.memory.nvme import UnreadBytes
 from executor.memory.pieces import Piece, StateBuffer, state_buffers
 from executor.memory.state import ModelState
 from executor.optimizer.split import SplitMaster
@@ -110,7 +111,7 @@ class Snapshots:
 
     def copy(self, buffer: Buffer, values: Any) -> None:
         """See :class:`executor.checkpoint.source.Source`."""
-        if isinstance(values, StoredValues | _SplitValues):
+        if isinstance(values, UnreadBytes):
             values.read(torch.from_numpy(buffer), self._scratch)
             return
         self._backend.copy(torch.from_numpy(buffer), values)
@@ -150,42 +151,29 @@ def _joined(piece: Piece, tensors: Sequence[Any]) -> Sequence[Any]:
     if not piece.splits:
         return tensors
     weights, remainders, *buffers, ties = tensors
-    return [_SplitValues((weights, remainders, ties), 0, 4 * piece.num_params), *buffers]
+    masters = functools.partial(_read_masters, (weights, remainders, ties))
+    return [UnreadBytes(masters, 0, 4 * piece.num_params), *buffers]
 
 
-class _SplitValues:
-    """A range of bytes of split master copies, as float32. It is sliced like a tensor, and joined when it is copied.
+def _read_masters(
+    halves: tuple[Any, ...], start_bytes: int, stop_bytes: int, target: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """Read whole values of split master copies, as float32, see :class:`executor.memory.nvme.UnreadBytes`.
 
-    Args:
-        halves: weights, remainders and ties of a piece, as bytes on the host or on NVMe.
-        start, stop: the range, whole values.
+    ``halves`` are weights, remainders and ties of a piece, as bytes on the host or on NVMe.
     """
-
-    def __init__(self, halves: tuple[Any, ...], start: int, stop: int) -> None:
-        self._halves = halves
-        self._start, self._stop = start, stop
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, part: slice) -> "_SplitValues":
-        start, stop, _ = part.indices(len(self))
-        return _SplitValues(self._halves, self._start + start, self._start + stop)
-
-    def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
-        """See :meth:`executor.memory.nvme.StoredValues.read`."""
-        start, stop = self._start // 4, self._stop // 4
-        first, last = start // TIE_PARAMS, -(-stop // TIE_PARAMS)  # whole blocks
-        begin, num_params = first * TIE_PARAMS, len(self._halves[0]) // 2
-        end = min(last * TIE_PARAMS, num_params)
-        parts = zip(self._halves, ((begin, end), (begin, end), (first, last)), strict=True)
-        weights, remainders, ties = (_read(half[2 * a : 2 * b], scratch).view(torch.int16) for half, (a, b) in parts)
-        blocks = SplitMaster(weights.view(torch.bfloat16), remainders, ties, start - begin, stop - begin)
-        target.copy_(blocks.joined().view(torch.uint8))
+    start, stop = start_bytes // 4, stop_bytes // 4
+    first, last = start // TIE_PARAMS, -(-stop // TIE_PARAMS)  # whole blocks
+    begin, num_params = first * TIE_PARAMS, len(halves[0]) // 2
+    end = min(last * TIE_PARAMS, num_params)
+    parts = zip(halves, ((begin, end), (begin, end), (first, last)), strict=True)
+    weights, remainders, ties = (_read(half[2 * a : 2 * b], scratch).view(torch.int16) for half, (a, b) in parts)
+    blocks = SplitMaster(weights.view(torch.bfloat16), remainders, ties, start - begin, stop - begin)
+    target.copy_(blocks.joined().view(torch.uint8))
 
 
 def _read(values: Any, scratch: torch.Tensor) -> torch.Tensor:
-    if not isinstance(values, StoredValues):
+    if not isinstance(values, UnreadBytes):
         return torch.from_numpy(values)
     read = torch.empty(len(values), dtype=torch.uint8, device="cpu")
     values.read(read, scratch)

@@ -10,9 +10,9 @@ from executor.devices.backend import Backend, as_array, update_on_host
 from executor.distributed.groups import Group
 from executor.distributed.matrices import MatrixPart, update_matrices
 from executor.distributed.shards import ParameterShard
-from executor.memory.pieces import Piece, State
+from executor.memory.pieces import Piece, State, as_state
 from executor.memory.state import ModelState
-from executor.memory.units import ParameterState, SlotPart, UnitState
+from executor.memory.units import ParameterState, UnitState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
@@ -77,7 +77,8 @@ class UpdateTasks:
         self._weight_in_state = decisions.precision.weight_in_state
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
-        self._slot_of: dict[tuple[str, int], SlotPart] = {}
+        # Streamed pieces that are in a slot: the tensors of their state there, and their weights.
+        self._in_slot: dict[tuple[str, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
 
     def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
         """Set how each parameter is updated in an iteration. Call it before the iteration's first update is issued."""
@@ -117,26 +118,26 @@ class UpdateTasks:
         piece = unit.pieces[task.piece]
         if not unit.has_gradient(piece, iteration):
             return
-        slot = self._state.state_slots[task.slot].of(piece)
-        for target, source in zip(slot.tensors, unit.tensors(piece), strict=True):
+        slot, weights = self._state.state_slots[task.slot]
+        tensors, weights = piece.state_in(slot), weights[: piece.num_params]
+        for target, source in zip(tensors, unit.tensors(piece), strict=True):
             self._backend.copy(target, source)
         if piece.leaves:
             self._backend.settle()
-            self._backend.copy(slot.weights, unit.gradient(piece))
-        self._slot_of[unit.name, piece.index] = slot
+            self._backend.copy(weights, unit.gradient(piece))
+        self._in_slot[unit.name, piece.index] = tensors, weights
 
     def store(self, task: Task, _iteration: int) -> None:
         """Copy a streamed piece's state from its slot back to the host."""
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
-        slot = self._slot_of.pop((unit.name, piece.index), None)
-        if slot is None:
+        if (slot := self._in_slot.pop((unit.name, piece.index), None)) is None:
             return
-        for target, source in zip(unit.tensors(piece), slot.tensors, strict=True):
+        for target, source in zip(unit.tensors(piece), slot[0], strict=True):
             self._backend.copy(target, source)
         weights = unit.host_weight(piece)
         if weights is not None:
-            self._backend.copy(weights, slot.weights)
+            self._backend.copy(weights, slot[1])
 
     def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         key, stored = (unit.name, piece.index), self._state.nvme if piece.place is Place.NVME else None
@@ -228,19 +229,20 @@ class UpdateTasks:
             self._backend.record_stream(gradient)
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        slot = self._slot_of.get((unit.name, piece.index))
-        if slot is None:
+        if (slot := self._in_slot.get((unit.name, piece.index))) is None:
             return
+        tensors, weights = slot
+        state = as_state(tensors, splits=piece.splits)
         if piece.leaves:
             runs = self._runs(unit, piece, iteration)
-            self._take([_Step(run, run.of(piece, [slot.weights]), run.of(piece, slot.state)) for run in runs])
+            self._take([_Step(run, run.of(piece, [weights]), run.of(piece, state)) for run in runs])
         else:
-            self._update_on_device(unit, piece, slot.state, iteration)
+            self._update_on_device(unit, piece, state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
         if unit.on_device:
-            unit.own(piece).copy_(slot.tensors[0])
+            unit.own(piece).copy_(tensors[0])
         elif unit.host_weights is not None:
-            slot.weights.copy_(slot.tensors[0])
+            weights.copy_(tensors[0])
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""

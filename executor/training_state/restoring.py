@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -16,9 +16,8 @@ from executor.optimizer.reference import ROUNDS
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.groups import groups_in_order, warn_of_differences
 from executor.training_state.rng_state import set_rng_state
+from executor.weights.files import DTYPES
 from planner.optimizers import Optimizer
-
-_DTYPES: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     before = [dict(group) for group in groups]
     with session.runtime.changing("resume()", DamagedError):
         source = Source(
-            {name: _DTYPES[record.dtype] for name, record in checkpoint.manifest.tensors.items()}, checkpoint.read
+            {name: DTYPES[record.dtype] for name, record in checkpoint.manifest.tensors.items()}, checkpoint.read
         )
         write_state(session.runtime.state, alike, source, optimizer.buffers_of, reads=False)
         others = [unit for unit in units if unit not in alike]
@@ -143,7 +142,11 @@ def _read_whole_parameters(
         for parameter in parameters:
             shard = parameter.shard
             keys = source.saved(_any_shard(checkpoint, shard.name), _keys(optimizer, parameter.kind))
-            values = {key: _whole(checkpoint, shard.name, key, shard.whole_shape) for key in keys}
+            shape = {shard.name: shard.whole_shape}
+            try:
+                values = {key: read_whole(checkpoint, shape, key)[shard.name] for key in keys}
+            except ValueError as error:
+                raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
             step = torch.tensor(float(steps[shard.name]), device="cpu")
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
@@ -154,21 +157,35 @@ def _any_shard(checkpoint: Checkpoint, name: str) -> str:
     return next((own for own in checkpoint.manifest.tensors if whole_name(own) == name), name)
 
 
-def _whole(checkpoint: Checkpoint, name: str, key: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor by value, float32, assembled from the shards that were saved."""
-    tensor = tensor_name(name, key)
-    parts = {}
-    for own, record in checkpoint.manifest.tensors.items():
-        if whole_name(own) == tensor:
-            parts[own] = torch.empty(record.shape, dtype=_DTYPES[record.dtype], device="cpu")
-    checkpoint.read(ReadRequest(own, 0, bytes_of(values)) for own, values in parts.items())
-    if key in SCALES.values():
-        for own, scales in parts.items():
-            own_shape = checkpoint.manifest.tensors[own.removeprefix(f"{key}.")].shape
-            parts[own] = spread(scales, math.prod(own_shape)).view(own_shape)
-    whole = torch.empty(shape, device="cpu")
-    try:
-        assemble(tensor, {own: values.float() for own, values in parts.items()}, whole)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: torch found shapes that do not match
-        raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
+def read_whole(
+    checkpoint: Checkpoint, shapes: Mapping[str, Sequence[int]], key: str = MASTER
+) -> dict[str, torch.Tensor]:
+    """Return whole tensors of parameters by value, float32, assembled from the shards that were saved.
+
+    Args:
+        checkpoint: has them.
+        shapes: shapes of the parameters, by name.
+        key: which of their state it is.
+
+    Raises:
+        ValueError: shards are missing, or do not match.
+        DamagedError: some of them are damaged.
+    """
+    names = {tensor_name(name, key): name for name in shapes}
+    saved = checkpoint.manifest.tensors
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
+    for own, record in saved.items():
+        if (found := names.get(whole_name(own))) is not None:
+            parts[found][own] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="cpu")
+    checkpoint.read(ReadRequest(own, 0, bytes_of(values)) for held in parts.values() for own, values in held.items())
+    whole = {name: torch.empty(tuple(shape), device="cpu") for name, shape in shapes.items()}
+    for tensor, name in names.items():
+        held = parts.pop(name)
+        if key in SCALES.values():
+            own_shapes = {own: saved[own.removeprefix(f"{key}.")].shape for own in held}
+            held = {own: spread(held[own], math.prod(shape)).view(shape) for own, shape in own_shapes.items()}
+        try:
+            assemble(tensor, {own: values.float() for own, values in held.items()}, whole[name])
+        except RuntimeError as error:  # torch found shapes that do not match
+            raise ValueError(str(error)) from error
     return whole

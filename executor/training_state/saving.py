@@ -119,7 +119,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self._session.synchronize()  # because updates set them
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         names = [[self._session.name_of(p) for p in group["params"]] for group in self._optimizer.param_groups]
-        parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
+        parameters = [parameter for _, parameter in self._session.runtime.state.by_name.values()]
         steps = {parameter.shard.name: parameter.step for parameter in parameters}
         shared = {p.shard.name: list(p.shard.whole_shape) for p in parameters if not p.shard.is_whole}
         own = {

@@ -6,7 +6,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,11 +66,6 @@ def weights_folder(weights: str | Path) -> Path:
         ) from error
 
 
-class _Place(NamedTuple):
-    file: str
-    start: int
-
-
 @final
 class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     """The safetensors files of a folder.
@@ -91,7 +86,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.shapes: dict[str, Shape] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # file of each tensor, and its first byte there
         self._mapped: dict[str, mmap.mmap] = {}
         self.is_adapter = not (folder / INDEX).exists() and (folder / ADAPTER).exists()
         listed = _listed(folder)
@@ -102,7 +97,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
                 "again"
             )
-        self.num_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in self.shapes.values())
+        self.num_bytes = sum(shape.num_bytes for shape in self.shapes.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its file. Values are read when they are used."""
@@ -114,9 +109,9 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def forget(self, name: str) -> None:
         """Free the memory of a tensor's values. If they are used again, they are read again."""
-        (file, start), (shape, dtype) = self._places[name], self.shapes[name]
+        file, start = self._places[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = start - first + math.prod(shape) * dtype.itemsize
+        num_bytes = start - first + self.shapes[name].num_bytes
         if num_bytes > start - first:
             self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
 
@@ -164,9 +159,9 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                     "the model to bf16 first, or if it is quantized load it with from_pretrained before prepare()"
                 )
             if name in self.shapes:
-                raise WeightsError(f"{path}: {name} is in {self._places[name].file} too; leave one of the files")
+                raise WeightsError(f"{path}: {name} is in {self._places[name][0]} too; leave one of the files")
             self.shapes[name] = Shape(tuple(record["shape"]), dtype)
-            self._places[name] = _Place(file, 8 + length + record["data_offsets"][0])
+            self._places[name] = file, 8 + length + record["data_offsets"][0]
 
 
 def _listed(folder: Path) -> dict[str, str]:

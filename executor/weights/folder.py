@@ -79,7 +79,7 @@ class WeightsFolder(contextlib.AbstractContextManager["WeightsFolder"]):
             index |= dict.fromkeys(held, file)
         if len(shards) > 1:
             sizes = {"total_parameters": sum(math.prod(s.shape) for s in shapes.values())}
-            sizes["total_size"] = sum(map(_num_bytes, shapes.values()))
+            sizes["total_size"] = sum(shape.num_bytes for shape in shapes.values())
             text = json.dumps({"metadata": sizes, "weight_map": index}, indent=2)
             (self.path / INDEX).write_text(text + "\n", encoding="utf-8")
 
@@ -154,17 +154,13 @@ def _entry(name: str, shape: Shape) -> Entry:
     return Entry(name, _NAMES[shape.dtype], shape.shape, Box(0, count, (0,) * len(shape.shape), shape.shape))
 
 
-def _num_bytes(shape: Shape) -> int:
-    return math.prod(shape.shape) * shape.dtype.itemsize
-
-
 def _shards(shapes: Mapping[str, Shape], most_bytes: int) -> Iterator[list[str]]:
     held: list[str] = []
     num_bytes = 0
     for name, shape in shapes.items():
-        if held and num_bytes + _num_bytes(shape) > most_bytes:
+        if held and num_bytes + shape.num_bytes > most_bytes:
             yield held
             held, num_bytes = [], 0
         held.append(name)
-        num_bytes += _num_bytes(shape)
+        num_bytes += shape.num_bytes
     yield held

@@ -94,7 +94,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
             RuntimeWarning,
             stacklevel=2,
         )
-    steps = max((parameter.step for _, parameter in session.runtime.state.parameters()), default=0)
+    steps = max((parameter.step for _, parameter in session.runtime.state.by_name.values()), default=0)
     if steps and session.collectives.rank == 0:
         warnings.warn(
             f"the weights are those of {files.folder} now, but the optimizer keeps its moments and step counts "

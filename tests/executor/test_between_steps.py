@@ -205,7 +205,7 @@ def test_a_plan_that_cannot_begin_leaves_the_model_as_it_was(plan, number):
 
     def take(arena: Arena, *args, **kwargs) -> torch.Tensor:
         if next(taken) == number:
-            raise DeviceMemoryError("no more")
+            raise DeviceMemoryError(arena.tier, "no more", 0, 0, {})
         return take_blocks(arena, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:

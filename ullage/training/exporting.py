@@ -1,20 +1,20 @@
 """Export the weights of a checkpoint for other programs."""
 
-import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from executor.checkpoint import Checkpoint, DamagedError, ReadRequest
+from executor.checkpoint import Checkpoint, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.source import MODEL_FOLDER
-from executor.distributed.shards import assemble, whole_name
+from executor.distributed.shards import whole_name
 from executor.module.naming import Shape
-from executor.weights.files import DTYPES
+from executor.training_state.restoring import read_whole
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
 from executor.weights.saving import SAVED_DTYPES, Dtype
 
@@ -39,74 +39,37 @@ def export_hf(
         ValueError: the folder exists already.
         OSError: the folder cannot be written.
     """
-    weights = _weights(checkpoint)
-    shapes = {name: Shape(weight.shape, SAVED_DTYPES[dtype]) for name, weight in weights.items()}
+    shapes = _shapes(checkpoint)
     config: dict[str, Any] | None = checkpoint.manifest.extra["ranks"][0].get("config")
     with WeightsFolder(folder) as new:
         if config is not None:
             (new.path / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", "utf-8")
-        new.write_tensors(shapes, _values(checkpoint, weights), max_shard_bytes)
+        saved = {name: Shape(shape, SAVED_DTYPES[dtype]) for name, shape in shapes.items()}
+        new.write_tensors(saved, _values(checkpoint, shapes), max_shard_bytes)
         new.commit()
-    return len(weights)
+    return len(shapes)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Weight:
-    """A parameter: its shape, and the names of its saved shards."""
-
-    shape: tuple[int, ...]
-    own_names: list[str]
-
-    @property
-    def num_values(self) -> int:
-        return math.prod(self.shape)
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, _Weight]:
-    """Return the full parameters of a checkpoint, for any sharding."""
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the whole parameters of a checkpoint, for any sharding."""
     files = checkpoint.manifest.files
     shapes: dict[str, list[int]] = {}
     for of_rank in checkpoint.manifest.extra["ranks"]:
         shapes |= of_rank.get("shapes", {})
-    found: dict[str, _Weight] = {}
-    for own, record in checkpoint.manifest.tensors.items():
-        if all(files[fragment.file].path.startswith(f"{MODEL_FOLDER}/") for fragment in record.fragments):
-            name = whole_name(own)
-            found.setdefault(name, _Weight(tuple(shapes.get(name, record.shape)), [])).own_names.append(own)
-    return found
-
-
-def _values(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield full tensors in float32. Several tensors are read at once, because readers work in parallel."""
-    held: dict[str, _Weight] = {}
-    num_values = 0
-    for name, weight in weights.items():
-        held[name] = weight
-        num_values += weight.num_values
-        if num_values * ITEM_BYTES["F32"] >= _READ_BYTES:
-            yield from _read(checkpoint, held).items()
-            held, num_values = {}, 0
-    yield from _read(checkpoint, held).items()
-
-
-def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torch.Tensor]:
-    records = {own: checkpoint.manifest.tensors[own] for weight in weights.values() for own in weight.own_names}
-    parts = {
-        own: torch.empty(record.shape, dtype=DTYPES[record.dtype], device="cpu") for own, record in records.items()
+    return {
+        (name := whole_name(own)): tuple(shapes.get(name, record.shape))
+        for own, record in checkpoint.manifest.tensors.items()
+        if all(files[fragment.file].path.startswith(f"{MODEL_FOLDER}/") for fragment in record.fragments)
     }
-    checkpoint.read(ReadRequest(own, 0, values.reshape(-1).view(torch.uint8).numpy()) for own, values in parts.items())
-    wide = {own: values.float() for own, values in parts.items()}
-    return {name: _joined(checkpoint, name, weight, wide) for name, weight in weights.items()}
 
 
-def _joined(checkpoint: Checkpoint, name: str, weight: _Weight, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    if weight.own_names == [name]:
-        return parts[name]
-    whole = torch.empty(weight.shape, device="cpu")
-    try:
-        assemble(name, {own: parts[own] for own in weight.own_names}, whole)
-    except (ValueError, RuntimeError) as error:  # torch raises these if shapes do not match
-        raise DamagedError(
-            f"{checkpoint.folder}: {error}; the checkpoint is from an older version, or is damaged"
-        ) from error
-    return whole
+def _values(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors in float32. Several tensors are read at once, because readers work in parallel."""
+    ends = itertools.accumulate(ITEM_BYTES["F32"] * math.prod(shape) for shape in shapes.values())
+    for _, batch in itertools.groupby(zip(shapes, ends, strict=True), key=lambda held: held[1] // _READ_BYTES):
+        try:
+            yield from read_whole(checkpoint, {name: shapes[name] for name, _ in batch}).items()
+        except ValueError as error:
+            raise DamagedError(
+                f"{checkpoint.folder}: {error}; the checkpoint is from an older version, or is damaged"
+            ) from error

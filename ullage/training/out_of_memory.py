@@ -10,7 +10,7 @@ import torch
 from rich.console import Group, RenderableType
 
 from executor.devices.cuda import RESERVED, RETRIES
-from executor.memory.arenas import DeviceMemoryError, MeasuredMemory, MemoryShortage
+from executor.memory.arenas import DeviceMemoryError, MeasuredMemory
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
@@ -148,11 +148,9 @@ def _report_of(
 ) -> MemoryReport | None:
     cause: BaseException | None = error
     while cause is not None:  # an error in a lane's thread is the cause of a LaneError
-        if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], MemoryShortage):
-            refusal = cause.args[0]
-            held = {**refusal.held_bytes}
-            what = f"{refusal.name} needs {si(refusal.requested_bytes, 'B')} of {refusal.tier} memory, but less is free"
-            return _report(plan, refusal.tier, what, held, None)
+        if isinstance(cause, DeviceMemoryError):
+            what = f"{cause.name} needs {si(cause.requested_bytes, 'B')} of {cause.tier} memory, but less is free"
+            return _report(plan, cause.tier, what, cause.held_bytes, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}
             static = uses[Tier.GPU].static_bytes if uses else {}

@@ -23,9 +23,10 @@ from training import (
 
 from executor.devices.backend import HostBackend
 from executor.memory import recompute_cache
-from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena
 from executor.memory.forward_state import ForwardState
+from executor.memory.nvme_files import Storage
 from executor.memory.recompute_cache import ActivationError
 from executor.module.guarded_parameters import guard, lifted
 from executor.prepare import prepare_session
@@ -172,17 +173,15 @@ class Alone:
         decided = {unit.name: UnitDecision(params="gpu", activations="offload", update=(Place.GPU,)) for unit in found}
         backend = HostBackend()
         host = Arena(Tier.HOST, None, backend)
-        self.activations = OffloadedActivations(
-            tuple(found), Decisions(policy="test", units=decided), None, 0, host, backend
-        )
+        decisions = Decisions(policy="test", units=decided)
+        self.activations = OffloadedActivations(tuple(found), decisions, host, Storage(None, 0), backend)
         self.activations._room[self.unit] = torch.empty(room_bytes, dtype=torch.uint8)
-        self.offload = SegmentOffload(self.activations, [self.unit], self)
 
     def on_forward(self, unit):
         """See `ModuleCallbacks`."""
 
     def forward(self, compute, *given):
-        with self.offload.forward(given) as modes:
+        with self.activations.forward([self.unit], self, given) as modes:
             return checkpoint(compute, *given, use_reentrant=False, context_fn=modes)
 
     def away_and_back(self):

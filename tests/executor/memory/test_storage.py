@@ -37,7 +37,7 @@ ON_NVME = uniform("host", "nvme")
 
 @pytest.fixture
 def file(tmp_path):
-    made = RecordFile(tmp_path / "state", [100, 3 * BLOCK_BYTES + 1])
+    made = RecordFile(tmp_path / "state", {0: 100, 1: 3 * BLOCK_BYTES + 1})
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def block_of(values: int, num_bytes: int = 4 * BLOCK_BYTES) -> torch.Tensor:
 
 def content(file: RecordFile, record: int) -> set[int]:
     found = block_of(255)
-    file.read(record, found.numpy().data)
+    file.read(record, found)
     return set(found[: file._room_bytes[record]].tolist())
 
 
@@ -61,7 +61,7 @@ def test_what_is_read_is_what_was_written_last(file, is_direct):
         file.is_direct = False
     for values in range(1, 5):
         for record in (0, 1):
-            file.write(record, block_of(10 * values + record).numpy().data)
+            file.write(record, block_of(10 * values + record))
         for record in (0, 1):
             assert content(file, record) == {10 * values + record}
 
@@ -91,15 +91,15 @@ def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypa
         return control(fd, command, flags)
 
     monkeypatch.setattr("executor.memory.nvme_files.fcntl.fcntl", refusing)
-    made = RecordFile(tmp_path / "state", [100])
+    made = RecordFile(tmp_path / "state", {0: 100})
     assert made.description == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
-    made.write(0, block_of(5).numpy().data)
+    made.write(0, block_of(5))
     assert content(made, 0) == {5}
 
 
 def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch):
-    file.write(1, block_of(1).numpy().data)
-    file.write(1, block_of(2).numpy().data)
+    file.write(1, block_of(1))
+    file.write(1, block_of(2))
     write = os.pwritev
     calls = []
 
@@ -111,7 +111,7 @@ def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch
 
     monkeypatch.setattr("executor.memory.nvme_files.os.pwritev", failing)
     with pytest.raises(StorageError, match=r"state: a write of 16,384 B failed after 4,096 B: Input/output error"):
-        file.write(1, block_of(3).numpy().data)
+        file.write(1, block_of(3))
     assert content(file, 1) == {2}
 
 
@@ -125,14 +125,14 @@ def test_transfers_that_come_in_pieces_are_put_together(file, monkeypatch):
     written, found = block_of(7), block_of(0)
     for number, block in enumerate(written.split(BLOCK_BYTES)):
         block.fill_(number)
-    file.write(1, written.numpy().data)
-    file.read(1, found.numpy().data)
+    file.write(1, written)
+    file.read(1, found)
     assert torch.equal(found, written)
     assert file.path.read_bytes()[-BLOCK_BYTES:] == bytes([3]) * BLOCK_BYTES, "and are where they belong"
 
 
 def test_a_file_that_was_cut_off_is_noticed(file):
-    file.write(1, block_of(1).numpy().data)
+    file.write(1, block_of(1))
     os.truncate(file.path, in_blocks(100) * 2 + BLOCK_BYTES)
     with pytest.raises(StorageError, match=r"state ends after .* of a read of 16,384 B"):
         content(file, 1)
@@ -140,13 +140,13 @@ def test_a_file_that_was_cut_off_is_noticed(file):
 
 def test_two_runs_cannot_share_a_file_and_what_was_left_behind_can_be_overwritten(file):
     with pytest.raises(StorageError, match=r"in use by another run; .*--storage-dir"):
-        RecordFile(file.path, [1])
+        RecordFile(file.path, {0: 1})
     path = file.path
     file.close()
     assert not path.exists()
     path.write_bytes(b"left behind by a process that was killed")
     with pytest.raises(AssertionError, match="before it was written"):
-        content(RecordFile(path, [1]), 0)
+        content(RecordFile(path, {0: 1}), 0)
 
 
 FULL = """
@@ -155,7 +155,7 @@ from pathlib import Path
 from executor.memory.nvme_files import RecordFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    RecordFile(Path(sys.argv[1]) / "state", [1 << 20])
+    RecordFile(Path(sys.argv[1]) / "state", {0: 1 << 20})
 except OSError as error:
     print(error)
 """

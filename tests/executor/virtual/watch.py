@@ -4,7 +4,6 @@ import contextlib
 import functools
 import types
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,7 +123,7 @@ def watched(blind=None):
         races.met_all()
 
     def touched(buffer, what, *, writes):
-        races.touched(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0], len(buffer), what, writes=writes)
+        races.touched(buffer.data_ptr(), len(buffer), what, writes=writes)
 
     def watched_read(self, record, buffer, start=0):
         touched(buffer, "read from NVMe", writes=True)
