@@ -116,4 +116,4 @@ def _fill(program: Program) -> None:
     for _ in range(round((program.decisions.data_parallel - 1) * longest / of_layer) if of_layer else 0):
         for unit in layer:
             wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
-            program.before[program.spine[0].key].append(wait)
+            program.before[program.spine[0].index].append(wait)
