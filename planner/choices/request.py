@@ -210,5 +210,6 @@ def batch_of(
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,
         fp8_products=("emulated" if hardware.device.kind == "host" else "device") if precision.products else None,
-        **choice.tiles._asdict(),
+        loss_tile_tokens=choice.loss_tile_tokens,
+        layer_tile_tokens=choice.layer_tile_tokens,
     )

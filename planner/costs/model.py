@@ -64,7 +64,7 @@ class CostModel:
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
         self._optimizer = given.optimizer
-        self._degrees = given.degrees
+        self._given = given
         self.layout = Layout(
             given.data_parallel, given.tensor_parallel, given.pipeline_parallel, profile.devices_per_node
         )
@@ -127,7 +127,7 @@ class CostModel:
         """Return the number of different parts of a collective's parameters that data-parallel ranks hold."""
         if task.lane is not Lane.COLLECTIVE or task.unit not in self._units:
             return 1
-        return self._units[task.unit].parts(self._degrees)
+        return self._units[task.unit].parts(self._given)
 
     def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:

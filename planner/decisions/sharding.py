@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.decisions.choice import Choice, Count
 from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
 from planner.decisions.places import Place
 from planner.decisions.precision import BF16, TIE_PARAMS, Precision
 from planner.graph import Unit
+from planner.models.choice import Choice, Count
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.subgroups import Subgroup, UnitLayout, unit_layout
 
@@ -46,7 +46,7 @@ class Sharding(Choice):
 
     def replicas(self, unit: Unit) -> int:
         """Return the number of ranks with the same part of a unit. They reduce its gradient, and shard it in ZeRO."""
-        return self.data_parallel // unit.parts(self.degrees) if self.data_parallel > 1 else 1
+        return self.data_parallel // unit.parts(self) if self.data_parallel > 1 else 1
 
     def regathers(self, unit: Unit) -> bool:
         """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""

@@ -60,7 +60,7 @@ class _Look:
 
     @property
     def num_tiled(self) -> int:
-        return sum(tokens is not None for tokens in self.variant.choice.tiles)
+        return sum(tokens is not None for tokens in self.variant.choice.tiles.values())
 
     @property
     def is_pipeline(self) -> bool:
@@ -146,7 +146,7 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None,
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
     """Return the best decisions of choices that differ from this one only in tiles, or in how weights are fetched."""
-    own = look.variant.choice.tiles._asdict() | {"fp8_weights": look.variant.choice.fp8_weights}
+    own = look.variant.choice.tiles | {"fp8_weights": look.variant.choice.fp8_weights}
     return [
         outcome.best.decisions.model_copy(update=own)
         for other, outcome in found

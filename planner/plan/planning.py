@@ -14,7 +14,8 @@ from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Choice, Decisions, Precision
-from planner.models.captured import CapturedModel, Model, Size
+from planner.graph import Batch
+from planner.models.captured import CapturedModel, Model
 from planner.plan.competition import closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.schedule.tasks import Tier
@@ -186,12 +187,13 @@ def _alone(model: Model, found: Found) -> Model:
     if not isinstance(model, CapturedModel):
         return model
 
-    def size(decided: Choice | Decisions) -> Size:
-        return Size(decided.micro_batch, model.seq_len, *decided.tiles)
+    def size(decided: Choice) -> Batch:
+        tiles = decided.loss_tile_tokens, decided.layer_tile_tokens
+        return Batch(decided.micro_batch, model.seq_len, loss_tile_tokens=tiles[0], layer_tile_tokens=tiles[1])
 
     compared = [size(rival.choice) for rival in found.rivals]
-    without = [each._replace(loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
-    without += [each._replace(layer_tile_tokens=None) for each in without]
+    without = [dataclasses.replace(each, loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
+    without += [dataclasses.replace(each, layer_tile_tokens=None) for each in without]
     return model.covering(size(found.decisions), (*compared, *without))
 
 
