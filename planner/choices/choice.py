@@ -9,7 +9,8 @@ parallelism.
 import itertools
 from collections.abc import Iterator
 
-from planner.choices.request import MOST_MICRO_BATCHES, Request
+from planner.choices.constraints import MOST_MICRO_BATCHES
+from planner.choices.request import Request
 from planner.decisions import Choice
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -10,6 +11,7 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.constraints import Constraints
 from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.adapters import Lora
@@ -48,33 +50,23 @@ def request_of(
         )
         hardware = replace(hardware, {"host.memory_bytes": args.host_memory}, asked_for)
     if args.nodes is not None:
-        hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
+        hardware = _with_nodes(hardware, args.num_devices or 1, args.nodes)
     precision = precision_of(args, hardware)
     if args.products == "fp8":
         precision = precision.model_copy(update={"products": "fp8"})
     as_on_gpu = hardware.device.kind == "gpu"
     model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Constraints)}
+    asked |= {"micro_batch": micro_batch, "fp8_weights": {"yes": True, "no": False}.get(str(args.fp8_weights))}
     return Request(
         model=model,
         hardware=hardware,
-        num_devices=args.gpus or 1,
         seq_len=seq_len,
-        micro_batch=micro_batch,
-        num_micro_batches=args.accumulate,
-        global_batch=args.global_batch,
-        tensor_parallel=args.tensor_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        expert_parallel=args.expert_parallel,
-        expert_units=args.expert_units,
-        loss_tile_tokens=args.loss_tile,
-        layer_tile_tokens=args.layer_tile,
-        fp8_weights=None if args.fp8_weights is None else args.fp8_weights == "yes",
-        kernels=args.kernels,
         expert_load=expert_load(args.expert_load or "uniform", model),
-        storage=args.storage or "never",
         precision=precision,
         optimizer=args.optimizer or "adamw",
         clip=args.clip is not False,
+        **{name: value for name, value in asked.items() if value is not None},
     )
 
 
