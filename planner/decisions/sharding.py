@@ -35,11 +35,6 @@ class Sharding(Choice):
         return self.precision.state_bytes_per_param(self.optimizer)
 
     @property
-    def other_state_bytes_per_param(self) -> float:
-        """The same of parameters that are no hidden matrices."""
-        return self.precision.state_bytes_per_param(OPTIMIZERS[self.optimizer].others or self.optimizer)
-
-    @property
     def resident_weight_bytes_per_param(self) -> int:
         """Bytes of state per parameter that a resident weight saves, because it may be the master copy itself."""
         return self.precision.weight_bytes if self.precision.master_is_weight else 0

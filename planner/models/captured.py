@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
+from hwprofiles.quantity import Frozen
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
@@ -30,11 +31,7 @@ _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", re
 CapturedKernels = tuple[Gemm | Attention | Elementwise, ...]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CapturedInput(_Frozen):
+class CapturedInput(Frozen):
     """One tensor that the module is called with.
 
     Attributes:
@@ -77,7 +74,7 @@ class CapturedInput(_Frozen):
         return f"{self.name}={shape}" if self.name else shape
 
 
-class CapturedOperator(_Frozen):
+class CapturedOperator(Frozen):
     """An operator with names relative to its block; see :class:`planner.models.operators.Operator`.
 
     Attributes:
@@ -110,13 +107,13 @@ class CapturedOperator(_Frozen):
     changed_inputs: tuple[Count, ...] | None = None
 
 
-class CapturedBlock(_Frozen):
+class CapturedBlock(Frozen):
     """Operators in forward order; blocks that are equal but for their path are stored once."""
 
     operators: tuple[CapturedOperator, ...]
 
 
-class CapturedSegment(_Frozen):
+class CapturedSegment(Frozen):
     """Where a block is in the model.
 
     Attributes:
@@ -165,7 +162,7 @@ class _Sizes:
         return {"again": again, "resizes": self.resizes, "found": self.found}
 
 
-class CapturedModel(_Frozen):
+class CapturedModel(Frozen):
     """A captured ``nn.Module``.
 
     Attributes:

@@ -17,7 +17,6 @@ from planner.decisions import Decisions
 from planner.placements import resident
 from planner.search import (
     Candidate,
-    Outcome,
     Progress,
     Scorer,
     best_of,
@@ -76,12 +75,13 @@ def compete(
 ) -> Competition:
     """Return the best of several choices."""
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
-        outcome = search(rivals[0].setup, Scorer.of(rivals[0], deadline_s), max_simulations, progress)
-        return Competition(rivals[0], outcome.best, (rivals[0],), outcome.num_simulations)
+        scorer = Scorer.of(rivals[0], deadline_s)
+        best = search(rivals[0].setup, scorer, max_simulations, progress)
+        return Competition(rivals[0], best, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
-        best = min((look.found for look in looks), key=lambda found: found.order, default=None)
-        hopeless = best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH)
+        so_far = min((look.found for look in looks), key=lambda found: found.order, default=None)
+        hopeless = so_far and not so_far.missing_bytes and bound_s >= so_far.iteration_s * (1 - _WORTH)
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
         scorer = Scorer.of(variant, deadline_s)
@@ -89,17 +89,19 @@ def compete(
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
-    found: list[tuple[_Look, Outcome]] = []
+    found: list[tuple[_Look, Candidate]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.num_tiled))
     for look in finalists:
-        if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
-            seeds = _handed_on(look, found)
-            found.append((look, _search(look, max_simulations, progress, seeds)))
-    best_look, outcome = min(found, key=lambda item: item[1].best.order)
+        if not found or look.bound_s < found[0][1].iteration_s * (1 - _WORTH):
+            best, setup = look.found, look.variant.setup
+            if not look.is_pipeline:
+                best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
+            found.append((look, best))
+    best_look, best = min(found, key=lambda item: item[1].order)
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
-    return Competition(*_plainest(rivals, best_look.variant, outcome.best), searched, num_simulations)
+    return Competition(*_plainest(rivals, best_look.variant, best), searched, num_simulations)
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
@@ -138,18 +140,12 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
     return first_look(variant.setup, scorer)
 
 
-def _search(look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]) -> Outcome:
-    if look.is_pipeline:
-        return Outcome(look.found, look.scorer.num_simulations)
-    return search(look.variant.setup, look.scorer, max_simulations, progress, seeds)
-
-
-def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
+def _handed_on(look: _Look, found: Sequence[tuple[_Look, Candidate]]) -> list[Decisions]:
     """Return the best decisions of choices that differ from this one only in tiles, or in how weights are fetched."""
     own = look.variant.choice.tiles | {"fp8_weights": look.variant.choice.fp8_weights}
     return [
-        outcome.best.decisions.model_copy(update=own)
-        for other, outcome in found
+        best.decisions.model_copy(update=own)
+        for other, best in found
         if other.variant.choice.model_copy(update=own) == look.variant.choice
     ]
 

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
 
 from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
@@ -105,10 +104,17 @@ def trained(
                 f"--input-shape is for captured models, but --model {args.model} names no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
-        adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
+        quantization = None if args.quantize == "none" else args.quantize
         called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
-        masked = args.batches == "masked"
-        found = model_named(args.model, *called_with, precision.weights, adapters, masked=masked, as_on_gpu=as_on_gpu)
+        found = model_named(
+            args.model,
+            *called_with,
+            precision.weights,
+            lora=args.lora,
+            quantization=quantization,
+            masked=args.batches == "masked",
+            as_on_gpu=as_on_gpu,
+        )
         model = change(found)
         if isinstance(model, CapturedModel):
             return model, model.seq_len, args.micro_batch
@@ -127,7 +133,7 @@ def trained(
         )
     if inputs and (args.seq_len or args.micro_batch):
         inputs = resized(inputs, args.micro_batch or micro_batch_of(inputs), args.seq_len or tokens_of(inputs))
-    captured = _captured(args.model, inputs, precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
+    captured = _captured(args.model, inputs, precision.weights, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
     chosen = (
@@ -141,23 +147,14 @@ def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int 
     return micro_batch or (1 if global_batch else None)
 
 
-class Adapters(NamedTuple):
-    """Adapters beside the frozen weights of a model, and the quantization of its projections."""
-
-    lora: Lora | None = None
-    quantization: Quantization | None = None
-
-
-NO_ADAPTERS: Final = Adapters()
-
-
 def model_named(
     text: str,
     seq_len: int | None,
     micro_batch: int | None,
     dtype: Dtype,
-    adapters: Adapters = NO_ADAPTERS,
     *,
+    lora: Lora | None = None,
+    quantization: Quantization | None = None,
     masked: bool = False,
     as_on_gpu: bool,
 ) -> Model:
@@ -170,7 +167,8 @@ def model_named(
         seq_len: tokens per sequence for capture; ``None``: the default.
         micro_batch: sequences per micro-batch for capture; ``None``: the default.
         dtype: type of the weights.
-        adapters: adapters to train in place of all weights.
+        lora: adapters to train in place of all weights.
+        quantization: of the frozen projections beside them.
         masked: whether batches have an attention mask.
         as_on_gpu: see :func:`ullage.capture.capture`.
 
@@ -179,20 +177,26 @@ def model_named(
     """
     with contextlib.suppress(NoFormulasError):
         sizes = resolve_model(text)
-        if adapters.lora is None and not masked:
+        if lora is None and not masked:
             return sizes
     from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
 
     found = architecture(text)
     seq_len = found.seq_len(seq_len, DEFAULT_SEQ_LEN)
     inputs = found.inputs(micro_batch or default_micro_batch(seq_len), seq_len, masked=masked)
-    return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
+    return _captured(text, inputs, dtype, lora, quantization, as_on_gpu=as_on_gpu)
 
 
 @functools.cache  # a study captures the same model many times
 def _captured(
-    factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, adapters: Adapters, *, as_on_gpu: bool
+    factory: str,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Dtype,
+    lora: Lora | None = None,
+    quantization: Quantization | None = None,
+    *,
+    as_on_gpu: bool,
 ) -> CapturedModel:
     from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
-    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, **adapters._asdict())
+    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, lora=lora, quantization=quantization)

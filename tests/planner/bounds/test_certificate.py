@@ -186,7 +186,7 @@ def test_all_that_could_be_planned() -> None:
         scorer = Scorer(Workload(setup.units, 64), cost)
         scored = [scorer.score(one) for one in decisions]
         best = min(scored, key=lambda candidate: candidate.order)
-        found = search(setup, scorer).best
+        found = search(setup, scorer)
         if best.missing_bytes:
             assert found.missing_bytes
             optimal += 1

@@ -246,7 +246,7 @@ def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
     setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
     variant = Variant(request(), setup, CostModel(profile, units, setup.given))
-    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
+    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60)
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)
     assert violations(schedule, units, found.decisions, ordered_by_rules(schedule)) == []
