@@ -164,7 +164,7 @@ def _masked(model: str | Path | Model, batches: str | None) -> bool:
 
 
 def _default_hardware() -> str:
-    found = default_hardware()
-    if found.note and found.name != LOCAL:
-        warnings.warn(found.note, UserWarning, stacklevel=3)
-    return found.name
+    name, note = default_hardware()
+    if note and name != LOCAL:
+        warnings.warn(note, UserWarning, stacklevel=3)
+    return name

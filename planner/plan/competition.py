@@ -6,11 +6,14 @@ choices, skipped ones too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
 
-from planner.bounds.certificate import computing_s
+from planner.bounds.certificate import certify, computing_s
 from planner.bounds.conditions import conditions
 from planner.bounds.program import NEVER_S
+from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
@@ -26,6 +29,7 @@ from planner.search import (
     smallest,
 )
 from planner.search.pipelines import search_pipeline
+from planner.simulate.prediction import Prediction
 
 # The most choices that get a full search, a short search, and a bound.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
@@ -34,20 +38,39 @@ _WORTH = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
-class Competition:
-    """The result.
+class Found:
+    """The best plan found for a request, without its certificate.
 
     Attributes:
-        winner: the best choice.
+        own: its variant.
         best: the best candidate.
-        searched: the choices that got a full search, but for pipelines.
-        num_simulations: schedules that were simulated, for all choices.
+        rivals: all variants.
+        searched: the variants that got a full search, but for pipelines.
+        num_simulations: number of simulated schedules, for all variants.
+        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
 
-    winner: Variant
+    own: Variant
     best: Candidate
+    rivals: Sequence[Variant]
     searched: tuple[Variant, ...]
     num_simulations: int
+    misfits: Future[dict[int, Proof]] | None = None
+
+    @property
+    def decisions(self) -> Decisions:
+        """Its decisions."""
+        return self.best.decisions
+
+    @functools.cached_property
+    def prediction(self) -> Prediction:
+        """Its predicted time and memory."""
+        return Scorer.of(self.own).predict(self.decisions)
+
+    def certificate(self) -> Certificate:
+        """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
+        misfits = self.misfits.result() if self.misfits else {}
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s, misfits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +95,12 @@ def compete(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     deadline_s: float | None = None,
-) -> Competition:
+) -> Found:
     """Return the best of several choices."""
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
         scorer = Scorer.of(rivals[0], deadline_s)
         best = search(rivals[0].setup, scorer, max_simulations, progress)
-        return Competition(rivals[0], best, (rivals[0],), scorer.num_simulations)
+        return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
         so_far = min((look.found for look in looks), key=lambda found: found.order, default=None)
@@ -101,7 +124,7 @@ def compete(
     best_look, best = min(found, key=lambda item: item[1].order)
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
-    return Competition(*_plainest(rivals, best_look.variant, best), searched, num_simulations)
+    return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:

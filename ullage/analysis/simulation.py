@@ -135,7 +135,7 @@ def _decided(request: Request, engine: str, setting: str | None) -> tuple[Varian
     rivals = variants(request)
     if engine == OURS and setting is None:
         found = compete(rivals)
-        return found.winner, found.best.decisions
+        return found.own, found.decisions
     best = [_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals]
     at = min(range(len(rivals)), key=lambda at: best[at].order)
     return rivals[at], best[at].decisions

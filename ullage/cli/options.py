@@ -269,7 +269,7 @@ def check_names(args: argparse.Namespace) -> None:
     from planner.models.registry import resolve_model  # noqa: PLC0415
     from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
-    load_profile(args.hardware or default_hardware().name)
+    load_profile(args.hardware or default_hardware()[0])
     check_adapters(args)
     if not is_captured(args.model):
         with contextlib.suppress(NoFormulasError):

@@ -40,7 +40,7 @@ def request_of(
     Raises:
         ValueError: the model or machine does not exist, or the machine cannot meet the request.
     """
-    hardware = change_machine(load_profile(args.hardware or default_hardware().name))
+    hardware = change_machine(load_profile(args.hardware or default_hardware()[0]))
     if args.device_memory is not None:
         hardware = hardware.with_device_limit(args.device_memory)
     if args.host_memory is not None:
