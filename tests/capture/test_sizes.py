@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
     request = Request(captured, machine, seq_len=16, micro_batch=64, precision="fp32")
     with pytest.raises(InfeasibleError):
         make_plan(request)
-    assert any(remedy.words.startswith("--micro-batch ") for remedy in what_would_fit(request))
+    assert any(words.startswith("--micro-batch ") for words, _ in what_would_fit(request))
 
 
 @pytest.mark.part(4)
