@@ -20,9 +20,10 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
+from planner.plan.competition import Found
 from planner.plan.document import Plan, load_plan
-from planner.plan.planning import Found, make_plan
-from planner.search.scoring import Scorer
+from planner.plan.planning import make_plan
+from planner.search.scoring import Candidate, Scorer
 from planner.simulate.prediction import Workload
 from ullage.cli.arguments import parse_bytes
 
@@ -68,7 +69,8 @@ def priced(plan: Plan, request: Request) -> Found | None:
         if any(getattr(decisions, field) != getattr(given, field) for field in _CHOSEN):
             continue
         prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
-        return Found(decisions, prediction, own, rivals, (), 0) if prediction.fits else None
+        best = Candidate(decisions, prediction.iteration_s, prediction.missing_bytes)
+        return Found(own, best, rivals, (), 0) if prediction.fits else None
     return None
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import gc
 import itertools
 import warnings
@@ -25,7 +24,7 @@ from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import Options
 from executor.packed import StoredParameter, as_real
 from executor.session import Session
-from planner.decisions import Decisions
+from planner.decisions import DEGREES, Decisions
 from planner.graph import Unit
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
@@ -307,11 +306,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         check_decisions(decisions, self.entry, self.param_groups)
         session = self.session
         model, ways = session.model, ((units, decisions, options), (session.units, session.decisions, session.options))
-        now, then = (dataclasses.asdict(one.degrees) for one in (session.decisions, decisions))
-        if different := next((name for name in now if now[name] != then[name]), None):
+        ours = session.decisions
+        if different := next((name for name in DEGREES if getattr(ours, name) != getattr(decisions, name)), None):
+            own, other = getattr(ours, different), getattr(decisions, different)
             raise ValueError(
-                f"the other plan has {different} {then[different]}, but training runs with {now[different]}; plan with "
-                f"{now[different]}, or save a checkpoint and resume from it under the other plan"
+                f"the other plan has {different} {other}, but training runs with {own}; plan with {own}, or save "
+                "a checkpoint and resume from it under the other plan"
             )
         session.runtime.check_has_weights()
         steps = {

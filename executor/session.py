@@ -100,7 +100,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
         ):
             absent = take_off_meta(model, failing)
-            mesh = Mesh(decisions.degrees, ranks.rank if ranks else 0)
+            mesh = Mesh(decisions, ranks.rank if ranks else 0)
             shards = shards_of(model, units, mesh, absent.parameters)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable
 
 from planner.models.captured import CapturedModel, Model
+from planner.models.choice import Choice
 from planner.models.config import ModelConfig
 from planner.models.formulas import experts, float8, kernel_sets, megatron_core
 from planner.models.formulas.ends import embedding_operators, head_operators
@@ -13,7 +14,7 @@ from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
 from planner.models.operators import UNUSED, Batch, Graph, Operator, weight_of
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
-from planner.models.patterns import Degrees, Pattern
+from planner.models.patterns import Pattern
 from planner.models.sharding import share
 from planner.optimizers import is_hidden_matrix
 from planner.subgroups import Extent
@@ -22,7 +23,6 @@ __all__ = [
     "Attention",
     "Batch",
     "Collective",
-    "Degrees",
     "Elementwise",
     "Gemm",
     "Graph",
@@ -146,11 +146,11 @@ class Unit:
         return tuple(name for operator in self.operators for name in operator.parameter_names)
 
     @functools.cached_property
-    def _counts(self) -> tuple[Callable[[Degrees], int], ...]:
+    def _counts(self) -> tuple[Callable[[Choice], int], ...]:
         """The functions that count the parts of its operators' parameters, without duplicates."""
         return tuple(dict.fromkeys(operator.pattern.parts for operator in self.operators if operator.parameters))
 
-    def parts(self, degrees: Degrees) -> int:
+    def parts(self, choice: Choice) -> int:
         """Return the number of different parts of its parameters that data-parallel ranks hold; see [Note: Patterns].
 
         Raises:
@@ -158,8 +158,8 @@ class Unit:
         """
         counts = self._counts
         if len(counts) == 1:
-            return counts[0](degrees)
-        found = {count(degrees) for count in counts} or {1}
+            return counts[0](choice)
+        found = {count(choice) for count in counts} or {1}
         if len(found) > 1:
             raise ValueError(
                 f"unit {self.name} has operators of which data-parallel ranks hold {sorted(found)} different parts; "

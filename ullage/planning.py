@@ -18,7 +18,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import default_precision
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import BATCHES, DEFAULT_SEQ_LEN
-from ullage.cli.request import Adapters, first_micro_batch, model_named
+from ullage.cli.request import first_micro_batch, model_named
 from ullage.rivals import make_plan
 
 # Fields of a request that have another name here, or that are not options.
@@ -86,15 +86,22 @@ def plan(
         return make_plan(model, budget_s=budget_s)
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
-    adapters = _adapters(model, lora, quantize)
+    _check_adapters(model, lora, quantize)
     masked = _masked(model, batches)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or _default_hardware())
     if isinstance(model, str | Path):
         weights = precision.weights if isinstance(precision, Precision) else precision
         dtype = weights or default_precision(machine.device).weights
         called_with = options.get("seq_len"), first_micro_batch(options.get("micro_batch"), options.get("global_batch"))
-        as_on_gpu = machine.device.kind == "gpu"
-        sizes = model_named(str(model), *called_with, dtype, adapters, masked=masked, as_on_gpu=as_on_gpu)
+        sizes = model_named(
+            str(model),
+            *called_with,
+            dtype,
+            lora=None if lora is None else Lora.read(lora),
+            quantization=quantize,
+            masked=masked,
+            as_on_gpu=machine.device.kind == "gpu",
+        )
         if isinstance(sizes, CapturedModel):  # the capture fixes the type
             options.pop("seq_len", None)
     else:
@@ -132,7 +139,7 @@ def _check_kinds(model: object, lora: object, budget_s: object) -> None:
         raise ValueError(f"budget_s is {budget_s!r}, but must be a number of seconds above 0")
 
 
-def _adapters(model: str | Path | Model, lora: str | None, quantize: Quantization | None) -> Adapters:
+def _check_adapters(model: str | Path | Model, lora: str | None, quantize: Quantization | None) -> None:
     if lora is not None and not isinstance(model, str | Path):
         raise ValueError(
             f"lora is for a name or a config.json, but the model is a {type(model).__name__}; capture the model that "
@@ -143,7 +150,6 @@ def _adapters(model: str | Path | Model, lora: str | None, quantize: Quantizatio
             f"quantize is {quantize!r}, but must be one of {', '.join(get_args(Quantization))}, and is for the frozen "
             'weights beside adapters; give lora="rank=16" too'
         )
-    return Adapters(None if lora is None else Lora.read(lora), quantize)
 
 
 def _masked(model: str | Path | Model, batches: str | None) -> bool:
@@ -158,7 +164,7 @@ def _masked(model: str | Path | Model, batches: str | None) -> bool:
 
 
 def _default_hardware() -> str:
-    found = default_hardware()
-    if found.note and found.name != LOCAL:
-        warnings.warn(found.note, UserWarning, stacklevel=3)
-    return found.name
+    name, note = default_hardware()
+    if note and name != LOCAL:
+        warnings.warn(note, UserWarning, stacklevel=3)
+    return name

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import ullage
 from benchmarks.peers.jobs import Job
+from benchmarks.peers.replay import replay
 from benchmarks.peers.training import adamw_options, loss_of, make_model, schedule_of
 from hwprofiles.allocator import keep_freed_memory
 from planner.plan.document import load_plan
 from planner.schedule.series import busy
 from ullage.analysis.comparison import compare
-from ullage.analysis.replay import replay
 from ullage.analysis.simulation import simulate
 
 _METERED = 1  # iteration of the warm-up whose memory is measured, which slows it down

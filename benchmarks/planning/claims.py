@@ -73,7 +73,7 @@ def elixir(micro_batch: int, seq_len: int = 1024) -> dict[str, Any]:
     request = Request(model, profile, micro_batch=micro_batch, seq_len=seq_len)
     setup, workload, cost = prepare(request)
     scorer = Scorer(workload, cost, lower=lower)
-    ours = scorer.predict(search(setup, scorer, MAX_SIMULATIONS).best.decisions)
+    ours = scorer.predict(search(setup, scorer, MAX_SIMULATIONS).decisions)
     num_devices, reference = _in_memory(request, (8, 16, 32, 64))
     _, small = _in_memory(dataclasses.replace(request, model=resolve_model("opt-1.3b")), (1,))
     return {
@@ -205,7 +205,7 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
         "formula_over_best": strides[by_formula] / strides[best],
     }
     if plans:
-        ours = search(setup, scorer, MAX_SIMULATIONS).best
+        ours = search(setup, scorer, MAX_SIMULATIONS)
         row |= {"best_stride_over_ours": strides[best] / ours.iteration_s}
     return row
 
@@ -233,9 +233,9 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
         )
         setup, workload, cost = prepare(request)
         scorer = Scorer(workload, cost, lower=lower)
-        outcome = search(setup, scorer, MAX_SIMULATIONS)
+        ours = search(setup, scorer, MAX_SIMULATIONS)
         row["engines"] = {engine: _bound(scorer, found) for engine, found in engine_policies(setup, scorer).items()}
-        row["ours"] = _bound(scorer, outcome.best)
+        row["ours"] = _bound(scorer, ours)
     return row
 
 

@@ -34,8 +34,8 @@ def ours(case: StreamingCase, machine: HardwareProfile) -> tuple[int, Candidate]
         setup = case.model_copy(update={"tokens_per_round": num_tokens}).setup(case.tokens_per_step // num_tokens)
         setup = dataclasses.replace(setup, storage="activations")
         cost = CostModel(machine, setup.units, setup.given)
-        outcome = search(setup, Scorer(Workload(setup.units, case.seq_len), cost), 200)
-        found.append((num_tokens, outcome.best))
+        candidate = search(setup, Scorer(Workload(setup.units, case.seq_len), cost), 200)
+        found.append((num_tokens, candidate))
     best = best_of(candidate for _, candidate in found)
     return next((num_tokens, candidate) for num_tokens, candidate in found if candidate is best)
 

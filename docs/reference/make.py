@@ -158,8 +158,11 @@ def fields_of(model: type[Any]) -> dict[str, FieldInfo]:
     """Return the fields of a class that is read from files."""
     if issubclass(model, BaseModel):
         return model.model_fields
-    fields = dataclasses.fields(model)
-    return {each.name: FieldInfo.from_annotated_attribute(each.type, each.default) for each in fields}  # type: ignore[arg-type]
+    found = {}
+    for each in dataclasses.fields(model):
+        found[each.name] = FieldInfo.from_annotated_attribute(each.type, each.default)  # type: ignore[arg-type]
+        found[each.name].description = each.metadata.get("help")
+    return found
 
 
 def is_read(annotation: Any) -> bool:

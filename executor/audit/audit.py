@@ -140,12 +140,12 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
-        self._divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+        self._divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
         self._undivided = [
             (module, {name: vars(module)[name] for name in DIVIDED if name in vars(module)})
-            for module in (model.modules() if decisions.degrees.tensor_parallel > 1 else ())
+            for module in (model.modules() if decisions.tensor_parallel > 1 else ())
         ]
-        self._sums_up = decisions.degrees.num_devices == 1
+        self._sums_up = decisions.num_devices == 1
         self._later = False  # whether the first micro-batch has ended
         self._all = [] if when == "off" else list(cases(model, units, decisions, shards))
         self._due: list[Case] = []

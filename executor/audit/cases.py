@@ -99,7 +99,7 @@ def cases(
         shapes = tuple((shard.whole_shape, shard.whole.dtype, shard.trains) for shard in wholes)
         kind = structure, shapes, frozenset(treated[segment_of[own[0]]]), len(own)
         exclusive = frozenset(own) - _read_outside(readers, path)
-        columns = heads.get(path) if decisions.degrees.tensor_parallel > 1 else None
+        columns = heads.get(path) if decisions.tensor_parallel > 1 else None
         of_kind[kind] = Case(path, module, {name: by_name[name] for name in own}, exclusive, columns)
     yield from of_kind.values()
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from planner.graph import Degrees
+from planner.decisions import Choice
 
 Groups = tuple[tuple[int, ...], ...]
 """All groups of one kind. Every rank is in exactly one of them."""
@@ -22,7 +22,7 @@ class Mesh:
         rank: this rank.
     """
 
-    degrees: Degrees
+    degrees: Choice
     rank: int
 
     @property

@@ -25,8 +25,8 @@ from executor.distributed.groups import Group
 from executor.distributed.meeting import join, new_group, session_store
 from executor.distributed.mesh import Groups, Mesh
 from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, TIMEOUT, RankError, Watchdog, describe_mismatch
-from planner.decisions import Decisions
-from planner.graph import Degrees, Unit
+from planner.decisions import Choice, Decisions
+from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
 
 _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
@@ -72,7 +72,7 @@ class Ranks:
 
     def __init__(
         self,
-        degrees: Degrees,
+        degrees: Choice,
         device: torch.device,
         *,
         casts: bool = False,
@@ -121,7 +121,7 @@ class Ranks:
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
         casts = decisions.fp8_weights is not None
-        return cls(decisions.degrees, device, casts=casts, shares_matrices=shares_matrices)
+        return cls(decisions, device, casts=casts, shares_matrices=shares_matrices)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""

@@ -196,6 +196,6 @@ def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None
         u.activations != "keep" for u in decisions.units.values()
     )
     tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
-    divides = max(decisions.degrees.tensor_parallel, decisions.degrees.expert_parallel) > 1
+    divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
     if moves or tiles or divides:
         raise OutOfOrderError(SECOND_ORDER)

@@ -44,6 +44,11 @@ class Certificate(Frozen):
     proofs: tuple[Proof, ...]
     placement: dict[str, float]
 
+    @property
+    def num_multipliers(self) -> int:
+        """Number of multipliers in all proofs."""
+        return sum(len(proof.multipliers) for proof in self.proofs) + len(self.placement)
+
     def gap(self, iteration_s: float) -> float:
         """Return the fraction by which an iteration is slower than the bound."""
         return iteration_s / self.bound_s - 1

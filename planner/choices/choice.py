@@ -9,7 +9,8 @@ parallelism.
 import itertools
 from collections.abc import Iterator
 
-from planner.choices.request import MOST_MICRO_BATCHES, Request
+from planner.choices.constraints import MOST_MICRO_BATCHES
+from planner.choices.request import Request
 from planner.decisions import Choice
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
@@ -45,19 +46,22 @@ def choices(request: Request) -> tuple[Choice, ...]:
             continue
         data = request.num_devices // (tensor * pipeline)
         for expert in _expert_ways(request, data):
-            degrees = {"data_parallel": data, "tensor_parallel": tensor}
-            degrees |= {"pipeline_parallel": pipeline, "expert_parallel": expert}
+            degrees = Choice(
+                data_parallel=data,
+                tensor_parallel=tensor,
+                pipeline_parallel=pipeline,
+                expert_parallel=expert,
+                kernels=request.kernels,
+            )
             try:
-                _check(model, **degrees)
+                _check(model, degrees)
             except ValueError as error:
                 reasons.append(error)
                 continue
             can_be_shared = True
-            units = request.expert_units or _expert_units(model, expert)
+            own = {"expert_units": request.expert_units or _expert_units(model, expert)}
             found += [
-                Choice(
-                    **degrees, expert_units=units, micro_batch=size, num_micro_batches=count, kernels=request.kernels
-                )
+                degrees.model_copy(update=own | {"micro_batch": size, "num_micro_batches": count})
                 for size, count in _cuts(request, data, pipeline)
             ]
     if not found:
@@ -122,7 +126,7 @@ def _cuts(request: Request, data: int, pipeline: int) -> Iterator[tuple[int, int
             yield size, count
 
 
-def _check(model: Model, **degrees: int) -> None:
+def _check(model: Model, degrees: Choice) -> None:
     """Check that a model can be divided by these degrees.
 
     Raises:
@@ -130,20 +134,20 @@ def _check(model: Model, **degrees: int) -> None:
     """
     if isinstance(model, CapturedModel):
         return
-    batch = Batch(1, 1, tensor_parallel=degrees["tensor_parallel"], expert_parallel=degrees["expert_parallel"])
+    batch = Batch(1, 1, tensor_parallel=degrees.tensor_parallel, expert_parallel=degrees.expert_parallel)
     experts.check(model, batch)
     share(model, batch)
-    if degrees["data_parallel"] % degrees["expert_parallel"]:
+    if degrees.data_parallel % degrees.expert_parallel:
         raise ModelConfigError(
-            f"expert_parallel {degrees['expert_parallel']} must divide the {degrees['data_parallel']} data-parallel "
+            f"expert_parallel {degrees.expert_parallel} must divide the {degrees.data_parallel} data-parallel "
             "ranks, who share the experts; change one of them"
         )
-    if degrees["pipeline_parallel"] > model.num_layers:
+    if degrees.pipeline_parallel > model.num_layers:
         raise ModelConfigError(
-            f"{model.name} has {model.num_layers} layers, which {degrees['pipeline_parallel']} pipeline stages cannot "
+            f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
             "share; choose fewer stages"
         )
-    if degrees["pipeline_parallel"] > 1 and degrees["expert_parallel"] > 1:
+    if degrees.pipeline_parallel > 1 and degrees.expert_parallel > 1:
         raise ModelConfigError("experts are not shared by ranks of a pipeline; choose one of both")
 
 

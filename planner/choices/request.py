@@ -1,70 +1,16 @@
-"""A request for a plan, and the part of it that leaves choices to the planner."""
+"""A request for a plan."""
 
 import dataclasses
-from typing import ClassVar, get_args
-
-from pydantic import ConfigDict
+import math
+from typing import Any, get_args
 
 from hwprofiles.profile import Dtype, HardwareProfile
+from planner.choices.constraints import Constraints
 from planner.costs.kernels import no_products
-from planner.decisions import BF16, Choice, Count, Precision, check_fp8_weights
+from planner.decisions import BF16, Choice, Precision, check_fp8_weights
 from planner.graph import Batch
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.terms import KernelChoice, Storage
-
-MOST_MICRO_BATCHES = 4096  # per iteration: a schedule has tasks for each
-# Upper limits of a request. A larger number is a mistake, and planning would take very long.
-_MOST = {
-    "num_devices": 100_000,
-    "seq_len": 100_000_000,
-    "micro_batch": 1_000_000,
-    "num_micro_batches": MOST_MICRO_BATCHES,
-    "global_batch": 10_000_000,
-    "expert_units": 10_000,
-    "loss_tile_tokens": 100_000_000,
-    "layer_tile_tokens": 100_000_000,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constraints:
-    """The values that the user gave; ``None`` leaves the choice to the planner.
-
-    Attributes:
-        num_devices: devices to train on, over as many nodes as they fill.
-        micro_batch: sequences per forward on each device; by default :func:`planner.terms.default_micro_batch`, unless
-            a global batch is wanted.
-        num_micro_batches: forwards per iteration (gradient accumulation); 1 unless a global batch is wanted.
-        global_batch: sequences per iteration over all devices.
-        tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model; 1 unless a global batch is
-            wanted.
-        expert_units: units into which a rank's experts of a layer are divided; by default units that are large enough
-            to be worth moving.
-        loss_tile_tokens: tokens whose logits exist at a time; as many as a micro-batch has, or more: all. See
-            [Note: Tiles] in :mod:`planner.choices.tiles`.
-        layer_tile_tokens: tokens for which norms and MLPs compute at a time; likewise.
-        fp8_weights: whether weights of products in fp8 are fetched from the host, and gathered, in fp8; by default,
-            where that is faster.
-        kernels: the kernels that run beside products and attention: by default those of ``transformers``.
-        storage: storage that may be used beside device and host; see :data:`planner.terms.Storage`.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    num_devices: Count = 1
-    micro_batch: Count | None = None
-    num_micro_batches: Count | None = None
-    global_batch: Count | None = None
-    tensor_parallel: Count | None = None
-    pipeline_parallel: Count | None = None
-    expert_parallel: Count | None = None
-    expert_units: Count | None = None
-    loss_tile_tokens: Count | None = None
-    layer_tile_tokens: Count | None = None
-    fp8_weights: bool | None = None
-    kernels: KernelChoice | None = None
-    storage: Storage = "never"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,20 +31,19 @@ class Request(Constraints):
     model: Model
     hardware: HardwareProfile
     _: dataclasses.KW_ONLY
-    seq_len: int = 2048
+    seq_len: int = dataclasses.field(default=2048, metadata={"most": 100_000_000})
     precision: Precision | Dtype = BF16
     optimizer: Optimizer = "adamw"
     clip: bool = True
-    subgroup_params: int = 100_000_000
+    subgroup_params: int = dataclasses.field(default=100_000_000, metadata={"most": math.inf})
     expert_load: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
-        self._check_numbers()
+        for field in dataclasses.fields(self):
+            _check_value(field, getattr(self, field.name))
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
-        if self.storage not in get_args(Storage):
-            raise ValueError(f"storage is {self.storage!r}, but must be one of {', '.join(get_args(Storage))}")
         self._check_precision(self.types)
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
@@ -130,10 +75,6 @@ class Request(Constraints):
             )
 
     def _check_kernels(self) -> None:
-        if self.kernels not in {None, *get_args(KernelChoice)}:
-            raise ValueError(
-                f"kernels is {self.kernels!r}, but must be one of {', '.join(get_args(KernelChoice))}; choose one"
-            )
         if self.kernels == "compiled" and self.storage != "never":
             raise ValueError(
                 f"storage is {self.storage!r}, but a compiled block has no separate products whose outputs could be "
@@ -156,17 +97,6 @@ class Request(Constraints):
             "'bf16' or 'fp32'"
         )
 
-    def _check_numbers(self) -> None:
-        for field in (*(each.name for each in dataclasses.fields(Constraints)), "seq_len", "subgroup_params"):
-            value = getattr(self, field)
-            if field in {"storage", "fp8_weights", "kernels"} or value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}, but must be a whole number of at least 1")
-        for field, most in _MOST.items():
-            if (value := getattr(self, field)) is not None and value > most:
-                raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
-
     @property
     def constraints(self) -> Constraints:
         """The degrees and batch sizes that the user gave."""
@@ -181,6 +111,19 @@ class Request(Constraints):
     def batch(self, choice: Choice) -> Batch:
         """Return the batch of one forward and backward on a rank."""
         return batch_of(choice, self.types, self.seq_len, self.expert_load, self.hardware)
+
+
+def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    """Check the value of a field against its limit, or its choices."""
+    if value is None:
+        return
+    if (most := field.metadata.get("most")) is not None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{field.name} is {value!r}, but must be a whole number of at least 1")
+        if value > most:
+            raise ValueError(f"{field.name} is {value}, but no more than {most} can be planned; ask for less")
+    if (choices := field.metadata.get("choices")) is not None and value not in choices:
+        raise ValueError(f"{field.name} is {value!r}, but must be one of {', '.join(choices)}; choose one")
 
 
 def _precision(given: Precision | Dtype) -> Precision:
@@ -210,5 +153,6 @@ def batch_of(
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,
         fp8_products=("emulated" if hardware.device.kind == "host" else "device") if precision.products else None,
-        **choice.tiles._asdict(),
+        loss_tile_tokens=choice.loss_tile_tokens,
+        layer_tile_tokens=choice.layer_tile_tokens,
     )

@@ -25,7 +25,7 @@ from planner.models.kernels import flop, num_kernels
 from planner.optimizers import ELEMENTWISE, OPTIMIZERS, Optimizer
 from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Work
+from planner.schedule.tasks import Lane, Op, Task
 
 # Passes to add a micro-batch's gradient to the sum on the host: two operands in, one out.
 _ACCUMULATE_PASSES = 3
@@ -64,7 +64,7 @@ class CostModel:
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
         self._optimizer = given.optimizer
-        self._degrees = given.degrees
+        self._given = given
         self.layout = Layout(
             given.data_parallel, given.tensor_parallel, given.pipeline_parallel, profile.devices_per_node
         )
@@ -115,7 +115,7 @@ class CostModel:
                 prices[number] = dataclasses.replace(price, duration_s=_INSTANT_S)
         return [prices[number] for number in arrays.work.tolist()]
 
-    def price(self, task: Work) -> Price:
+    def price(self, task: Task) -> Price:
         """Return the price of one task."""
         kind = kind_of(task)  # equal layers, and candidates of a search, have tasks of the same kinds
         if (price := self._prices.get(kind)) is None:
@@ -123,13 +123,13 @@ class CostModel:
             price = self._prices[kind] = self._same.setdefault(price, price)
         return price
 
-    def _parts(self, task: Work) -> int:
+    def _parts(self, task: Task) -> int:
         """Return the number of different parts of a collective's parameters that data-parallel ranks hold."""
         if task.lane is not Lane.COLLECTIVE or task.unit not in self._units:
             return 1
-        return self._units[task.unit].parts(self._degrees)
+        return self._units[task.unit].parts(self._given)
 
-    def _price(self, task: Work) -> Price:
+    def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
             return self._launch(task)
         if task.op is Op.UPDATE:
@@ -142,7 +142,7 @@ class CostModel:
             return self._collective(task)
         return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
-    def _launch(self, task: Work) -> Price:
+    def _launch(self, task: Task) -> Price:
         """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors.
 
         Where the host is the device, it also computes the norm of gradients that stay there.
@@ -161,12 +161,12 @@ class CostModel:
         """Return the time that kernels take on the device, one after another."""
         return self._kernels.compute_s(kernels)
 
-    def work(self, task: Work) -> tuple[float, float]:
+    def work(self, task: Task) -> tuple[float, float]:
         """Return the FLOP of a compute task, and the bytes that its kernels touch."""
         kernels = self.kernels_of(task)
         return flop(kernels), sum(self._kernels.time_and_bytes(kernel)[1] for kernel in kernels)
 
-    def _compute(self, task: Work) -> Price:
+    def _compute(self, task: Task) -> Price:
         kernels = self.kernels_of(task)
         times = [self._kernels.time_and_bytes(kernel) for kernel in kernels]
         duration_s = sum(time_s for time_s, _ in times)
@@ -177,7 +177,7 @@ class CostModel:
             duration_s += self._rank.read_s(self.profile.device.elementwise, task.num_bytes, "elementwise")
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, num_bytes))
 
-    def kernels_of(self, task: Work) -> tuple[Kernel, ...]:
+    def kernels_of(self, task: Task) -> tuple[Kernel, ...]:
         """Return the kernels of a task of the compute lane."""
         unit = self._units[task.unit]
         if task.in_fp8 and unit.fp8_twin:
@@ -192,7 +192,7 @@ class CostModel:
             case _:
                 return unit.backward
 
-    def _device_update(self, task: Work) -> Price:
+    def _device_update(self, task: Task) -> Price:
         device = self.profile.device
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
@@ -207,16 +207,16 @@ class CostModel:
         )
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, update_bytes * task.num_params))
 
-    def _kind(self, task: Work) -> Optimizer:
+    def _kind(self, task: Task) -> Optimizer:
         """Return the optimizer of an update."""
         others = OPTIMIZERS[self._optimizer].others
         return others if others and not task.matrices else self._optimizer
 
-    def _update_bytes(self, task: Work) -> float:
+    def _update_bytes(self, task: Task) -> float:
         """Return the bytes per parameter that an update moves."""
         return self.precision.update_bytes_per_param(self._kind(task), splits=task.splits)
 
-    def _with_arithmetic(self, memory_s: float, task: Work, num_cores: float) -> float:
+    def _with_arithmetic(self, memory_s: float, task: Task, num_cores: float) -> float:
         """Return the time of an update on so many cores, at least that of its arithmetic; on a GPU there are none."""
         kind = self._kind(task)
         core_s = self.precision.optimizer_state(kind).host_core_s
@@ -242,7 +242,7 @@ class CostModel:
         """
         return update_bytes / BF16.update_bytes_per_param("adamw")
 
-    def _host_products_s(self, task: Work) -> float:
+    def _host_products_s(self, task: Task) -> float:
         """Return the time of Muon's products on the host, by the cores that update, and of exchanges before and after.
 
         If the device is a share of the host's cores, they are as fast as its own. Profiles of GPUs do not have products
@@ -265,7 +265,7 @@ class CostModel:
             )
         return exchanges_s + flop(kernels) * ranks / (_HOST_FLOP_PER_CORE_S * host.num_optimizer_cores)
 
-    def _cpu_update(self, task: Work) -> Price:
+    def _cpu_update(self, task: Task) -> Price:
         """Price an update on the rank's share of the node, because all ranks update at the same time."""
         host, ranks = self.profile.host, self.ranks_per_node
         duration_s = self._rank.read_s(host.optimizer, task.num_params * ranks, "CPU optimizer")
@@ -286,7 +286,7 @@ class CostModel:
             ((Resource.CORES, host.num_optimizer_cores / ranks), (Resource.DRAM, self._rank.at_most_dram(dram))),
         )
 
-    def _copy(self, task: Work) -> Price:
+    def _copy(self, task: Task) -> Price:
         link = self.profile.host_link
         down = task.lane in {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN}
         direction: Literal["down", "up"] = "down" if down else "up"
@@ -327,7 +327,7 @@ class CostModel:
             uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
 
-    def _storage(self, task: Work) -> Price:
+    def _storage(self, task: Task) -> Price:
         """Price a read from or write to NVMe, past the page cache. All ranks of a node do theirs at the same time."""
         nvme = self.profile.nvme
         if nvme is None:
@@ -345,7 +345,7 @@ class CostModel:
         )
         return Price(0.0, duration_s, uses)
 
-    def _collective(self, task: Work) -> Price:
+    def _collective(self, task: Task) -> Price:
         """Price a collective over data-parallel ranks, with its levels inside and between nodes."""
         group = self.layout.replicas(self._parts(task))
         rings = self._fabrics.rings(group, task.num_bytes)
@@ -362,7 +362,7 @@ class CostModel:
                 uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
 
-    def _send(self, task: Work) -> Price:
+    def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""
         last = self.layout.pipeline - 1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)

@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from planner.decisions.choice import Count
 from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import Place, UnitDecision
 from planner.decisions.precision import Precision
 from planner.decisions.sharding import Sharding
 from planner.graph import Unit
+from planner.models.choice import Count
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.decisions.choice import Choice, Count
 from planner.decisions.fp8 import ALIGNMENT_BYTES, Fp8Weights
 from planner.decisions.places import Place
 from planner.decisions.precision import BF16, TIE_PARAMS, Precision
 from planner.graph import Unit
+from planner.models.choice import Choice, Count
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.subgroups import Subgroup, UnitLayout, unit_layout
 
@@ -35,18 +35,13 @@ class Sharding(Choice):
         return self.precision.state_bytes_per_param(self.optimizer)
 
     @property
-    def other_state_bytes_per_param(self) -> float:
-        """The same of parameters that are no hidden matrices."""
-        return self.precision.state_bytes_per_param(OPTIMIZERS[self.optimizer].others or self.optimizer)
-
-    @property
     def resident_weight_bytes_per_param(self) -> int:
         """Bytes of state per parameter that a resident weight saves, because it may be the master copy itself."""
         return self.precision.weight_bytes if self.precision.master_is_weight else 0
 
     def replicas(self, unit: Unit) -> int:
         """Return the number of ranks with the same part of a unit. They reduce its gradient, and shard it in ZeRO."""
-        return self.data_parallel // unit.parts(self.degrees) if self.data_parallel > 1 else 1
+        return self.data_parallel // unit.parts(self) if self.data_parallel > 1 else 1
 
     def regathers(self, unit: Unit) -> bool:
         """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""

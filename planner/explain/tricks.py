@@ -34,34 +34,21 @@ class Trick:
     off: Off
 
 
-@dataclasses.dataclass(frozen=True)
-class Worth:
-    """A trick, and the best that can be done without it.
-
-    Attributes:
-        trick: the trick.
-        trial: the best without it; ``None`` if the plan does not use it.
-    """
-
-    trick: Trick
-    trial: Trial | None
-
-
 def worths(
     bench: Bench, progress: Callable[[int], object] = lambda _: None, tricks: Sequence[Trick] | None = None
-) -> tuple[Worth, ...]:
-    """Switch off one trick at a time.
+) -> dict[Trick, Trial | None]:
+    """Switch off one trick at a time, and return the best without each; ``None`` if the plan does not use it.
 
     Args:
         bench: the plan.
         progress: called with the number done.
         tricks: those to switch off; by default :data:`TRICKS`.
     """
-    found = []
+    found = {}
     for done, trick in enumerate(TRICKS if tricks is None else tricks):
         progress(done)
-        found.append(Worth(trick, without(bench, trick)))
-    return tuple(found)
+        found[trick] = without(bench, trick)
+    return found
 
 
 def without(bench: Bench, trick: Trick) -> Trial | None:

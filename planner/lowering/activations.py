@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import Keys, LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 Segment = list[LoweredUnit]
 
@@ -46,58 +46,58 @@ def activations(program: Program) -> None:
         _return(program, leaving[::-1], evicts, micro_batch)
 
 
-def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[str, Draft]:
+def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[str, Task]:
     """Add the tasks that offload activations; return those that write to NVMe, by unit."""
     count = program.decisions.num_activation_slots
-    left: list[Draft] = []  # the last task of each segment
-    evicted: list[Draft] = []
-    evicts: dict[str, Draft] = {}
+    left: list[Task] = []  # the last task of each segment
+    evicted: list[Task] = []
+    evicts: dict[str, Task] = {}
     for segment in leaving:
         segment[0].forwards[micro_batch].after += _at(left, count)
         goes_on = segment[0].activations == "offload-nvme"
         for unit in segment:
             forward = unit.forwards[micro_batch]
-            offload = _move(program, forward, Lane.ACTIVATION_OUT, Op.OFFLOAD, unit, (forward.key,))
+            offload = _move(program, forward, Lane.ACTIVATION_OUT, Op.OFFLOAD, unit, (forward.index,))
             unit.offloads.append(offload)
             if goes_on:
                 offload.after += _at(evicted, count)
-                evicts[unit.name] = _move(program, forward, Lane.NVME_WRITE, Op.EVICT, unit, (offload.key,))
+                evicts[unit.name] = _move(program, forward, Lane.NVME_WRITE, Op.EVICT, unit, (offload.index,))
         left.append(offload)
         if goes_on:
             evicted.append(evicts[unit.name])
     return evicts
 
 
-def _return(program: Program, leaving: list[Segment], evicts: Mapping[str, Draft], micro_batch: int) -> None:
+def _return(program: Program, leaving: list[Segment], evicts: Mapping[str, Task], micro_batch: int) -> None:
     """Add the tasks that reload activations, the last segment first."""
     count = program.decisions.num_activation_slots
     last_forward = program.units[-1].forwards[micro_batch]
-    used: list[Draft] = []  # the last backward of each segment
-    passed: list[Draft] = []  # the last reload that frees a host buffer
+    used: list[Task] = []  # the last backward of each segment
+    passed: list[Task] = []  # the last reload that frees a host buffer
     for segment in leaving:
         ahead = used[-count] if len(used) >= count else last_forward
         for unit in segment:
             source = unit.offloads[micro_batch]
             if evict := evicts.get(unit.name):
-                freed = _at(passed, count) or (last_forward.key,)
-                source = _move(program, ahead, Lane.NVME_READ, Op.RECALL, unit, (evict.key, *freed))
-            reload = _move(program, ahead, Lane.ACTIVATION_IN, Op.RELOAD, unit, (source.key, ahead.key))
+                freed = _at(passed, count) or (last_forward.index,)
+                source = _move(program, ahead, Lane.NVME_READ, Op.RECALL, unit, (evict.index, *freed))
+            reload = _move(program, ahead, Lane.ACTIVATION_IN, Op.RELOAD, unit, (source.index, ahead.index))
             unit.reloads.append(reload)
-            unit.agains[micro_batch].after += (reload.key,)
+            unit.agains[micro_batch].after += (reload.index,)
         used.append(segment[0].backwards[micro_batch])
         if evict:
             passed.append(reload)
 
 
-def _at(done: list[Draft], count: int) -> Keys:
+def _at(done: list[Task], count: int) -> Keys:
     """Return the key of the task ``count`` segments ago. Lanes are first-in first-out, so earlier ones ended too."""
-    return (done[-count].key,) if len(done) >= count else ()
+    return (done[-count].index,) if len(done) >= count else ()
 
 
-def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit, after: Keys) -> Draft:
+def _move(program: Program, anchor: Task, lane: Lane, op: Op, unit: LoweredUnit, after: Keys) -> Task:
     """Add a copy of a unit's activations, issued right after a compute task of the same micro-batch."""
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
     draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
     draft.num_bytes = unit.moved_bytes or 0
-    program.behind[anchor.key].append(draft)
+    program.behind[anchor.index].append(draft)
     return draft

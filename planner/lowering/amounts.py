@@ -74,7 +74,7 @@ class AmountsOf:
     """
 
     def __init__(self, decisions: Decisions) -> None:
-        self._decisions, self._degrees = decisions, decisions.degrees
+        self._decisions = decisions
         self._by_layout = OPTIMIZERS[decisions.optimizer].lays_out
         self._known: dict[tuple[object, ...], Amounts] = {}
 
@@ -85,7 +85,7 @@ class AmountsOf:
             ValueError: the decision does not fit the unit.
         """
         frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
-        parts, where = unit.parts(self._degrees), (decided.params, decided.update, decided.streamed_gradients)
+        parts, where = unit.parts(self._decisions), (decided.params, decided.update, decided.streamed_gradients)
         fp8 = self._decisions.fp8_of(unit)
         kind = (unit.num_params, frozen_bytes, parts, *where, fp8, unit.extents if self._by_layout else ())
         if (known := self._known.get(kind)) is None:

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 # The task that runs just before the backward of a segment, by the decision on its activations.
 AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}
@@ -46,13 +46,13 @@ def compute(program: Program, lay: Callable[[Program], None] = lay_in_turn) -> N
         tensors[unit.stage] += len(unit.unit.parameters)
     start, end = program.spine[0], program.spine[-1]
     if decisions.clip:
-        end = program.clip = program.draft(Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=(end.key,))
+        end = program.clip = program.draft(Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=(end.index,))
         program.spine.append(end)
     # Before the next iteration, the caller waits for the norm and goes through all parameters. Stages do so at the same
     # time.
-    step = program.draft(Lane.LAUNCH, Op.STEP, Phase.UPDATE, after=(end.key,))
+    step = program.draft(Lane.LAUNCH, Op.STEP, Phase.UPDATE, after=(end.index,))
     step.num_tensors = max(tensors.values())
-    start.after_previous += (step.key,)
+    start.after_previous += (step.index,)
     program.tail.append(step)
 
 
@@ -75,11 +75,11 @@ def launch(program: Program, awaited: Collection[Op] = (Op.FLUSH, Op.SCATTER)) -
                 add_issue(program, unit, draft, num_kernels, awaited)
 
 
-def add_issue(program: Program, unit: LoweredUnit, draft: Draft, num_kernels: int, awaited: Collection[Op]) -> None:
+def add_issue(program: Program, unit: LoweredUnit, draft: Task, num_kernels: int, awaited: Collection[Op]) -> None:
     """Add the host's time to issue the kernels of a compute task."""
     issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch)
     issue.num_kernels = num_kernels
     if draft.after:
         issue.after = tuple(key for key in draft.after if program.drafts[key].op in awaited)
-    draft.after += (issue.key,)
-    program.before[draft.key].append(issue)
+    draft.after += (issue.index,)
+    program.before[draft.index].append(issue)

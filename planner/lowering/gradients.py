@@ -6,16 +6,16 @@ of traffic in bf16.
 
 from collections import Counter
 
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
 def gradients(program: Program) -> None:
     """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
     num_slots = program.decisions.num_gradient_slots
     leaving: list[int] = []
-    spilled: list[Draft] = []
+    spilled: list[Task] = []
     for draft in program.spine:
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
@@ -25,11 +25,11 @@ def gradients(program: Program) -> None:
         if flushed:
             spill(program, unit, draft, flushed, spilled, num_slots)
         if (gone := flushed or ready) is not draft:
-            leaving.append(gone.key)
+            leaving.append(gone.index)
     settle(program)
 
 
-def wait_for_slot(backward: Draft, leaving: list[int], num_slots: int) -> None:
+def wait_for_slot(backward: Task, leaving: list[int], num_slots: int) -> None:
     """Let backward run at most so many units ahead of the gradients that leave; ``leaving`` lists those on their way.
 
     It waits for all of them, not only the latest: collectives and copies have different lanes and end in any order.
@@ -39,7 +39,7 @@ def wait_for_slot(backward: Draft, leaving: list[int], num_slots: int) -> None:
     del leaving[:num_over]
 
 
-def reduce(program: Program, unit: LoweredUnit, backward: Draft, *, at_step: bool = False) -> Draft:
+def reduce(program: Program, unit: LoweredUnit, backward: Task, *, at_step: bool = False) -> Task:
     """Add the collective over ranks; return the task after which this micro-batch's gradient is final.
 
     If whole gradients accumulate on the device, ranks reduce them once, after the last micro-batch; ``at_step`` leaves
@@ -53,13 +53,13 @@ def reduce(program: Program, unit: LoweredUnit, backward: Draft, *, at_step: boo
     if piles_up and (at_step or not last):
         return backward
     scatter = add_scatter(program, unit, backward.micro_batch, backward)
-    program.behind[backward.key].append(scatter)
+    program.behind[backward.index].append(scatter)
     return scatter
 
 
-def add_scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft) -> Draft:
+def add_scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Task) -> Task:
     """Add and return the collective that reduces a unit's gradient over ranks."""
-    scatter = program.draft(Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit, micro_batch, (after.key,))
+    scatter = program.draft(Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit, micro_batch, (after.index,))
     scatter.num_bytes = exchanged_bytes(program, unit)
     unit.scatters[micro_batch] = scatter
     return scatter
@@ -75,17 +75,17 @@ def exchanged_bytes(program: Program, unit: LoweredUnit) -> int:
     return num_bytes * (2 if decisions.zero_stage == 0 else 1)
 
 
-def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -> Draft | None:
+def _flush(program: Program, unit: LoweredUnit, backward: Task, ready: Task) -> Task | None:
     """Add the copy of one micro-batch's gradient to the host, and return it."""
     num_params, decisions = unit.amounts.flushed_params, program.decisions
     if not num_params:
         return None
-    draft = program.draft(Lane.D2H, Op.FLUSH, Phase.BACKWARD, unit, backward.micro_batch, (ready.key,))
+    draft = program.draft(Lane.D2H, Op.FLUSH, Phase.BACKWARD, unit, backward.micro_batch, (ready.index,))
     draft.num_bytes = decisions.precision.weight_bytes * num_params
     if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
         draft.num_params = num_params  # the copy also computes the norm
     unit.flushes[backward.micro_batch] = draft
-    program.behind[backward.key].append(draft)
+    program.behind[backward.index].append(draft)
     return draft
 
 
@@ -98,7 +98,7 @@ def settle(program: Program) -> None:
     if not (clip := program.clip):
         return
     # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
-    clip.after += tuple(unit.summed.key for unit in program.units if unit.num_params and unit.summed)
+    clip.after += tuple(unit.summed.index for unit in program.units if unit.num_params and unit.summed)
     # The norm of those that stay on the device is computed by this task.
     staying = Counter[int]()
     for unit in program.units:

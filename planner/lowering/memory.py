@@ -10,11 +10,11 @@ from planner.graph import Unit
 from planner.lowering.activations import OffloadRooms, Segment
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE
-from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
+from planner.schedule.tasks import Lane, MemoryClass, Op, Task, Tier
 
 Fresh = list[dict[str, dict[str, float]]]
 """By micro-batch and unit: the share of each parameter's gradient that is new in that unit's backward."""
@@ -82,7 +82,7 @@ def _gradients(program: Program, hold_gradients: HoldGradients) -> Fresh:
 
 
 def hold_leaving(
-    free_after: Mapping[int, Draft],
+    free_after: Mapping[int, Task],
     program: Program,
     unit: LoweredUnit,
     maker: LoweredUnit,
@@ -102,22 +102,22 @@ def hold_leaving(
     decisions, amounts = program.decisions, unit.amounts
     gradient_bytes, ranks = decisions.precision.gradient_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
-    made: Draft | None = None  # the task since which whole gradients of this rank accumulate
-    summed: Draft | None = None  # the task since which the sum for the device's update is there
+    made: Task | None = None  # the task since which whole gradients of this rank accumulate
+    summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
         note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
         made = made or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
-            last = scatter if host else free_after.get(scatter.key, scatter)
+            last = scatter if host else free_after.get(scatter.index, scatter)
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, last)
             made = scatter
         elif ranks > 1:
             continue
         if host:
             last = unit.flushes[micro_batch]
-            hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, free_after.get(last.key, last))
+            hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, free_after.get(last.index, last))
         summed, made = summed or made, None
     if resident and summed:
         hold_resident(program, unit, tied, summed)
@@ -150,7 +150,7 @@ def note_fresh(
         fresh[maker.name] |= shares
 
 
-def hold_resident(program: Program, unit: LoweredUnit, tied: Collection[str], summed: Draft) -> None:
+def hold_resident(program: Program, unit: LoweredUnit, tied: Collection[str], summed: Task) -> None:
     """Hold the sum of gradients that stay on the device, from a task to their last update."""
     amounts = unit.amounts
     num_bytes = program.decisions.precision.gradient_bytes * amounts.resident_params
@@ -158,16 +158,16 @@ def hold_resident(program: Program, unit: LoweredUnit, tied: Collection[str], su
     hold_from(program, unit, tied, num_bytes, f"{unit.name} resident", summed, unit.updates[final])
 
 
-def _free_after(program: Program) -> dict[int, Draft]:
+def _free_after(program: Program) -> dict[int, Task]:
     """Return the tasks after which backward can use the memory of gradients again, by the last task that moves them.
 
     On a GPU, the host issues backward ahead. What autograd allocates then cannot take memory that a copy on another
     stream still reads, while memory of its own stream is freed in the order of issue. So for what is issued next, a
     gradient is there until the host waits for its copy, before it issues a later backward.
     """
-    found: dict[int, Draft] = {}
+    found: dict[int, Task] = {}
     for before, draft in itertools.pairwise(program.computing):
-        for issue in program.before.get(draft.key, ()):
+        for issue in program.before.get(draft.index, ()):
             for key in issue.after if issue.op is Op.ISSUE else ():
                 if before.unit != program.drafts[key].unit:
                     found.setdefault(key, before)
@@ -175,7 +175,7 @@ def _free_after(program: Program) -> dict[int, Draft]:
 
 
 def hold_from(
-    program: Program, unit: LoweredUnit, tied: Collection[str], num_bytes: int, label: str, first: Draft, last: Draft
+    program: Program, unit: LoweredUnit, tied: Collection[str], num_bytes: int, label: str, first: Task, last: Task
 ) -> None:
     """Hold a unit's gradients. Only those of a ``tied`` weight exist before the unit's own backward."""
     if first.op is Op.BACKWARD and first.unit != unit.name:

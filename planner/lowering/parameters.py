@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from planner.decisions import Fp8Weights
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Task
 
 _Size = tuple[int, Fp8Weights | None, int]  # padded parameters, what moves in fp8, padded bytes of frozen weights
 
@@ -100,10 +100,10 @@ def _moves(unit: LoweredUnit) -> bool:
     return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.unit.num_weights)
 
 
-Released = Callable[[LoweredUnit, Draft, int], bool]
+Released = Callable[[LoweredUnit, Task, int], bool]
 
 
-def _stays(_unit: LoweredUnit, _user: Draft, _num_params: int) -> bool:
+def _stays(_unit: LoweredUnit, _user: Task, _num_params: int) -> bool:
     return False
 
 
@@ -118,10 +118,10 @@ def parameters(program: Program, released: Released = _stays) -> None:
     slots = assign_slots(program)
     if not slots.of_unit:
         return
-    occupant: dict[int, tuple[LoweredUnit, Draft]] = {}  # by slot: the unit in it and its latest use
-    first_fill: dict[int, Draft] = {}
-    reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # by slot: reads from NVMe, each with its fetch
-    positions = {draft.key: position for position, draft in enumerate(program.spine)}
+    occupant: dict[int, tuple[LoweredUnit, Task]] = {}  # by slot: the unit in it and its latest use
+    first_fill: dict[int, Task] = {}
+    reads: dict[int, list[tuple[Task, Task]]] = defaultdict(list)  # by slot: reads from NVMe, each with its fetch
+    positions = {draft.index: position for position, draft in enumerate(program.spine)}
     latest = -1  # the position in the spine behind which the latest fill was issued
     passed = 0  # the number of parameters used so far
     used_at: dict[str, int] = {}
@@ -138,10 +138,10 @@ def parameters(program: Program, released: Released = _stays) -> None:
             if held is not unit or released(unit, user, passed - used_at[name]):
                 # Lanes are first-in first-out, so fills are issued in the order of use. Otherwise a fill whose slot is
                 # free early, but whose weights are updated late, would delay all fills behind it.
-                latest = max(latest, positions[used.key] if used else -1)
+                latest = max(latest, positions[used.index] if used else -1)
                 anchor = program.spine[latest] if latest >= 0 else None
                 filled = _fill(program, unit, slot, user, used, anchor)
-                user.after += (filled[-1].key,)
+                user.after += (filled[-1].index,)
                 if filled[0].op is Op.READ:
                     reads[slot].append((filled[0], filled[1]))
                     del filled[0]
@@ -150,26 +150,26 @@ def parameters(program: Program, released: Released = _stays) -> None:
             passed += unit.unit.num_weights
             used_at[name] = passed
     for slot, fill in first_fill.items():
-        fill.after_previous += (occupant[slot][1].key,)
+        fill.after_previous += (occupant[slot][1].index,)
     _bound_reads(reads)
 
 
-def _bound_reads(reads: dict[int, list[tuple[Draft, Draft]]]) -> None:
+def _bound_reads(reads: dict[int, list[tuple[Task, Task]]]) -> None:
     """Give every slot one host buffer. The next read into it waits until its content has been copied to the device."""
     for through in reads.values():
         for (_, fetched), (read, _) in itertools.pairwise(through):
-            read.after += (fetched.key,)
-        through[0][0].after_previous += (through[-1][1].key,)
+            read.after += (fetched.index,)
+        through[0][0].after_previous += (through[-1][1].index,)
 
 
 def _fill(
     program: Program,
     unit: LoweredUnit,
     slot: int,
-    user: Draft,
-    used: Draft | None,
-    anchor: Draft | None,
-) -> list[Draft]:
+    user: Task,
+    used: Task | None,
+    anchor: Task | None,
+) -> list[Task]:
     """Add the tasks that bring a unit into its slot, and return them.
 
     Args:
@@ -181,15 +181,15 @@ def _fill(
         anchor: the spine task to issue them behind; ``None`` for the start of the iteration.
     """
     amounts, weight_bytes = unit.amounts, program.decisions.precision.weight_bytes
-    start = (used.key,) if used else ()
-    tasks: list[Draft] = []
+    start = (used.index,) if used else ()
+    tasks: list[Task] = []
     if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
         own_bytes = weight_bytes * amounts.shard_params
         fetch.num_bytes = (amounts.fp8.fetched_bytes if amounts.fp8 else own_bytes) + amounts.frozen_bytes
         tasks.append(fetch)
     if amounts.gathered:
-        after = (*start, tasks[0].key) if tasks else start
+        after = (*start, tasks[0].index) if tasks else start
         gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
         all_bytes = amounts.fp8.gathered_bytes if amounts.fp8 else weight_bytes * amounts.exchanged_params
         gather.num_bytes = all_bytes + unit.unit.frozen_bytes(weight_bytes)
@@ -197,11 +197,11 @@ def _fill(
             gather.num_params = amounts.shard_params
         tasks.append(gather)
     tasks[-1].slot = slot
-    where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]
+    where = program.behind[anchor.index] if anchor else program.before[program.spine[0].index]
     if unit.amounts.params == "nvme":
         read = program.draft(Lane.NVME_READ, Op.READ, user.phase, unit, user.micro_batch)
         read.num_bytes, read.slot = fetch.num_bytes, slot
-        fetch.after += (read.key,)
+        fetch.after += (read.index,)
         tasks.insert(0, read)
     where += tasks
     # Weights change once an iteration: only the first fill waits for updates (the pass ``updates`` sees to it).
@@ -209,7 +209,7 @@ def _fill(
     return tasks
 
 
-def issue_ahead(program: Program, unit: LoweredUnit, position: int, draft: Draft) -> None:
+def issue_ahead(program: Program, unit: LoweredUnit, position: int, draft: Task) -> None:
     """Issue a task for a unit's first use in the iteration: just before its fill, or as far ahead as slots allow.
 
     So uploads and fetches queue up in the order of use.
@@ -220,6 +220,6 @@ def issue_ahead(program: Program, unit: LoweredUnit, position: int, draft: Draft
         return
     ahead = position - program.decisions.num_param_slots
     if ahead < 0:
-        program.before[program.spine[0].key].append(draft)
+        program.before[program.spine[0].index].append(draft)
     else:
-        program.behind[program.units[ahead].forwards[0].key].append(draft)
+        program.behind[program.units[ahead].forwards[0].index].append(draft)

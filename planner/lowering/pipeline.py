@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.gradients import add_scatter, settle
-from planner.lowering.program import Draft, Program
+from planner.lowering.program import Program
 from planner.models.kernels import Collective, Kernels
 from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 
@@ -130,7 +130,7 @@ def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:
 def lay(program: Program) -> None:
     """Append forwards and backwards of all stages to the spine, each after the transfer that it needs."""
     units, decisions = program.units, program.decisions
-    sent: dict[tuple[Lane, int, int], Draft] = {}  # by sender and micro-batch
+    sent: dict[tuple[Lane, int, int], Task] = {}  # by sender and micro-batch
     num_stages = decisions.pipeline_parallel
     for op, stage, micro_batch in issue_order(num_stages, decisions.num_micro_batches):
         unit, phase = units[stage], _PHASES[op]
@@ -138,14 +138,14 @@ def lay(program: Program) -> None:
         lane, step = (Lane.SEND, 1) if forward else (Lane.SEND_BACK, -1)
         draft = program.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
         if received := sent.get((lane, stage - step, micro_batch)):
-            draft.after = (received.key,)
+            draft.after = (received.index,)
         (unit.forwards if forward else unit.backwards).append(draft)
         program.spine.append(draft)
         if not 0 <= stage + step < num_stages:
             continue
-        send = sent[lane, stage, micro_batch] = program.draft(lane, Op.SEND, phase, unit, micro_batch, (draft.key,))
+        send = sent[lane, stage, micro_batch] = program.draft(lane, Op.SEND, phase, unit, micro_batch, (draft.index,))
         send.num_bytes = -(-unit.unit.activation_output_bytes // decisions.tensor_parallel)
-        program.behind[draft.key].append(send)
+        program.behind[draft.index].append(send)
     for stage, bank in enumerate(units[num_stages:]):
         bank.forwards, bank.backwards = units[stage].forwards, units[stage].backwards
 
@@ -168,7 +168,7 @@ def exchange_tied(program: Program) -> None:
     if not tied or first is last:
         return
     final = program.decisions.num_micro_batches - 1
-    backward = (first.backwards[final].key, last.backwards[final].key)
+    backward = (first.backwards[final].index, last.backwards[final].index)
     for unit in (first, last):
         unit.exchange = program.draft(Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit, final, backward)
         # Each stage sends and receives half of it, twice.
@@ -191,13 +191,13 @@ def launch(program: Program) -> None:
         receive = program.draft(
             Lane.LAUNCH, Op.RECEIVE, draft.phase, unit, draft.micro_batch, after=draft.after + before
         )
-        issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch, after=(receive.key,))
+        issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch, after=(receive.index,))
         issue.num_kernels = unit.unit.num_kernels[draft.op]
         draft.after = issue.after
-        computed[unit.name] = draft.key
-        program.before[draft.key] += [receive, issue]
-        for follower in program.behind[draft.key]:
-            follower.after += (issue.key,)
+        computed[unit.name] = draft.index
+        program.before[draft.index] += [receive, issue]
+        for follower in program.behind[draft.index]:
+            follower.after += (issue.index,)
 
 
 def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:

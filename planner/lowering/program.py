@@ -1,8 +1,8 @@
 """A schedule while it is being lowered: a spine of compute tasks, and the tasks that are issued around each.
 
-A pass refers to a task by its key, the number of its draft in order of creation. So passes can add tasks anywhere
-without renumbering; at the end :meth:`Program.number` turns keys into issue order. Passes find each other's tasks in
-the unit that the tasks work on (:class:`LoweredUnit`).
+A pass refers to a task by its key: its ``index`` until then, which counts tasks in order of creation. So passes can
+add tasks anywhere without renumbering; at the end :meth:`Program.number` turns keys into issue order. Passes find each
+other's tasks in the unit that the tasks work on (:class:`LoweredUnit`).
 """
 
 import dataclasses
@@ -19,41 +19,11 @@ from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
 from planner.schedule.arrays import Arrays, Held, Rows
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Shapes, Task, Tier
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
 Keys = tuple[int, ...]
 ALWAYS = -1
 """Stands for both keys of a buffer that is always held."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Draft:
-    """A task whose dependencies are still keys. See :class:`planner.schedule.tasks.Task` for the other fields.
-
-    Most tasks need few of the amounts, so amounts are set after construction.
-    """
-
-    key: int
-    lane: Lane
-    op: Op
-    phase: Phase
-    unit: str
-    micro_batch: int
-    piece: int
-    stage: int
-    after: Keys
-    after_previous: Keys = dataclasses.field(default=(), init=False)
-    num_bytes: int = dataclasses.field(default=0, init=False)
-    num_params: int = dataclasses.field(default=0, init=False)
-    num_kernels: int = dataclasses.field(default=0, init=False)
-    num_tensors: int = dataclasses.field(default=0, init=False)
-    num_modules: int = dataclasses.field(default=0, init=False)
-    slot: int = dataclasses.field(default=-1, init=False)
-    pinned: bool = dataclasses.field(default=True, init=False)
-    stalls: bool = dataclasses.field(default=False, init=False)
-    matrices: Shapes = dataclasses.field(default=(), init=False)
-    in_fp8: bool = dataclasses.field(default=False, init=False)
-    splits: bool = dataclasses.field(default=False, init=False)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -87,20 +57,20 @@ class LoweredUnit:
     num_params: int
     stage: int
     moved_bytes: int | None = None
-    forwards: list[Draft] = dataclasses.field(default_factory=list)
-    backwards: list[Draft] = dataclasses.field(default_factory=list)
-    agains: list[Draft] = dataclasses.field(default_factory=list)
-    offloads: list[Draft] = dataclasses.field(default_factory=list)
-    reloads: list[Draft] = dataclasses.field(default_factory=list)
-    scatters: dict[int, Draft] = dataclasses.field(default_factory=dict)
-    flushes: dict[int, Draft] = dataclasses.field(default_factory=dict)
-    exchange: Draft | None = None
-    final: Draft | None = None
-    summed: Draft | None = None
-    spill: Draft | None = None
-    updates: list[Draft] = dataclasses.field(default_factory=list)
-    changes: list[Draft] = dataclasses.field(default_factory=list)
-    first_fill: tuple[list[Draft], Draft] | None = None
+    forwards: list[Task] = dataclasses.field(default_factory=list)
+    backwards: list[Task] = dataclasses.field(default_factory=list)
+    agains: list[Task] = dataclasses.field(default_factory=list)
+    offloads: list[Task] = dataclasses.field(default_factory=list)
+    reloads: list[Task] = dataclasses.field(default_factory=list)
+    scatters: dict[int, Task] = dataclasses.field(default_factory=dict)
+    flushes: dict[int, Task] = dataclasses.field(default_factory=dict)
+    exchange: Task | None = None
+    final: Task | None = None
+    summed: Task | None = None
+    spill: Task | None = None
+    updates: list[Task] = dataclasses.field(default_factory=list)
+    changes: list[Task] = dataclasses.field(default_factory=list)
+    first_fill: tuple[list[Task], Task] | None = None
 
 
 class Program:
@@ -147,13 +117,13 @@ class Program:
                 lowered.moved_bytes = lowered.unit.swap_bytes
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
-        self.drafts: list[Draft] = []
-        self.spine: list[Draft] = []
-        self.computing: list[Draft] = []
-        self.clip: Draft | None = None
-        self.before: dict[int, list[Draft]] = defaultdict(list)
-        self.behind: dict[int, list[Draft]] = defaultdict(list)
-        self.tail: list[Draft] = []
+        self.drafts: list[Task] = []
+        self.spine: list[Task] = []
+        self.computing: list[Task] = []
+        self.clip: Task | None = None
+        self.before: dict[int, list[Task]] = defaultdict(list)
+        self.behind: dict[int, list[Task]] = defaultdict(list)
+        self.tail: list[Task] = []
         self.held: list[tuple[Tier, MemoryClass, int, int, int, int, str]] = []
 
     def draft(
@@ -166,17 +136,17 @@ class Program:
         after: Keys = (),
         *,
         piece: int = -1,
-    ) -> Draft:
+    ) -> Task:
         """Make a task in the stage of its unit. The caller decides where it is issued."""
         drafts = self.drafts
         if unit:
-            draft = Draft(len(drafts), lane, op, phase, unit.name, micro_batch, piece, unit.stage, after)
+            draft = Task(len(drafts), lane, op, phase, unit.name, micro_batch, piece, stage=unit.stage, after=after)
         else:
-            draft = Draft(len(drafts), lane, op, phase, "", micro_batch, piece, 0, after)
+            draft = Task(len(drafts), lane, op, phase, "", micro_batch, piece, after=after)
         drafts.append(draft)
         return draft
 
-    def lay(self, noted: list[Draft], op: Op, unit: LoweredUnit, micro_batch: int) -> None:
+    def lay(self, noted: list[Task], op: Op, unit: LoweredUnit, micro_batch: int) -> None:
         """Append a compute task to the spine, and to the unit's tasks of its kind."""
         phase = Phase.FORWARD if op is Op.FORWARD else Phase.BACKWARD
         draft = self.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
@@ -184,9 +154,9 @@ class Program:
         noted.append(draft)
         self.spine.append(draft)
 
-    def at_step(self, draft: Draft) -> None:
+    def at_step(self, draft: Task) -> None:
         """Issue a task after all compute tasks; if gradients are clipped, before the norm is known."""
-        (self.before[self.clip.key] if self.clip else self.tail).append(draft)
+        (self.before[self.clip.index] if self.clip else self.tail).append(draft)
 
     def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
         """Hold bytes all the time, on a rank of a pipeline stage; 0 bytes add no buffer."""
@@ -194,19 +164,19 @@ class Program:
             self.held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
 
     def hold_while(
-        self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
+        self, memory_class: MemoryClass, num_bytes: int, label: str, first: Task, last: Task, tier: Tier = Tier.GPU
     ) -> None:
         """Hold bytes from the start of one task to the end of another; 0 bytes add no buffer."""
         if num_bytes:
-            self.held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage, label))
+            self.held.append((tier, memory_class, num_bytes, first.index, last.index, first.stage, label))
 
-    def ordered(self) -> list[Draft]:
+    def ordered(self) -> list[Task]:
         """Return all drafts in issue order."""
-        order: list[Draft] = []
+        order: list[Task] = []
         for draft in self.spine:
-            order += self.before.get(draft.key, ())
+            order += self.before.get(draft.index, ())
             order.append(draft)
-            order += self.behind.get(draft.key, ())
+            order += self.behind.get(draft.index, ())
         return order + self.tail
 
     def number(self, description: str) -> Schedule:
@@ -228,7 +198,7 @@ class Program:
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
-_KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after_previous"))
+_KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("index", "after", "after_previous"))
 
 
 def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -251,37 +221,12 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
 
 
 def _made(
-    order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
+    order: list[Task], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
 ) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-    afters, afters_previous = after.tuples(), after_previous.tuples()
-    tasks = (
-        Task(
-            index=i,
-            lane=d.lane,
-            op=d.op,
-            phase=d.phase,
-            unit=d.unit,
-            micro_batch=d.micro_batch,
-            piece=d.piece,
-            num_bytes=d.num_bytes,
-            num_params=d.num_params,
-            num_kernels=d.num_kernels,
-            num_tensors=d.num_tensors,
-            num_modules=d.num_modules,
-            slot=d.slot,
-            pinned=d.pinned,
-            stalls=d.stalls,
-            matrices=d.matrices,
-            in_fp8=d.in_fp8,
-            splits=d.splits,
-            stage=d.stage,
-            after=afters[i],
-            after_previous=afters_previous[i],
-        )
-        for i, d in enumerate(order)
-    )
+    for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
+        task.index, (task.after, task.after_previous) = position, both
     firsts, lasts = (
         [None if end < 0 else end for end in np.asarray(ends).tolist()] for ends in (held.first, held.last)
     )
     columns = zip(held.tier, held.memory_class, held.num_bytes, labels, firsts, lasts, held.stage, strict=True)
-    return tuple(tasks), tuple(itertools.starmap(Buffer, columns))
+    return tuple(order), tuple(itertools.starmap(Buffer, columns))

@@ -1,8 +1,8 @@
 """The pass that takes state for checkpoints before it changes."""
 
 from planner.decisions import Place
-from planner.lowering.program import Draft, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import Program
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _ON_HOST = frozenset({Place.CPU, Place.STREAM})
 
@@ -18,24 +18,24 @@ def snapshots(program: Program) -> None:
     checkpoint is made they do nothing, and neither do gates.
     """
     changing = [draft for draft in program.ordered() if draft.op is Op.UPDATE and draft.num_params]
-    ahead = program.before[program.spine[0].key]
-    gates: dict[int, Draft] = {}  # by what they are issued just before
+    ahead = program.before[program.spine[0].index]
+    gates: dict[int, Task] = {}  # by what they are issued just before
     for update in changing:
         unit = program.named[update.unit]
         _, place = unit.amounts.pieces[update.piece]
         change = unit.changes[update.piece]
         snapshot = program.draft(Lane.SNAPSHOT, Op.SNAPSHOT, Phase.UPDATE, unit, piece=update.piece)
         snapshot.num_bytes = unit.amounts.state_bytes[update.piece]
-        snapshot.after_previous += (change.key,)
+        snapshot.after_previous += (change.index,)
         ahead.append(snapshot)
         waiting = snapshot
         if place in _ON_HOST:  # the gate waits for all that the change waits for, so it copies as late as possible
-            waiting = gates[change.key] = program.draft(
-                Lane.GATE, Op.GATE, Phase.UPDATE, unit, after=(snapshot.key, *change.after), piece=update.piece
+            waiting = gates[change.index] = program.draft(
+                Lane.GATE, Op.GATE, Phase.UPDATE, unit, after=(snapshot.index, *change.after), piece=update.piece
             )
             waiting.num_bytes = snapshot.num_bytes
-        change.after += (waiting.key,)
+        change.after += (waiting.index,)
     for issued in (*program.before.values(), *program.behind.values(), program.tail):
         issued[:] = [
-            each for draft in issued for each in ((gates[draft.key], draft) if draft.key in gates else (draft,))
+            each for draft in issued for each in ((gates[draft.index], draft) if draft.index in gates else (draft,))
         ]

@@ -7,8 +7,8 @@ turns. With more, one subgroup is read or written while another is updated.
 
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
 class SpillRooms:
@@ -42,7 +42,7 @@ def spilled_bytes(decisions: Decisions) -> int:
 
 
 def spill(
-    program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft], num_slots: int
+    program: Program, unit: LoweredUnit, backward: Task, flushed: Task, spilled: list[Task], num_slots: int
 ) -> None:
     """Write the accumulated gradient to NVMe after the last micro-batch.
 
@@ -58,12 +58,12 @@ def spill(
     if not (unit.amounts.from_nvme and last and program.decisions.spill_gradients):
         return
     if len(spilled) >= num_slots:
-        backward.after += (spilled[-num_slots].key,)
+        backward.after += (spilled[-num_slots].index,)
     unit.spill = program.draft(
-        Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit, backward.micro_batch, (flushed.key,)
+        Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit, backward.micro_batch, (flushed.index,)
     )
     unit.spill.num_bytes = spilled_bytes(program.decisions) * sum(unit.amounts.from_nvme)
-    program.behind[backward.key].append(unit.spill)
+    program.behind[backward.index].append(unit.spill)
     spilled.append(unit.spill)
 
 
@@ -76,20 +76,20 @@ class Ring:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._passages: list[tuple[Draft, Draft]] = []  # in, out
+        self._passages: list[tuple[Task, Task]] = []  # in, out
 
-    def take(self, arrival: Draft) -> None:
+    def take(self, arrival: Task) -> None:
         """Give the next arrival a buffer. It waits until the buffer is free."""
         arrival.slot = len(self._passages) % self._num_slots
         if len(self._passages) >= self._num_slots:
-            arrival.after += (self._passages[-self._num_slots][1].key,)
+            arrival.after += (self._passages[-self._num_slots][1].index,)
 
-    def free(self, arrival: Draft, leaving: Draft) -> None:
+    def free(self, arrival: Task, leaving: Task) -> None:
         """Free the buffer of an arrival when its data has left."""
-        arrival.after_previous += (leaving.key,)  # only after the previous iteration's write
+        arrival.after_previous += (leaving.index,)  # only after the previous iteration's write
         self._passages.append((arrival, leaving))
 
     def recycle(self) -> None:
         """Make the first arrivals of an iteration wait for the buffers that the previous iteration used last."""
         for first, (arrival, _) in enumerate(self._passages[: self._num_slots]):
-            arrival.after_previous += (self._passages[first :: self._num_slots][-1][1].key,)
+            arrival.after_previous += (self._passages[first :: self._num_slots][-1][1].index,)

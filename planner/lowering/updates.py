@@ -5,9 +5,9 @@ from typing import Final, NamedTuple
 
 from planner.decisions import Place
 from planner.lowering.parameters import issue_ahead
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
+from planner.lowering.program import Keys, LoweredUnit, Program
 from planner.lowering.storage import Ring, spilled_bytes
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
 class Subgroup(NamedTuple):
@@ -30,7 +30,7 @@ class Subgroup(NamedTuple):
     ring: Ring
 
 
-Way = Callable[[Program, Subgroup], list[Draft]]
+Way = Callable[[Program, Subgroup], list[Task]]
 """Adds the tasks of one subgroup's update, and returns those that its unit waits for."""
 
 
@@ -51,13 +51,13 @@ def updates(program: Program, ways: Mapping[Place, Way] | None = None) -> None:
     forward = decisions.update_order == "forward" and decisions.update_start == "step"
     streamed, through_nvme = Ring(decisions.num_state_slots), Ring(decisions.num_nvme_slots)
     for position, unit in order if forward else reversed(order):
-        done: list[Draft] = []
+        done: list[Task] = []
         for piece, (num_params, place) in enumerate(unit.amounts.pieces):
             ring = through_nvme if place is Place.NVME else streamed
             subgroup = Subgroup(unit, piece, num_params, position, ready(program, unit, place), ring)
             done += known[place](program, subgroup)
         if done and unit.amounts.fetched and (fp8 := unit.amounts.fp8):
-            cast = add(program, unit, -1, Lane.CPU, Op.CAST, tuple(draft.key for draft in done))
+            cast = add(program, unit, -1, Lane.CPU, Op.CAST, tuple(draft.index for draft in done))
             cast.num_bytes = fp8.cast_bytes
             done = [cast]
         if done:
@@ -73,23 +73,23 @@ def ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
         here = unit.spill
     assert here is not None
     if program.clip:
-        return (here.key, program.clip.key)
-    return (here.key,) if program.decisions.update_start == "backward" else (here.key, program.spine[-1].key)
+        return (here.index, program.clip.index)
+    return (here.index,) if program.decisions.update_start == "backward" else (here.index, program.spine[-1].index)
 
 
-def add(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, after: Keys) -> Draft:
+def add(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, after: Keys) -> Task:
     """Add a task of the update: at the end of the iteration, or right after the unit's backward."""
     draft = program.draft(lane, op, Phase.UPDATE, unit, after=after, piece=piece)
     tail(program, unit).append(draft)
     return draft
 
 
-def tail(program: Program, unit: LoweredUnit) -> list[Draft]:
+def tail(program: Program, unit: LoweredUnit) -> list[Task]:
     """Return the list of the tasks of a unit's update."""
-    return program.tail if program.decisions.update_start == "step" else program.behind[unit.backwards[-1].key]
+    return program.tail if program.decisions.update_start == "step" else program.behind[unit.backwards[-1].index]
 
 
-def add_update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_params: int, after: Keys) -> Draft:
+def add_update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_params: int, after: Keys) -> Task:
     """Add the optimizer step of a subgroup."""
     update = add(program, unit, piece, lane, Op.UPDATE, after)
     update.num_params = num_params
@@ -100,21 +100,21 @@ def add_update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_
     return update
 
 
-def _on_device(program: Program, subgroup: Subgroup) -> list[Draft]:
+def _on_device(program: Program, subgroup: Subgroup) -> list[Task]:
     unit, piece, num_params, _, after, _ = subgroup
     updated = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, after)
     unit.changes.append(updated)
     return [updated]
 
 
-def _on_host(program: Program, subgroup: Subgroup) -> list[Draft]:
+def _on_host(program: Program, subgroup: Subgroup) -> list[Task]:
     unit, piece, num_params, _, after, _ = subgroup
     updated = add_update(program, unit, piece, Lane.CPU, num_params, after)
     unit.changes.append(updated)
     return [upload(program, subgroup, updated) or updated]
 
 
-def upload(program: Program, subgroup: Subgroup, updated: Draft) -> Draft | None:
+def upload(program: Program, subgroup: Subgroup, updated: Task) -> Task | None:
     """Copy parameters that the host updated to the device, unless the unit is fetched into a slot anyway."""
     unit = subgroup.unit
     if unit.amounts.fetched:
@@ -123,22 +123,22 @@ def upload(program: Program, subgroup: Subgroup, updated: Draft) -> Draft | None
     draft = program.draft(Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit, piece=subgroup.piece)
     draft.num_bytes = decisions.precision.weight_bytes * subgroup.num_params
     if decisions.overlap_next_forward:
-        draft.after_previous = (updated.key,)
+        draft.after_previous = (updated.index,)
         issue_ahead(program, unit, subgroup.position, draft)
     else:
-        draft.after = (updated.key,)
+        draft.after = (updated.index,)
         tail(program, unit).append(draft)
     return draft
 
 
-def _through_nvme(program: Program, subgroup: Subgroup) -> list[Draft]:
+def _through_nvme(program: Program, subgroup: Subgroup) -> list[Task]:
     """Read a subgroup's state into a host buffer, update it, write it back.
 
     See [Note: Host buffers] in :mod:`planner.lowering.storage`.
     """
     unit, piece, num_params, _, after, ring = subgroup
     swap_in = add_swap_in(program, subgroup)
-    updated = add_update(program, unit, piece, Lane.CPU, num_params, (*after, swap_in.key))
+    updated = add_update(program, unit, piece, Lane.CPU, num_params, (*after, swap_in.index))
     uploaded = upload(program, subgroup, updated)
     swap_out = add_swap_out(program, subgroup, updated)
     ring.free(swap_in, swap_out)
@@ -148,7 +148,7 @@ def _through_nvme(program: Program, subgroup: Subgroup) -> list[Draft]:
     return [uploaded or updated] + ([] if program.decisions.overlap_next_forward else [swap_out])
 
 
-def add_swap_in(program: Program, subgroup: Subgroup) -> Draft:
+def add_swap_in(program: Program, subgroup: Subgroup) -> Task:
     """Add the read of a subgroup's state from NVMe. It waits for the gradient only if it reads the gradient too."""
     unit, piece, num_params, _, after, ring = subgroup
     spilled = spilled_bytes(program.decisions)
@@ -158,17 +158,17 @@ def add_swap_in(program: Program, subgroup: Subgroup) -> Draft:
     return swap_in
 
 
-def add_swap_out(program: Program, subgroup: Subgroup, written: Draft) -> Draft:
+def add_swap_out(program: Program, subgroup: Subgroup, written: Task) -> Task:
     """Add the write of a subgroup's state to NVMe after a task."""
     unit, piece = subgroup.unit, subgroup.piece
-    swap_out = add(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.key,))
+    swap_out = add(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.index,))
     weight_bytes = program.decisions.stored_weight_bytes(unit.name)
     swap_out.num_bytes = unit.amounts.state_bytes[piece] + weight_bytes * subgroup.num_params
     unit.changes.append(swap_out)
     return swap_out
 
 
-def _streamed(program: Program, subgroup: Subgroup) -> list[Draft]:
+def _streamed(program: Program, subgroup: Subgroup) -> list[Task]:
     """Copy a subgroup's state to the next slot, update it there, copy it back."""
     unit, piece, num_params, _, after, ring = subgroup
     decisions = program.decisions
@@ -176,8 +176,8 @@ def _streamed(program: Program, subgroup: Subgroup) -> list[Draft]:
     load = add(program, unit, piece, Lane.STATE_IN, Op.LOAD, after)
     load.num_bytes = state_bytes + (weight_bytes * num_params if Place.STREAM in unit.amounts.flushes else 0)
     ring.take(load)
-    update = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key,))
-    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.key,))
+    update = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.index,))
+    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.index,))
     store.num_bytes = state_bytes
     ring.free(load, store)
     unit.changes.append(store)
@@ -196,38 +196,38 @@ WAYS: Final[Mapping[Place, Way]] = {
 }
 
 
-def gate(program: Program, unit: LoweredUnit, position: int, done: list[Draft]) -> None:
+def gate(program: Program, unit: LoweredUnit, position: int, done: list[Task]) -> None:
     """Make the next use of a unit, or without overlap the whole next iteration, wait for its updates."""
     if unit.amounts.regathered:
         done = [_regather(program, unit, position, done)]
     if not program.decisions.overlap_next_forward:
         start = program.spine[0]
-        gated = [*program.before[start.key], start]  # with the fetches and gathers before it
+        gated = [*program.before[start.index], start]  # with the fetches and gathers before it
         if unit.first_fill:  # a read or fetch may be issued ahead of its user
             gated.append(unit.first_fill[1])
         for draft in gated:
-            draft.after_previous += tuple(each.key for each in done)
+            draft.after_previous += tuple(each.index for each in done)
         return
     # If the unit uses a slot, its first fill waits.
     user = unit.first_fill[1] if unit.first_fill else unit.forwards[0]
     for each in done:
         # Uploads and gathers are issued before their user in its iteration; updates in the iteration before.
         if each.op is Op.UPLOAD or each.op is Op.GATHER:
-            user.after += (each.key,)
+            user.after += (each.index,)
         else:
-            user.after_previous += (each.key,)
+            user.after_previous += (each.index,)
 
 
-def _regather(program: Program, unit: LoweredUnit, position: int, done: list[Draft]) -> Draft:
+def _regather(program: Program, unit: LoweredUnit, position: int, done: list[Task]) -> Task:
     """All-gather updated shards (ZeRO-1 and 2, where parameters are not sharded)."""
     assert not unit.amounts.gathered
     gather = program.draft(Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit)
     gather.num_bytes = program.decisions.precision.weight_bytes * unit.amounts.exchanged_params
     if program.decisions.overlap_next_forward:
-        gather.after = tuple(each.key for each in done if each.op is Op.UPLOAD)
-        gather.after_previous = tuple(each.key for each in done if each.op is not Op.UPLOAD)
+        gather.after = tuple(each.index for each in done if each.op is Op.UPLOAD)
+        gather.after_previous = tuple(each.index for each in done if each.op is not Op.UPLOAD)
         issue_ahead(program, unit, position, gather)
     else:
-        gather.after = tuple(each.key for each in done)
+        gather.after = tuple(each.index for each in done)
         tail(program, unit).append(gather)
     return gather

@@ -9,10 +9,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from operator import attrgetter
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, ValidationError
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError
 
+from hwprofiles.quantity import Frozen
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
@@ -30,11 +32,7 @@ _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", re
 CapturedKernels = tuple[Gemm | Attention | Elementwise, ...]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CapturedInput(_Frozen):
+class CapturedInput(Frozen):
     """One tensor that the module is called with.
 
     Attributes:
@@ -77,7 +75,7 @@ class CapturedInput(_Frozen):
         return f"{self.name}={shape}" if self.name else shape
 
 
-class CapturedOperator(_Frozen):
+class CapturedOperator(Frozen):
     """An operator with names relative to its block; see :class:`planner.models.operators.Operator`.
 
     Attributes:
@@ -110,13 +108,13 @@ class CapturedOperator(_Frozen):
     changed_inputs: tuple[Count, ...] | None = None
 
 
-class CapturedBlock(_Frozen):
+class CapturedBlock(Frozen):
     """Operators in forward order; blocks that are equal but for their path are stored once."""
 
     operators: tuple[CapturedOperator, ...]
 
 
-class CapturedSegment(_Frozen):
+class CapturedSegment(Frozen):
     """Where a block is in the model.
 
     Attributes:
@@ -133,38 +131,11 @@ class CapturedSegment(_Frozen):
     evaluates: Literal[True] | None = None
 
 
-class Tiles(NamedTuple):
-    """The tokens of tiles; see :class:`planner.models.operators.Batch`."""
+NO_TILES: Final = Batch(1, 1)
+"""A batch whose tokens are computed all at once."""
 
-    loss_tile_tokens: int | None = None
-    layer_tile_tokens: int | None = None
-
-
-NO_TILES: Final = Tiles()
-
-
-class Size(NamedTuple):
-    """The batch that a model is captured for.
-
-    Attributes:
-        micro_batch: samples of one forward.
-        seq_len: tokens per sample.
-        loss_tile_tokens, layer_tile_tokens: see :class:`planner.models.operators.Batch`.
-    """
-
-    micro_batch: int
-    seq_len: int
-    loss_tile_tokens: int | None = None
-    layer_tile_tokens: int | None = None
-
-    @property
-    def tiles(self) -> Tiles:
-        """The tokens of tiles."""
-        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
-
-
-Again = Callable[[Size], "CapturedModel"]
-"""Captures the same module again, for another size."""
+Again = Callable[[Batch], "CapturedModel"]
+"""Captures the same module again, for another size: see :func:`_size`."""
 
 
 class _Sizes:
@@ -179,7 +150,7 @@ class _Sizes:
     def __init__(self, again: Again | None = None, *, resizes: bool = True) -> None:
         self.again = again
         self.resizes = resizes
-        self.found: dict[Size, CapturedModel] = {}
+        self.found: dict[Batch, CapturedModel] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Sizes)
@@ -192,7 +163,7 @@ class _Sizes:
         return {"again": again, "resizes": self.resizes, "found": self.found}
 
 
-class CapturedModel(_Frozen):
+class CapturedModel(Frozen):
     """A captured ``nn.Module``.
 
     Attributes:
@@ -285,8 +256,8 @@ class CapturedModel(_Frozen):
         copy._sizes = _Sizes(self._sizes.again, resizes=False)
         return copy
 
-    def at(self, size: Size) -> "CapturedModel":
-        """Return the model for another size.
+    def at(self, batch: Batch) -> "CapturedModel":
+        """Return the model for another batch: its sequences, their tokens and the tokens of tiles.
 
         A size that is new is captured, at once and exactly: attention that slides, chunks of a scan, and shares of
         experts follow no formula of the sizes around it.
@@ -294,13 +265,14 @@ class CapturedModel(_Frozen):
         Raises:
             ModelConfigError: it was not captured for that size, and cannot be.
         """
+        size = _size(batch)
         known = {other.size: other for other in (*self.others, self)} | self._sizes.found
         if size in known:
             return known[size]
-        resized = size[:2] != self.size[:2]
+        resized = (size.micro_batch, size.seq_len) != (self.micro_batch, self.seq_len)
         allowed = self._sizes.resizes and can_be_resized(self.inputs) and (size.seq_len > 1) == (self.seq_len > 1)
         if self._sizes.again is None or (resized and not allowed):
-            wanted = dataclasses.replace(self.batch, **size._asdict())
+            wanted = dataclasses.replace(size, dtype_bytes=self.batch.dtype_bytes)
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
         try:
             found = self._sizes.again(size)
@@ -310,27 +282,34 @@ class CapturedModel(_Frozen):
         self._sizes.found[size] = found
         return found
 
-    def covering(self, chosen: Size, others: Iterable[Size]) -> "CapturedModel":
+    def covering(self, chosen: Batch, others: Iterable[Batch]) -> "CapturedModel":
         """Return the model for one size, with its captures for others. It needs no PyTorch then.
 
         Args:
             chosen: the size.
             others: likewise.
         """
-        sizes = sorted({*others} - {chosen}, key=lambda size: [number or 0 for number in size])
+        fields = attrgetter("micro_batch", "seq_len", "loss_tile_tokens", "layer_tile_tokens")
+        sizes = sorted({*others} - {chosen}, key=lambda size: [number or 0 for number in fields(size)])
         found = tuple(self.at(size).freed(None) for size in sizes)
         alone = tuple(other.model_copy(update={"others": ()}) for other in found)
         return self.at(chosen).freed(None).model_copy(update={"others": alone})
 
     @property
-    def size(self) -> Size:
+    def batch(self) -> Batch:
         """What it was captured for."""
-        return Size(self.micro_batch, self.seq_len, self.loss_tile_tokens, self.layer_tile_tokens)
+        return Batch(
+            self.micro_batch,
+            self.seq_len,
+            dtype_bytes=2 if self.dtype == "bf16" else 4,
+            loss_tile_tokens=self.loss_tile_tokens,
+            layer_tile_tokens=self.layer_tile_tokens,
+        )
 
     @property
-    def batch(self) -> Batch:
-        """What it was captured for, with the type of its weights."""
-        return Batch(dtype_bytes=2 if self.dtype == "bf16" else 4, **self.size._asdict())
+    def size(self) -> Batch:
+        """What it was captured for, without the type of its weights."""
+        return _size(self.batch)
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -373,7 +352,7 @@ class CapturedModel(_Frozen):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
         graph = Graph()
         source: tuple[str, ...] = ()
-        operators = self.at(_size(batch)).operators()
+        operators = self.at(batch).operators()
         if batch.kernels != "transformers":
             self._check_kernels(batch)
         if batch.kernels == "compiled":
@@ -396,8 +375,14 @@ class CapturedModel(_Frozen):
             )
 
 
-def _size(batch: Batch) -> Size:
-    return Size(batch.micro_batch, batch.seq_len, batch.loss_tile_tokens, batch.layer_tile_tokens)
+def _size(batch: Batch) -> Batch:
+    """Return a batch with what a capture depends on."""
+    return Batch(
+        batch.micro_batch,
+        batch.seq_len,
+        loss_tile_tokens=batch.loss_tile_tokens,
+        layer_tile_tokens=batch.layer_tile_tokens,
+    )
 
 
 def _other_batch(captured: Batch, wanted: Batch) -> str:

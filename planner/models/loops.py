@@ -12,18 +12,17 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from planner.models.captured import (
-    NO_TILES,
     CapturedBlock,
     CapturedInput,
     CapturedKernels,
     CapturedModel,
     CapturedOperator,
-    Tiles,
     can_be_resized,
     micro_batch_of,
     resized,
     tokens_of,
 )
+from planner.models.operators import Batch
 
 _SHORT, _LONGER, _PROOF = 24, 40, 136
 _SIZES: Final = ("saved_bytes", "output_bytes", "workspace_bytes", "num_skipped", "product_bytes")
@@ -33,12 +32,12 @@ class _UnlikeError(Exception):
     """Two captures do not differ by their number of tokens alone."""
 
 
-def can_be_continued(inputs: tuple[CapturedInput, ...], tiles: Tiles) -> bool:
+def can_be_continued(inputs: tuple[CapturedInput, ...], tiles: Batch) -> bool:
     """Return whether a capture may be continued from shorter ones: all inputs are whole sequences of tokens."""
     if not can_be_resized(inputs):
         return False
     of_tokens = all(spec.dtype.startswith("int") and len(spec.shape) == 2 and not spec.begins for spec in inputs)
-    return of_tokens and tiles == NO_TILES and tokens_of(inputs) >= 2 * _PROOF
+    return of_tokens and not (tiles.loss_tile_tokens or tiles.layer_tile_tokens) and tokens_of(inputs) >= 2 * _PROOF
 
 
 def continued(

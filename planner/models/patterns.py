@@ -10,30 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Degrees:
-    """Degrees of parallelism.
-
-    Attributes:
-        data_parallel: ranks that each work on tokens of their own.
-        tensor_parallel: ranks that share every layer, in each data-parallel rank.
-        pipeline_parallel: stages that share the layers, in each data-parallel rank.
-        expert_parallel: data-parallel ranks that share the experts of every layer; divides ``data_parallel``.
-    """
-
-    data_parallel: int = 1
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """All ranks, each with one device."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+from planner.models.choice import Choice
 
 
-def _one(_degrees: Degrees) -> int:
+def _one(_choice: Choice) -> int:
     return 1
 
 
@@ -47,7 +27,7 @@ class Pattern:
     """
 
     name: str
-    parts: Callable[[Degrees], int] = _one
+    parts: Callable[[Choice], int] = _one
 
     REPLICATE: ClassVar["Pattern"]
     SHARD: ClassVar["Pattern"]
@@ -56,8 +36,8 @@ class Pattern:
     EXPERT: ClassVar["Pattern"]
 
 
-def _experts(degrees: Degrees) -> int:
-    return degrees.expert_parallel
+def _experts(choice: Choice) -> int:
+    return choice.expert_parallel
 
 
 # Every device computes all of it.

@@ -6,18 +6,20 @@ choices, skipped ones too.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from concurrent.futures import Future
 
-from planner.bounds.certificate import computing_s
+from planner.bounds.certificate import certify, computing_s
 from planner.bounds.conditions import conditions
 from planner.bounds.program import NEVER_S
+from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
 from planner.placements import resident
 from planner.search import (
     Candidate,
-    Outcome,
     Progress,
     Scorer,
     best_of,
@@ -27,6 +29,7 @@ from planner.search import (
     smallest,
 )
 from planner.search.pipelines import search_pipeline
+from planner.simulate.prediction import Prediction
 
 # The most choices that get a full search, a short search, and a bound.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
@@ -35,20 +38,39 @@ _WORTH = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
-class Competition:
-    """The result.
+class Found:
+    """The best plan found for a request, without its certificate.
 
     Attributes:
-        winner: the best choice.
+        own: its variant.
         best: the best candidate.
-        searched: the choices that got a full search, but for pipelines.
-        num_simulations: schedules that were simulated, for all choices.
+        rivals: all variants.
+        searched: the variants that got a full search, but for pipelines.
+        num_simulations: number of simulated schedules, for all variants.
+        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
 
-    winner: Variant
+    own: Variant
     best: Candidate
+    rivals: Sequence[Variant]
     searched: tuple[Variant, ...]
     num_simulations: int
+    misfits: Future[dict[int, Proof]] | None = None
+
+    @property
+    def decisions(self) -> Decisions:
+        """Its decisions."""
+        return self.best.decisions
+
+    @functools.cached_property
+    def prediction(self) -> Prediction:
+        """Its predicted time and memory."""
+        return Scorer.of(self.own).predict(self.decisions)
+
+    def certificate(self) -> Certificate:
+        """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
+        misfits = self.misfits.result() if self.misfits else {}
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s, misfits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +82,7 @@ class _Look:
 
     @property
     def num_tiled(self) -> int:
-        return sum(tokens is not None for tokens in self.variant.choice.tiles)
+        return sum(tokens is not None for tokens in self.variant.choice.tiles.values())
 
     @property
     def is_pipeline(self) -> bool:
@@ -73,15 +95,16 @@ def compete(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     deadline_s: float | None = None,
-) -> Competition:
+) -> Found:
     """Return the best of several choices."""
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
-        outcome = search(rivals[0].setup, Scorer.of(rivals[0], deadline_s), max_simulations, progress)
-        return Competition(rivals[0], outcome.best, (rivals[0],), outcome.num_simulations)
+        scorer = Scorer.of(rivals[0], deadline_s)
+        best = search(rivals[0].setup, scorer, max_simulations, progress)
+        return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
-        best = min((look.found for look in looks), key=lambda found: found.order, default=None)
-        hopeless = best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH)
+        so_far = min((look.found for look in looks), key=lambda found: found.order, default=None)
+        hopeless = so_far and not so_far.missing_bytes and bound_s >= so_far.iteration_s * (1 - _WORTH)
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
         scorer = Scorer.of(variant, deadline_s)
@@ -89,17 +112,19 @@ def compete(
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
-    found: list[tuple[_Look, Outcome]] = []
+    found: list[tuple[_Look, Candidate]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.num_tiled))
     for look in finalists:
-        if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
-            seeds = _handed_on(look, found)
-            found.append((look, _search(look, max_simulations, progress, seeds)))
-    best_look, outcome = min(found, key=lambda item: item[1].best.order)
+        if not found or look.bound_s < found[0][1].iteration_s * (1 - _WORTH):
+            best, setup = look.found, look.variant.setup
+            if not look.is_pipeline:
+                best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
+            found.append((look, best))
+    best_look, best = min(found, key=lambda item: item[1].order)
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
-    return Competition(*_plainest(rivals, best_look.variant, outcome.best), searched, num_simulations)
+    return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
@@ -138,18 +163,12 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
     return first_look(variant.setup, scorer)
 
 
-def _search(look: _Look, max_simulations: int | None, progress: Progress | None, seeds: Sequence[Decisions]) -> Outcome:
-    if look.is_pipeline:
-        return Outcome(look.found, look.scorer.num_simulations)
-    return search(look.variant.setup, look.scorer, max_simulations, progress, seeds)
-
-
-def _handed_on(look: _Look, found: Sequence[tuple[_Look, Outcome]]) -> list[Decisions]:
+def _handed_on(look: _Look, found: Sequence[tuple[_Look, Candidate]]) -> list[Decisions]:
     """Return the best decisions of choices that differ from this one only in tiles, or in how weights are fetched."""
-    own = look.variant.choice.tiles._asdict() | {"fp8_weights": look.variant.choice.fp8_weights}
+    own = look.variant.choice.tiles | {"fp8_weights": look.variant.choice.fp8_weights}
     return [
-        outcome.best.decisions.model_copy(update=own)
-        for other, outcome in found
+        best.decisions.model_copy(update=own)
+        for other, best in found
         if other.variant.choice.model_copy(update=own) == look.variant.choice
     ]
 

@@ -12,7 +12,8 @@ from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
-from planner.choices.request import Constraints, Request, batch_of
+from planner.choices.constraints import Constraints
+from planner.choices.request import Request, batch_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower

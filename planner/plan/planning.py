@@ -4,23 +4,24 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from hwprofiles import __version__
 from hwprofiles.profile import Device
-from planner.bounds.certificate import certify, infeasible, prove_misfits
-from planner.bounds.proof import Certificate, Proof
+from planner.bounds.certificate import infeasible, prove_misfits
+from planner.bounds.proof import Proof
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Choice, Decisions, Precision
-from planner.models.captured import CapturedModel, Model, Size
-from planner.plan.competition import closest, compete
+from planner.graph import Batch
+from planner.models.captured import CapturedModel, Model
+from planner.plan.competition import Found, closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.schedule.tasks import Tier
 from planner.search import Progress, Scorer, no_garbage_collection
 from planner.setup import Setup
-from planner.simulate.prediction import Prediction, Workload, capacities
+from planner.simulate.prediction import Workload, capacities
 
 # Remedies for a tier that is too small, cheapest first.
 _REMEDIES = {
@@ -64,34 +65,6 @@ def default_precision(device: Device) -> Precision:
     return FP32 if prefers_fp32 else BF16
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The best plan found for a request, without its certificate.
-
-    Attributes:
-        decisions: its decisions.
-        prediction: its predicted time and memory.
-        own: its variant.
-        rivals: all variants.
-        searched: the variants of it that got a full search, but for pipelines.
-        num_simulations: number of simulated schedules.
-        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
-    """
-
-    decisions: Decisions
-    prediction: Prediction
-    own: Variant
-    rivals: tuple[Variant, ...]
-    searched: tuple[Variant, ...]
-    num_simulations: int
-    misfits: Future[dict[int, Proof]] | None = None
-
-    def certificate(self) -> Certificate:
-        """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
-        misfits = self.misfits.result() if self.misfits else {}
-        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s, misfits)
-
-
 def find(
     request: Request,
     max_simulations: int | None = None,
@@ -126,14 +99,12 @@ def _find(
     misfits = pool.submit(prove_misfits, variants(request)[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, max_simulations, progress, deadline_s)
-    best, own = found.best.decisions, found.winner
-    scorer = Scorer.of(own)
     if missing_bytes := found.best.missing_bytes:
+        best, own = found.decisions, found.own
         if math.isinf(found.best.iteration_s):
-            best, missing_bytes = _lacking_least(best, own, scorer)
+            best, missing_bytes = _lacking_least(best, own, Scorer.of(own))
         raise _infeasible(best, missing_bytes, own)
-    prediction = scorer.predict(best)
-    return Found(best, prediction, own, rivals, found.searched, found.num_simulations, misfits)
+    return dataclasses.replace(found, misfits=misfits)
 
 
 Compare = Callable[[Found], tuple[EngineRow, ...]]
@@ -186,12 +157,13 @@ def _alone(model: Model, found: Found) -> Model:
     if not isinstance(model, CapturedModel):
         return model
 
-    def size(decided: Choice | Decisions) -> Size:
-        return Size(decided.micro_batch, model.seq_len, *decided.tiles)
+    def size(decided: Choice) -> Batch:
+        tiles = decided.loss_tile_tokens, decided.layer_tile_tokens
+        return Batch(decided.micro_batch, model.seq_len, loss_tile_tokens=tiles[0], layer_tile_tokens=tiles[1])
 
     compared = [size(rival.choice) for rival in found.rivals]
-    without = [each._replace(loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
-    without += [each._replace(layer_tile_tokens=None) for each in without]
+    without = [dataclasses.replace(each, loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
+    without += [dataclasses.replace(each, layer_tile_tokens=None) for each in without]
     return model.covering(size(found.decisions), (*compared, *without))
 
 

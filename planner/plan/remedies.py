@@ -22,21 +22,11 @@ _ALL_TOKENS = 100_000_000
 _SIMULATIONS = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Remedy:
-    """A change with which a plan was found.
-
-    Attributes:
-        words: what to change, as an option or in words.
-        iteration_s: predicted for a plan from a very short search.
-    """
-
-    words: str
-    iteration_s: float
-
-
 Changes = Iterator[tuple[str, Request]]
 """Requests to try, the smallest change first, each with the words for what has changed."""
+
+Remedy = tuple[str, float]
+"""What to change, as an option or in words, and the iteration time predicted from a very short search."""
 
 
 def what_would_fit(
@@ -56,8 +46,8 @@ def what_would_fit(
         yield remedy
     *_, (words, smallest) = [("", request), *_smaller_micro_batch(request)]
     if words and not found:
-        for remedy in _changes(smallest, further):
-            yield Remedy(f"{words} and {remedy.words}", remedy.iteration_s)
+        for more, iteration_s in _changes(smallest, further):
+            yield f"{words} and {more}", iteration_s
 
 
 def _changes(request: Request, further: Callable[[Request], Changes]) -> Iterator[Remedy]:
@@ -92,9 +82,9 @@ def _first(changes: Changes) -> Remedy | None:
             continue
         trials += 1
         if fits := first_fit(rivals):
-            return Remedy(words, fits.iteration_s)
+            return words, fits.iteration_s
         with suppress(InfeasibleError):
-            return Remedy(words, find(changed, _SIMULATIONS).prediction.iteration_s)
+            return words, find(changed, _SIMULATIONS).prediction.iteration_s
     return None
 
 

@@ -17,8 +17,8 @@ from planner.schedule.tasks import (
     Lane,
     MemoryClass,
     Op,
+    Task,
     Tier,
-    Work,
 )
 
 
@@ -80,24 +80,11 @@ _CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEM
 _OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
 
 
-_amounts = operator.attrgetter(
-    "lane",
-    "op",
-    "num_bytes",
-    "num_params",
-    "num_kernels",
-    "num_tensors",
-    "num_modules",
-    "pinned",
-    "stalls",
-    "matrices",
-    "in_fp8",
-    "splits",
-    "stage",
-)
+_UNPRICED = {"index", "phase", "unit", "micro_batch", "piece", "slot", "after", "after_previous"}
+_amounts = operator.attrgetter(*(field.name for field in dataclasses.fields(Task) if field.name not in _UNPRICED))
 
 
-def kind_of(work: Work) -> tuple[Hashable, ...]:
+def kind_of(work: Task) -> tuple[Hashable, ...]:
     """Return all that a task's price depends on: tasks of one kind have one price on any machine."""
     amounts = _amounts(work)
     # The unit has kernels and parts of parameters. Only the first micro-batch does not add to an earlier gradient.
@@ -121,7 +108,7 @@ class Arrays:
         num_bytes, first, last, stage: int64[m], of each buffer; ``first`` and ``last`` are -1 if it is always held.
     """
 
-    works: Sequence[Work]
+    works: Sequence[Task]
     kinds: Sequence[Hashable]
     work: Ints
     lane: Ints
@@ -140,13 +127,13 @@ class Arrays:
     @classmethod
     def of(
         cls,
-        tasks: Sequence[Work],
+        tasks: Sequence[Task],
         after: Rows,
         after_previous: Rows,
         held: Held,
     ) -> Self:
         """Make them from tasks, their predecessors and the buffers."""
-        numbers, works = dict[tuple[Hashable, ...], int](), list[Work]()
+        numbers, works = dict[tuple[Hashable, ...], int](), list[Task]()
         number_of = list[int]()
         amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
         for task in tasks:  # kind_of, but for the call

@@ -12,7 +12,6 @@ priced by :mod:`planner.costs.model` for simulation, and executed as it is.
 
 import dataclasses
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,9 +119,11 @@ class MemoryClass(StrEnum):
 Shapes = tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Task:
     """One piece of work on one lane.
+
+    Passes of lowering set its amounts and dependencies; nothing changes a task of a :class:`.schedule.Schedule`.
 
     Attributes:
         index: position in the issue order.
@@ -194,41 +195,6 @@ class Buffer:
     first: int | None = None
     last: int | None = None
     stage: int = 0
-
-
-class Work(Protocol):
-    """The fields of a task that its price depends on. See :class:`Task`."""
-
-    @property
-    def lane(self) -> Lane: ...  # noqa: D102 - see Task
-    @property
-    def op(self) -> Op: ...  # noqa: D102
-    @property
-    def unit(self) -> str: ...  # noqa: D102
-    @property
-    def micro_batch(self) -> int: ...  # noqa: D102
-    @property
-    def num_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def num_params(self) -> int: ...  # noqa: D102
-    @property
-    def num_kernels(self) -> int: ...  # noqa: D102
-    @property
-    def num_tensors(self) -> int: ...  # noqa: D102
-    @property
-    def num_modules(self) -> int: ...  # noqa: D102
-    @property
-    def pinned(self) -> bool: ...  # noqa: D102
-    @property
-    def stalls(self) -> bool: ...  # noqa: D102
-    @property
-    def matrices(self) -> Shapes: ...  # noqa: D102
-    @property
-    def in_fp8(self) -> bool: ...  # noqa: D102
-    @property
-    def splits(self) -> bool: ...  # noqa: D102
-    @property
-    def stage(self) -> int: ...  # noqa: D102
 
 
 LANES, TIERS, MEMORY_CLASSES = tuple(Lane), tuple(Tier), tuple(MemoryClass)

@@ -22,7 +22,6 @@ from planner.search.scoring import (
     ENDLESS,
     Candidate,
     Key,
-    Outcome,
     Progress,
     Scorer,
     best_of,
@@ -61,8 +60,8 @@ def search(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     seeds: Iterable[Decisions] = (),
-) -> Outcome:
-    """Find decisions for a setup.
+) -> Candidate:
+    """Return the best decisions found for a setup, which may not fit if none do.
 
     Args:
         setup: the model, the machine and what the user has fixed.
@@ -91,7 +90,7 @@ def search(
         best, bound_s = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
         enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
         found.append(best)
-    return Outcome(best, scorer.num_simulations)
+    return best
 
 
 def _improve(
@@ -200,7 +199,6 @@ def _quieter(limit_s: float) -> Key:
 
 __all__ = [
     "Candidate",
-    "Outcome",
     "Progress",
     "Scorer",
     "best_of",

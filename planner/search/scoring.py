@@ -58,19 +58,6 @@ class Candidate:
         return (self.overload, self.iteration_s)
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result of a search.
-
-    Attributes:
-        best: the best candidate, which may not fit if none does.
-        num_simulations: the number of simulated schedules.
-    """
-
-    best: Candidate
-    num_simulations: int
-
-
 class _Lowered:
     """A cache of lowered schedules, as arrays, of at most ``most_bytes``.
 

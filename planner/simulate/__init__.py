@@ -1,16 +1,6 @@
 """Simulation of a schedule in virtual time, with fluid sharing of resources."""
 
 from planner.simulate.kernel import TaskTimes, simulate, solve_speeds
-from planner.simulate.reference import max_min_speeds, simulate_reference
-from planner.simulate.system import FluidSystem, FluidTask, StuckError
+from planner.simulate.system import FluidSystem, StuckError
 
-__all__ = [
-    "FluidSystem",
-    "FluidTask",
-    "StuckError",
-    "TaskTimes",
-    "max_min_speeds",
-    "simulate",
-    "simulate_reference",
-    "solve_speeds",
-]
+__all__ = ["FluidSystem", "StuckError", "TaskTimes", "simulate", "solve_speeds"]

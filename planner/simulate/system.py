@@ -20,9 +20,8 @@ start at different times, or compete with a task that exists only once.
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,26 +49,6 @@ Capacity = float | Sequence[float]
 
 class StuckError(ValueError):
     """A task can never end, because a resource that it needs has no capacity."""
-
-
-class FluidTask(NamedTuple):
-    """One task, as :meth:`FluidSystem.build` takes it.
-
-    Attributes:
-        lane: number of its lane, from 0.
-        duration_s: its time alone at full speed, without latency.
-        latency_s: paid first, without using resources.
-        after: indices of its predecessors, all issued earlier.
-        uses: amount per second at full speed, by resource; amounts of 0 are omitted.
-        weight: how fast its speed rises when it competes; 1 for work in the foreground.
-    """
-
-    lane: int
-    duration_s: float
-    latency_s: float = 0.0
-    after: Sequence[int] = ()
-    uses: Mapping[int, float] = {}
-    weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,47 +96,6 @@ class FluidSystem:
         self._check_tasks()
         self._check_predecessors()
         self._check_uses()
-
-    @classmethod
-    def build(
-        cls,
-        tasks: Iterable[FluidTask],
-        capacity: Sequence[Capacity] = (),
-        *,
-        lane_names: Sequence[str] = (),
-        resource_names: Sequence[str] = (),
-        task_name: Callable[[int], str] | None = None,
-    ) -> Self:
-        """Make a system from Python objects.
-
-        Args:
-            tasks: in issue order.
-            capacity: of each resource.
-            lane_names: names for messages; may be empty.
-            resource_names: likewise.
-            task_name: the name of a task from its index, for messages.
-
-        Raises:
-            ValueError: see the class.
-        """
-        listed = list(tasks)
-        uses = [sorted((r, rate) for r, rate in task.uses.items() if rate != 0) for task in listed]
-        flat = list(itertools.chain.from_iterable(uses))
-        return cls(
-            lane=np.array([task.lane for task in listed], dtype=np.int32),
-            latency_s=np.array([task.latency_s for task in listed]),
-            duration_s=np.array([task.duration_s for task in listed]),
-            weight=np.array([task.weight for task in listed]),
-            pred_ptr=pointers([len(task.after) for task in listed]),
-            pred=np.array([p for task in listed for p in task.after], dtype=np.int32),
-            use_ptr=pointers([len(use) for use in uses]),
-            use_resource=np.array([r for r, _ in flat], dtype=np.int32),
-            use_rate=np.array([rate for _, rate in flat]),
-            capacity=capacity_rows(capacity, resource_names),
-            lane_names=lane_names,
-            resource_names=resource_names,
-            task_name=task_name,
-        )
 
     @property
     def num_tasks(self) -> int:

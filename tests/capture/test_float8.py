@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
-from planner.models.captured import CapturedModel, CapturedOperator, Size
+from planner.models.captured import CapturedModel, CapturedOperator
 from planner.models.kernels import Elementwise, Gemm
+from planner.models.operators import Batch
 from planner.plan.planning import make_plan
 from ullage.capture import capture_module
 from ullage.capture.records import CaptureError
@@ -153,5 +154,5 @@ def test_layers_in_fp8_are_not_computed_in_tiles() -> None:
     float8.convert_to_float8_training(model, config=dataclasses.replace(emulated, emulate=True))
     found = capture_module(model, ["input_ids=2x32:int64", "labels=2x32:int64"])
     assert found.num_logits is None
-    tiled = found.at(Size(2, 32, None, 32))
+    tiled = found.at(Batch(2, 32, layer_tile_tokens=32))
     assert {o.kind for o in tiled.operators() if o.in_tiles} == {"LlamaRMSNorm"}

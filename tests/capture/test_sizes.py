@@ -18,7 +18,7 @@ from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
-from planner.models.captured import CapturedModel, Size, resized, tokens_of
+from planner.models.captured import CapturedModel, resized, tokens_of
 from planner.models.config import ModelConfigError
 from planner.models.kernels import Gemm, flop
 from planner.plan.document import load_plan
@@ -54,9 +54,9 @@ def test_a_model_at_another_size_is_what_is_captured_there(name: str, tmp_path: 
     first = capture(path, inputs(2, 16), "fp32", as_on_gpu=False)
     has_tokens = tokens_of(first.inputs) > 1
     size = (3, 24 if has_tokens else 1)
-    assert first.at(Size(*size)) == capture(path, inputs(3, 24 if has_tokens else 16), "fp32", as_on_gpu=False)
-    assert first.at(Size(*size)) is first.at(Size(*size))
-    assert first.at(Size(2, 16 if has_tokens else 1)) is first
+    assert first.at(Batch(*size)) == capture(path, inputs(3, 24 if has_tokens else 16), "fp32", as_on_gpu=False)
+    assert first.at(Batch(*size)) is first.at(Batch(*size))
+    assert first.at(Batch(2, 16 if has_tokens else 1)) is first
 
 
 class Net(nn.Module):
@@ -72,12 +72,12 @@ class Net(nn.Module):
 def test_functions_and_modules_are_captured_again_too(make: Callable[[], nn.Module] | nn.Module) -> None:
     captured = capture_module(make, ["2x8:int64", "2x8:int64"], "fp32", as_on_gpu=False)
     assert captured.is_free
-    larger = captured.at(Size(5, 12))
+    larger = captured.at(Batch(5, 12))
     assert [spec.shape for spec in larger.inputs] == [(5, 12), (5, 12)]
     assert larger.forward_flop * 16 == captured.forward_flop * 60
     copied = pickle.loads(pickle.dumps(captured))  # noqa: S301
     assert copied == captured
-    assert copied.at(Size(5, 12)) == larger
+    assert copied.at(Batch(5, 12)) == larger
     assert not copied.is_free  # a function of this process stays in it
 
 
@@ -97,7 +97,7 @@ def test_a_global_batch_is_cut_as_the_planner_likes_and_verified_without_pytorch
     assert not loaded.model.is_free
     verify(loaded)
     with pytest.raises(ModelConfigError, match="was captured for micro-batch"):
-        loaded.model.at(Size(3, 16))
+        loaded.model.at(Batch(3, 16))
 
 
 def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_helped_by_a_smaller_micro_batch() -> None:
     request = Request(captured, machine, seq_len=16, micro_batch=64, precision="fp32")
     with pytest.raises(InfeasibleError):
         make_plan(request)
-    assert any(remedy.words.startswith("--micro-batch ") for remedy in what_would_fit(request))
+    assert any(words.startswith("--micro-batch ") for words, _ in what_would_fit(request))
 
 
 @pytest.mark.part(4)
@@ -185,7 +185,7 @@ def test_sizes_that_a_model_does_not_take_are_left_out() -> None:
     with pytest.raises(
         ModelConfigError, match=r"micro-batch 1, 1 tokens per sequence: .*more than 1 value per channel"
     ):
-        captured.at(Size(1, 1))
+        captured.at(Batch(1, 1))
     plan = ullage.plan(captured, hardware=MACHINE, global_batch=4)
     assert {other.micro_batch for other in plan.model.others} | {plan.model.micro_batch} == {2, 4}
     verify(plan)

@@ -360,7 +360,7 @@ def test_plans_of_every_optimizer_are_verified(plans, name):
     assert plans[name].request.optimizer == plans[name].decisions.optimizer
     assert plans[name].request.precision == plans[name].decisions.precision.whole
     verified = verify(plans[name])
-    assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
+    assert verified.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
 
 
 def test_master_copies_are_split_where_weights_are_in_bf16_and_their_values_in_fp32():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.peers.replay import replay
 from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Decisions, Place, UnitDecision
@@ -24,7 +25,6 @@ from planner.models import resolve_model, to_hf_config_dict
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Task
 from planner.schedule.timeline import Timeline
-from ullage.analysis.replay import replay
 
 NUM_ITERATIONS = 12
 STEADY = range(4, NUM_ITERATIONS - 1)

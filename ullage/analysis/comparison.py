@@ -156,14 +156,6 @@ def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Co
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """Work of the tasks of one kind in an iteration; ``unit`` is ``B``, ``FLOP``, ``param`` or ``""`` (not counted)."""
-
-    amount: float
-    unit: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Change:
     """A quantity of a profile before and after it is fitted to a run: a value, or the best rate of a curve."""
 
@@ -186,7 +178,7 @@ class Explained:
     Attributes:
         comparison: the comparison by phase, lane and tier.
         attribution: the part of the difference that each assumption explains.
-        work: work of each kind of task.
+        work: of each kind of task, its work in an iteration, in ``B``, ``FLOP``, ``param`` or ``""`` (not counted).
         critical: seconds of each lane on the critical path.
         p10_s, p90_s: percentiles over all measured iterations.
         refitted: the profile fitted to the tasks of the run, and its prediction.
@@ -196,7 +188,7 @@ class Explained:
 
     comparison: Comparison
     attribution: Attribution
-    work: dict[TaskKind, Work]
+    work: dict[TaskKind, tuple[float, str]]
     critical: tuple[Row, ...]
     p10_s: float
     p90_s: float
@@ -270,8 +262,9 @@ class Explained:
             ],
             "critical": _plain(self.critical),
             "tasks": [
-                {**dataclasses.asdict(tasks), **dataclasses.asdict(self.work[tasks.lane, tasks.op])}
+                {**dataclasses.asdict(tasks), "amount": amount, "unit": unit}
                 for tasks in found.tasks
+                for amount, unit in (self.work[tasks.lane, tasks.op],)
             ],
             "stalls": [{**_kind_json(kind), "seconds": seconds} for kind, seconds in found.stalls_s.items()],
             "order": {"swapped": found.swapped, "broken": found.num_broken},
@@ -326,16 +319,16 @@ def explain_run(
     ), simulation
 
 
-def _work(record: RunRecord) -> dict[TaskKind, Work]:
+def _work(record: RunRecord) -> dict[TaskKind, tuple[float, str]]:
     plan = record.plan
     cost = CostModel.of(plan.hardware, plan.units(), plan.decisions)
-    result: dict[TaskKind, Work] = {}
+    result: dict[TaskKind, tuple[float, str]] = {}
     for schedule in (record.timeline.schedule, plan.schedule()):  # the planned schedule overwrites the executed one
-        found: dict[TaskKind, Work] = {}
+        found: dict[TaskKind, tuple[float, str]] = {}
         for task in schedule.tasks:
             amount, unit = _amount(task, cost)
-            so_far = found.get(kind_of(task), Work(0.0, ""))
-            found[kind_of(task)] = Work(so_far.amount + amount, so_far.unit or unit)
+            so_far, unit_of_all = found.get(kind_of(task), (0.0, ""))
+            found[kind_of(task)] = so_far + amount, unit_of_all or unit
         result |= found
     return result
 

@@ -17,7 +17,7 @@ from planner.explain.moves import (
     why,
 )
 from planner.explain.trial import Bench, Trial, bounding_lane
-from planner.explain.tricks import Worth, worths
+from planner.explain.tricks import Trick, worths
 from planner.schedule.tasks import Lane, Tier
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
@@ -57,7 +57,7 @@ class PlanExplained:
     lane: Lane
     full: tuple[Tier, ...]
     rests_on: dict[tuple[str, str], float]
-    worths: tuple[Worth, ...]
+    worths: dict[Trick, Trial | None]
     groups: tuple[Group, ...]
     limits: tuple[Limit, ...]
 
@@ -107,13 +107,13 @@ class PlanExplained:
             },
             "tricks": [
                 {
-                    "trick": worth.trick.key,
-                    "words": worth.trick.words,
-                    "without": worth.trick.without,
-                    "used": worth.trial is not None,
-                    **(_trial(self.bench, worth.trial) if worth.trial else {}),
+                    "trick": trick.key,
+                    "words": trick.words,
+                    "without": trick.without,
+                    "used": trial is not None,
+                    **(_trial(self.bench, trial) if trial else {}),
                 }
-                for worth in self.worths
+                for trick, trial in self.worths.items()
             ],
             "units": [
                 {

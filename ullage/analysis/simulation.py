@@ -8,7 +8,7 @@ from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Decisions
-from planner.models.captured import Model, Tiles
+from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
 from planner.plan.document import Plan
@@ -125,7 +125,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    tiles = {field: getattr(plan.constraints, field) for field in Tiles._fields}
+    tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
     request = dataclasses.replace(request_of(plan), **tiles)
     return _decided(request, engine, setting)[1]
 
@@ -135,7 +135,7 @@ def _decided(request: Request, engine: str, setting: str | None) -> tuple[Varian
     rivals = variants(request)
     if engine == OURS and setting is None:
         found = compete(rivals)
-        return found.winner, found.best.decisions
+        return found.own, found.decisions
     best = [_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals]
     at = min(range(len(rivals)), key=lambda at: best[at].order)
     return rivals[at], best[at].decisions

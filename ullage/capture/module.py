@@ -32,8 +32,9 @@ from executor.module.guards import check_memory, trained_memory
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
-from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, Size, Tiles, resized, tokens_of
+from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.loops import can_be_continued, continued
+from planner.models.operators import Batch
 from planner.models.quantization import Quantization
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
@@ -96,7 +97,7 @@ class _Job:
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list, compare=False)
 
-    def captured(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
+    def captured(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
         put_in: dict[str, object] = {}
         if self.lora is None:
             make = load_factory(self.factory, DTYPES[self.dtype])
@@ -109,14 +110,14 @@ class _Job:
         )
         return captured.model_copy(update=put_in)
 
-    def captured_again(self, inputs: tuple[CapturedInput, ...], size: Size) -> CapturedModel:
+    def captured_again(self, inputs: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
         """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
         if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
             masked = any(spec.name == "attention_mask" for spec in inputs)
             inputs = architecture(self.factory).inputs(size.micro_batch, size.seq_len, masked=masked)
         else:
             inputs = resized(inputs, size.micro_batch, size.seq_len)
-        return self.captured(inputs, size.tiles)
+        return self.captured(inputs, size)
 
 
 def capture_module(
@@ -151,8 +152,8 @@ def capture_called(
     if example.step is not None:
         return job.of(given)
 
-    def again(size: Size) -> CapturedModel:
-        return job.of(resized(given, size.micro_batch, size.seq_len), size.tiles)
+    def again(size: Batch) -> CapturedModel:
+        return job.of(resized(given, size.micro_batch, size.seq_len), size)
 
     return job.of(given).freed(again)
 
@@ -179,7 +180,7 @@ class _Capture:
     examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
     may_assume: bool = False
 
-    def of(self, inputs: tuple[CapturedInput, ...], tiles: Tiles = NO_TILES) -> CapturedModel:
+    def of(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
         if self.examples[0].tensors is None:
             _check_inputs(inputs)
         model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
@@ -206,7 +207,7 @@ class _Capture:
                     raise refused from refused.__cause__
             self.examples[:] = again
 
-    def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Tiles) -> CapturedModel:
+    def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)
         try:
             try:
@@ -217,7 +218,7 @@ class _Capture:
             return recorded(None)
 
     def _recorded(
-        self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Tiles, repeats: Repeats | None
+        self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch, repeats: Repeats | None
     ) -> CapturedModel:
         """Record a model and return the captured model.
 
@@ -282,7 +283,8 @@ class _Capture:
                 )
                 captured = repeated(captured, recording)
                 found = {"num_logits": _num_logits(model, recording), "assumed": _assumed(recording)}
-                captured = captured.model_copy(update={**found, **tiles._asdict()})
+                found |= {"loss_tile_tokens": tiles.loss_tile_tokens, "layer_tile_tokens": tiles.layer_tile_tokens}
+                captured = captured.model_copy(update=found)
                 with _as_capture_errors(self.name):
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured

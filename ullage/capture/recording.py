@@ -26,8 +26,9 @@ from executor.module.batches import named_inputs
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.packed import stored_parameters
-from planner.models.captured import NO_TILES, CapturedInput, Tiles
+from planner.models.captured import NO_TILES, CapturedInput
 from planner.models.kernels import flop
+from planner.models.operators import Batch
 from ullage.capture.fakes import Fakes, traceable_functions
 from ullage.capture.inputs import input_of
 from ullage.capture.kernels import has_known_cost, kernels_of
@@ -73,7 +74,7 @@ class Called(NamedTuple):
 def record(
     model: nn.Module,
     called: Called,
-    tiles: Tiles = NO_TILES,
+    tiles: Batch = NO_TILES,
     tiled: Collection[nn.Module] = (),
     *,
     as_on_gpu: bool,

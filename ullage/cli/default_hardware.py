@@ -4,27 +4,16 @@ import argparse
 import platform
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from hwprofiles.machine import differences, gpu_names
 from hwprofiles.registry import LOCAL, ProfileError, load_profile, local_profile_path
 from ullage.cli.options import PACKAGED_HARDWARE
 
 
-class DefaultHardware(NamedTuple):
-    """The value of ``--hardware`` if it is left out.
+def default_hardware() -> tuple[str, str]:
+    """Return the value of ``--hardware`` if it is left out, and a line for the user about it, or an empty one.
 
-    Attributes:
-        name: name of the profile, for :func:`hwprofiles.registry.load_profile`.
-        note: one line for the user about this choice, or empty.
-    """
-
-    name: str
-    note: str = ""
-
-
-def default_hardware() -> DefaultHardware:
-    """Return this machine's own profile if ``ullage calibrate`` has written one here, else the packaged default.
+    It is this machine's own profile if ``ullage calibrate`` has written one here, else the packaged default.
 
     Raises:
         ProfileError: this machine's own profile cannot be read.
@@ -34,19 +23,19 @@ def default_hardware() -> DefaultHardware:
     if path.is_file():
         if found := differences(load_profile(LOCAL)):
             note = f"{path} was measured on another machine: {'; '.join(found)}; {meanwhile} this one"
-            return DefaultHardware(PACKAGED_HARDWARE, note)
-        return DefaultHardware(LOCAL, f"this machine's profile {path} is used; choose another with --hardware")
+            return PACKAGED_HARDWARE, note
+        return LOCAL, f"this machine's profile {path} is used; choose another with --hardware"
     if other := next(filter(_is_calibrated, sorted(path.parent.glob("*.json"))), None):
         note = f"host {platform.node()!r} has no profile, but {other} is of another host; {meanwhile} this one"
-        return DefaultHardware(PACKAGED_HARDWARE, note)
+        return PACKAGED_HARDWARE, note
     if gpus := gpu_names() or tuple(file.name for file in Path("/dev").glob("nvidia[0-9]*")):
-        return DefaultHardware(PACKAGED_HARDWARE, f"this machine has a GPU ({gpus[0]}) but no profile; {meanwhile} it")
-    return DefaultHardware(PACKAGED_HARDWARE)
+        return PACKAGED_HARDWARE, f"this machine has a GPU ({gpus[0]}) but no profile; {meanwhile} it"
+    return PACKAGED_HARDWARE, ""
 
 
 def print_default_hardware(args: argparse.Namespace) -> None:
     """If ``--hardware`` was left out, print the note about the default, if any, to stderr."""
-    if args.hardware is None and (note := default_hardware().note):
+    if args.hardware is None and (note := default_hardware()[1]):
         sys.stderr.write(f"ullage {args.command}: {note}\n")
 
 

@@ -13,10 +13,11 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
+from planner.choices.constraints import DIVIDED, Constraints
 from planner.optimizers import ELEMENTWISE, OPTIMIZERS
-from planner.terms import DEFAULT_MICRO_BATCH, DEFAULT_RESTART_S, MIN_CHECKPOINTS, KernelChoice, Level, Storage
+from planner.terms import DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
 from ullage.cli.arguments import (
     fraction,
     input_shape,
@@ -39,6 +40,7 @@ BATCHES: Final = ("whole", "masked")
 CHECKPOINTS: Final = "when to make checkpoints (with --mtbf)"
 _OPTIMIZERS: Final = tuple(name for name in OPTIMIZERS if name not in ELEMENTWISE)  # others are users' own
 _WHAT: Final = "what is trained, on which machine"
+_GROUPS: Final = (_WHAT, DIVIDED, CHECKPOINTS)
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -68,8 +70,11 @@ _checkpoint = functools.partial(_option, group=CHECKPOINTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """What was asked for. ``None``: not given; only commands that take a plan do without a model."""
+class Options(Constraints):
+    """What was asked for, beside the constraints.
+
+    ``None``: not given; only commands that take a plan do without a model.
+    """
 
     model: str = _option(
         "name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
@@ -102,7 +107,6 @@ class Options:
         "quantization) or int8",
         ("none", *QUANTIZATIONS),
     )
-    gpus: int | None = _option("devices to train on (default: 1)", positive_int, "N", flags=("--gpus", "-n"))
     hardware: str | None = _option(
         "profile of the machine; see `ullage hardware` (default: this machine's own profile if `ullage calibrate` "
         f"wrote one; else {PACKAGED_HARDWARE})",
@@ -116,58 +120,11 @@ class Options:
         "packed, as by TRL; the plan then includes the memory of an attention mask",
         BATCHES,
     )
-    micro_batch: int | None = _option(
-        f"sequences per forward (default: {DEFAULT_MICRO_BATCH}, fewer if they are longer than 8192 tokens)",
-        positive_int,
-        "N",
-    )
-    accumulate: int | None = _option("micro-batches per iteration (1)", positive_int, "N")
-    global_batch: int | None = _option(
-        "sequences per iteration over all devices. The planner then chooses the micro-batch, accumulation and "
-        "parallel degrees, unless they are given",
-        positive_int,
-        "N",
-    )
     nodes: int | None = _option("nodes that share the devices (default: the fewest possible)", positive_int, "N")
-    tensor_parallel: int | None = _option(
-        "ranks that share every layer (1, or chosen with --global-batch)", positive_int, "N"
-    )
-    pipeline_parallel: int | None = _option(
-        "stages that share the layers (1, or chosen with --global-batch)", positive_int, "N"
-    )
-    expert_parallel: int | None = _option(
-        "data-parallel ranks that share the experts (1, or chosen with --global-batch)", positive_int, "N"
-    )
-    expert_units: int | None = _option(
-        "units per rank into which the experts of a layer are divided", positive_int, "N"
-    )
-    loss_tile: int | None = _option(
-        "compute the loss for this many tokens at a time, so that the logits of a micro-batch never exist whole. "
-        "The size of a micro-batch means: all at once (default: the planner uses tiles if logits take much memory)",
-        positive_int,
-        "TOKENS",
-    )
-    layer_tile: int | None = _option(
-        "compute norms and MLPs for this many tokens at a time, which makes their intermediate tensors small. The "
-        "size of a micro-batch means: all at once (default: the planner uses tiles if layers take much memory)",
-        positive_int,
-        "TOKENS",
-    )
-    kernels: KernelChoice | None = _option(
-        "kernels that run beside products and attention: those of transformers, module by module (the default); "
-        "compiled: of blocks that torch.compile has compiled, as execute then does; liger: of Liger-Kernel, which can "
-        "only be compared",
-        get_args(KernelChoice),
-    )
     expert_load: str | None = _option(
         "distribution of tokens over experts (default: uniform); a JSON file holds one list of shares, or one "
         "list per layer",
         metavar="uniform|zipf:S|FILE",
-    )
-    storage: Storage | None = _option(
-        "what else the plan may offload, beside optimizer state and parameters to the host. never: nothing (the "
-        "default); activations: activations to the host; nvme: also everything to the drives, which wears them",
-        get_args(Storage),
     )
     precision: Literal["bf16", "fp32"] | None = _option(
         "type of weights and gradients (default: bf16; fp32 if the device multiplies fp32 more than twice as "
@@ -179,11 +136,6 @@ class Options:
         "(the default). fp8: as torchao's Float8Linear, with a scale for each tensor; for devices that have such "
         "products (compute capability 8.9 or newer)",
         ("weights", "fp8"),
-    )
-    fp8_weights: Literal["yes", "no"] | None = _option(
-        "with --products fp8: copy weights of these products from the host, and gather them, in fp8. The host "
-        "casts them once after each update, the device before each gather (default: where that is faster)",
-        ("yes", "no"),
     )
     optimizer: Any = _option(
         "optimizer, and its state per parameter: "
@@ -245,32 +197,40 @@ class Options:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:
         """Return the options among parsed arguments."""
-        return cls(**{name: value for name, value in vars(args).items() if name in option_fields()})
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
 
 
 def option_fields() -> dict[str, dict[str, Any]]:
-    """Return each option's field by name: ``help``, ``group``, and ``type`` or ``choices``."""
-    return {field.name: dict(field.metadata) for field in dataclasses.fields(Options)}
+    """Return each option by its name: ``dest``, ``flags``, ``help``, ``group``, and ``type`` or ``choices``."""
+    found = {}
+    for field in sorted(dataclasses.fields(Options), key=lambda field: _GROUPS.index(field.metadata["group"])):
+        of = {"dest": field.name, "flags": (f"--{field.name.replace('_', '-')}",), **field.metadata}
+        if of.pop("most", None):
+            of = {"type": positive_int, "metavar": "N", **of}
+        if of.pop("switch", None):
+            of["choices"] = ("yes", "no")
+        found[of["flags"][0].removeprefix("--").removeprefix("no-").replace("-", "_")] = of
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, checkpoints: bool = False) -> None:
     """Add the options. Their default is ``None``, so that the program knows which options were given."""
-    for group in (_WHAT, CHECKPOINTS) if checkpoints else (_WHAT,):
+    for group in _GROUPS if checkpoints else (_WHAT, DIVIDED):
         shown = parser.add_argument_group(group)
         for name, of in option_fields().items():
             if of.pop("group") == group:
-                flags = of.pop("flags", (f"--{name.replace('_', '-')}",))
                 if name == "model":
                     of["required"] = model_required
-                shown.add_argument(*flags, dest=name, default=None, **of)
+                shown.add_argument(*of.pop("flags"), default=None, **of)
 
 
 def given_options(args: argparse.Namespace) -> list[str]:
     """Return the options for model, machine and batch that were given, as written on the command line."""
     return [
-        of.get("flags", (f"--{name.replace('_', '-')}",))[0]
-        for name, of in option_fields().items()
-        if of["group"] == _WHAT and getattr(args, name) is not None
+        of["flags"][0]
+        for of in option_fields().values()
+        if of["group"] != CHECKPOINTS and getattr(args, of["dest"]) is not None
     ]
 
 
@@ -310,7 +270,7 @@ def check_names(args: argparse.Namespace) -> None:
     from planner.models.registry import resolve_model  # noqa: PLC0415
     from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
-    load_profile(args.hardware or default_hardware().name)
+    load_profile(args.hardware or default_hardware()[0])
     check_adapters(args)
     if not is_captured(args.model):
         with contextlib.suppress(NoFormulasError):

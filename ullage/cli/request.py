@@ -2,14 +2,15 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
 
 from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.choices.constraints import Constraints
 from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.adapters import Lora
@@ -39,7 +40,7 @@ def request_of(
     Raises:
         ValueError: the model or machine does not exist, or the machine cannot meet the request.
     """
-    hardware = change_machine(load_profile(args.hardware or default_hardware().name))
+    hardware = change_machine(load_profile(args.hardware or default_hardware()[0]))
     if args.device_memory is not None:
         hardware = hardware.with_device_limit(args.device_memory)
     if args.host_memory is not None:
@@ -48,33 +49,23 @@ def request_of(
         )
         hardware = replace(hardware, {"host.memory_bytes": args.host_memory}, asked_for)
     if args.nodes is not None:
-        hardware = _with_nodes(hardware, args.gpus or 1, args.nodes)
+        hardware = _with_nodes(hardware, args.num_devices or 1, args.nodes)
     precision = precision_of(args, hardware)
     if args.products == "fp8":
         precision = precision.model_copy(update={"products": "fp8"})
     as_on_gpu = hardware.device.kind == "gpu"
     model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
+    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Constraints)}
+    asked |= {"micro_batch": micro_batch, "fp8_weights": {"yes": True, "no": False}.get(str(args.fp8_weights))}
     return Request(
         model=model,
         hardware=hardware,
-        num_devices=args.gpus or 1,
         seq_len=seq_len,
-        micro_batch=micro_batch,
-        num_micro_batches=args.accumulate,
-        global_batch=args.global_batch,
-        tensor_parallel=args.tensor_parallel,
-        pipeline_parallel=args.pipeline_parallel,
-        expert_parallel=args.expert_parallel,
-        expert_units=args.expert_units,
-        loss_tile_tokens=args.loss_tile,
-        layer_tile_tokens=args.layer_tile,
-        fp8_weights=None if args.fp8_weights is None else args.fp8_weights == "yes",
-        kernels=args.kernels,
         expert_load=expert_load(args.expert_load or "uniform", model),
-        storage=args.storage or "never",
         precision=precision,
         optimizer=args.optimizer or "adamw",
         clip=args.clip is not False,
+        **{name: value for name, value in asked.items() if value is not None},
     )
 
 
@@ -113,10 +104,17 @@ def trained(
                 f"--input-shape is for captured models, but --model {args.model} names no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
-        adapters = Adapters(args.lora, None if args.quantize == "none" else args.quantize)
+        quantization = None if args.quantize == "none" else args.quantize
         called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
-        masked = args.batches == "masked"
-        found = model_named(args.model, *called_with, precision.weights, adapters, masked=masked, as_on_gpu=as_on_gpu)
+        found = model_named(
+            args.model,
+            *called_with,
+            precision.weights,
+            lora=args.lora,
+            quantization=quantization,
+            masked=args.batches == "masked",
+            as_on_gpu=as_on_gpu,
+        )
         model = change(found)
         if isinstance(model, CapturedModel):
             return model, model.seq_len, args.micro_batch
@@ -135,7 +133,7 @@ def trained(
         )
     if inputs and (args.seq_len or args.micro_batch):
         inputs = resized(inputs, args.micro_batch or micro_batch_of(inputs), args.seq_len or tokens_of(inputs))
-    captured = _captured(args.model, inputs, precision.weights, NO_ADAPTERS, as_on_gpu=as_on_gpu)
+    captured = _captured(args.model, inputs, precision.weights, as_on_gpu=as_on_gpu)
     changed = change(captured)
     assert isinstance(changed, CapturedModel)
     chosen = (
@@ -149,23 +147,14 @@ def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int 
     return micro_batch or (1 if global_batch else None)
 
 
-class Adapters(NamedTuple):
-    """Adapters beside the frozen weights of a model, and the quantization of its projections."""
-
-    lora: Lora | None = None
-    quantization: Quantization | None = None
-
-
-NO_ADAPTERS: Final = Adapters()
-
-
 def model_named(
     text: str,
     seq_len: int | None,
     micro_batch: int | None,
     dtype: Dtype,
-    adapters: Adapters = NO_ADAPTERS,
     *,
+    lora: Lora | None = None,
+    quantization: Quantization | None = None,
     masked: bool = False,
     as_on_gpu: bool,
 ) -> Model:
@@ -178,7 +167,8 @@ def model_named(
         seq_len: tokens per sequence for capture; ``None``: the default.
         micro_batch: sequences per micro-batch for capture; ``None``: the default.
         dtype: type of the weights.
-        adapters: adapters to train in place of all weights.
+        lora: adapters to train in place of all weights.
+        quantization: of the frozen projections beside them.
         masked: whether batches have an attention mask.
         as_on_gpu: see :func:`ullage.capture.capture`.
 
@@ -187,20 +177,26 @@ def model_named(
     """
     with contextlib.suppress(NoFormulasError):
         sizes = resolve_model(text)
-        if adapters.lora is None and not masked:
+        if lora is None and not masked:
             return sizes
     from ullage.capture.architectures import architecture  # noqa: PLC0415 - torch is slow to import
 
     found = architecture(text)
     seq_len = found.seq_len(seq_len, DEFAULT_SEQ_LEN)
     inputs = found.inputs(micro_batch or default_micro_batch(seq_len), seq_len, masked=masked)
-    return _captured(text, inputs, dtype, adapters, as_on_gpu=as_on_gpu)
+    return _captured(text, inputs, dtype, lora, quantization, as_on_gpu=as_on_gpu)
 
 
 @functools.cache  # a study captures the same model many times
 def _captured(
-    factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, adapters: Adapters, *, as_on_gpu: bool
+    factory: str,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Dtype,
+    lora: Lora | None = None,
+    quantization: Quantization | None = None,
+    *,
+    as_on_gpu: bool,
 ) -> CapturedModel:
     from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
-    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, **adapters._asdict())
+    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, lora=lora, quantization=quantization)

@@ -6,20 +6,9 @@ from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from ullage.cli.default_hardware import print_default_hardware
-from ullage.cli.options import add_options, given_options
+from ullage.cli.options import add_options
 from ullage.cli.request import request_of
 from ullage.commands import Subparsers, command_parser
-
-# Fields of a request by the options that set them.
-_OPTIONS = {
-    "num_devices": "--gpus",
-    "micro_batch": "--micro-batch",
-    "num_micro_batches": "--accumulate",
-    "precision": "--precision",
-    "optimizer": "--optimizer",
-    "clip": "--no-clip",
-    "storage": "--storage",
-}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -55,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.global_batch is not None:
         raise ValueError("--global-batch is given by train_batch_size of the configuration; leave it out")
     print_default_hardware(args)
-    config, given = load_config(args.config), set(given_options(args))
-    found = side_by_side(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
+    given = {name for name, value in vars(args).items() if value is not None}
+    found = side_by_side(imported(load_config(args.config), request_of(args), given.__contains__))
     if args.output is not None and found.ours is not None:
         write_whole(args.output, found.ours.to_json())
     if args.json:

@@ -9,7 +9,7 @@ from planner.models.parameters import num_parameters
 from planner.models.registry import captured_preset, configuration, list_models, resolve_model, source_of
 from ullage.cli.arguments import lora
 from ullage.cli.options import QUANTIZATIONS, check_adapters
-from ullage.cli.request import Adapters, model_named
+from ullage.cli.request import model_named
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
 from ullage.output.formatting import si
@@ -78,7 +78,7 @@ def _one(name: str) -> tuple[dict[str, Any], dict[str, str]]:
             model = resolve_model(name)
             num_params, sizes, shown, how = num_parameters(model), model.model_dump(mode="json"), _sizes(model), {}
         except NoFormulasError:
-            num_params, sizes = _captured(name, Adapters()).num_params, configuration(name)
+            num_params, sizes = _captured(name).num_params, configuration(name)
             shown = sizes
     rest = {"source": source_of(name)}
     words = {key: str(value) for key, value in shown.items()}
@@ -87,7 +87,7 @@ def _one(name: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _adapted(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the trained and the frozen parameters of a model with adapters, as data and in words."""
-    model = _captured(args.model, Adapters(args.lora, args.quantize))
+    model = _captured(args.model, lora=args.lora, quantization=args.quantize)
     frozen = [spec for operator in model.operators() for spec in operator.parameters if not spec.is_trained]
     num_frozen = sum(spec.num_params for spec in frozen)
     frozen_bytes = sum(spec.stored_bytes(_WEIGHT_BYTES) for spec in frozen)
@@ -96,8 +96,8 @@ def _adapted(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     return data, {"model": model.name, **words}
 
 
-def _captured(name: str, adapters: Adapters) -> CapturedModel:
-    model = model_named(name, None, None, "bf16", adapters, as_on_gpu=True)
+def _captured(name: str, **adapters: Any) -> CapturedModel:
+    model = model_named(name, None, None, "bf16", **adapters, as_on_gpu=True)
     assert isinstance(model, CapturedModel)
     return model
 

@@ -1,11 +1,11 @@
 """The reasons for a plan, or for the placement of one of its units, as sections."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from planner.explain.limits import Crossing, Limit
 from planner.explain.moves import SAME, Alternative, Group
 from planner.explain.trial import Bench, Trial
-from planner.explain.tricks import Worth
+from planner.explain.tricks import Trick
 from planner.schedule.tasks import Lane, Tier
 from ullage.analysis.explanation import (
     ACTIVATIONS,
@@ -126,9 +126,9 @@ def _worth(limit: Limit) -> str:
     return f"one more {unit} of {limit.scalable.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
 
 
-def tricks_section(bench: Bench, worths: Sequence[Worth]) -> Section:
+def tricks_section(bench: Bench, worths: Mapping[Trick, Trial | None]) -> Section:
     """Show the effect of each technique: the plan simulated without it."""
-    used = {worth.trick: worth.trial for worth in worths if worth.trial is not None}
+    used = {trick: trial for trick, trial in worths.items() if trial is not None}
     slowdowns = {trick: _slowdown(bench, trial) for trick, trial in used.items()}
     order = sorted(used, key=lambda trick: -slowdowns[trick][0])
     chart = bars(
@@ -154,7 +154,7 @@ def tricks_section(bench: Bench, worths: Sequence[Worth]) -> Section:
         )
         for trick in order
     )
-    unused = [worth.trick.words for worth in worths if worth.trial is None]
+    unused = [trick.words for trick in worths if trick not in used]
     note = f"this plan does not use: {'; '.join(unused)}" if unused else ""
     columns = ("technique", "instead", "time", "slower by", "", "fits")
     table = Table("each technique switched off alone", columns, rows, note)

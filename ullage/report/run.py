@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.fitting.attribution import Tasks
-from ullage.analysis.comparison import Comparison, Explained, Row, Work, kind_words
+from ullage.analysis.comparison import Comparison, Explained, Row, kind_words
 from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace, bars
 
@@ -85,15 +85,15 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
 def _tasks(explained: Explained) -> Table:
     rows = []
     for tasks in explained.attribution.tasks:
-        work = explained.work[tasks.lane, tasks.op]
+        amount, unit = explained.work[tasks.lane, tasks.op]
         rows.append(
             (
                 kind_words((tasks.lane, tasks.op)),
                 count_words(tasks),
-                si(work.amount, work.unit) if work.unit else "-",
+                si(amount, unit) if unit else "-",
                 si(tasks.predicted_s, "s"),
                 si(tasks.measured_s, "s"),
-                _rate(tasks, work),
+                _rate(tasks, amount, unit),
                 f"{tasks.predicted_s / tasks.measured_s:.2f}" if tasks.measured_s else "-",
                 "-" if tasks.explains_s is None else signed_s(tasks.explains_s),
             )
@@ -107,10 +107,10 @@ def count_words(tasks: Tasks) -> str:
     return f"{tasks.num_ran}" + ("" if tasks.num_ran == tasks.num_planned else f" ({tasks.num_planned} planned)")
 
 
-def _rate(tasks: Tasks, work: Work) -> str:
-    if not work.unit or not tasks.measured_s or tasks.num_ran != tasks.num_planned:
+def _rate(tasks: Tasks, amount: float, unit: str) -> str:
+    if not unit or not tasks.measured_s or tasks.num_ran != tasks.num_planned:
         return "-"
-    return si(work.amount / tasks.measured_s, f"{work.unit}/s")
+    return si(amount / tasks.measured_s, f"{unit}/s")
 
 
 def _stalls(explained: Explained) -> tuple[Table, ...]:

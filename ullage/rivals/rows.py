@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from planner.bounds.certificate import computing_s
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
+from planner.plan.competition import Found
 from planner.plan.document import EngineRow, Plan, describe
-from planner.plan.planning import Found
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.search import Candidate, Progress
 from ullage.rivals.best import engine_policies, scorer_of

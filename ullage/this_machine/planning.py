@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor import options as executor_options
 from executor.devices.cores import CoreChoice
 from executor.distributed.meeting import meeting
 from executor.module.batches import named_inputs
@@ -106,7 +107,7 @@ class Options(TypedDict, total=False):
     audit: AuditTime
 
 
-PLAN_OPTIONS: Final = ("hardware", "device_memory", "num_micro_batches", "clip", "precision", "storage")
+PLAN_OPTIONS: Final = [name for name in Options.__annotations__ if name not in executor_options.Options.__annotations__]
 """The options that a given plan has decided."""
 
 

@@ -64,7 +64,7 @@ def study_of(args: argparse.Namespace) -> Study:
 
 def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
-    found = {name: getattr(args, name, None) for name in option_fields()}
+    found = {name: getattr(args, of["dest"], None) for name, of in option_fields().items()}
     options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}

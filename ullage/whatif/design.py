@@ -71,7 +71,7 @@ class Space:
 
     def __init__(self, request: StudyRequest) -> None:
         self.request = request
-        self._default_hardware = default_hardware().name
+        self._default_hardware = default_hardware()[0]
         self.fields = _fields(request, self._default_hardware)
         self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in request.set.items()}
         self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in request.sweep.items()}

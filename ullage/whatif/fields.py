@@ -37,7 +37,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "gpu-memory": "device.memory_bytes",
     "nvlink": "intra_node.bytes_per_s",
     "network": "inter_node.bytes_per_s",
-    "num_devices": "gpus",
+    **{of["dest"]: name for name, of in option_fields().items() if of["dest"] != name},
 }
 """Short or familiar names of fields."""
 
@@ -198,7 +198,10 @@ def of_model(model: Model, name: str) -> int | bool:
 
 def options_of(values: Mapping[str, Any]) -> Options:
     """Return options of which only these are given."""
-    return Options(**{name: _READ[name](value) if name in _READ else value for name, value in values.items()})
+    known = option_fields()
+    return Options(
+        **{known[name]["dest"]: _READ.get(name, lambda value: value)(value) for name, value in values.items()}
+    )
 
 
 def _changed_value(before: float | bool, change: Number | Value) -> Any:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import executor.devices.lanes
+from benchmarks.simulator.reference import FluidTask, built
 from executor.devices.backend import HostBackend
 from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, LaneError, LaneMachine
 from planner.decisions import Place
@@ -26,7 +27,6 @@ from planner.schedule.loop import Loop
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.simulate.kernel import simulate
-from planner.simulate.system import FluidSystem, FluidTask
 
 LANES = [Lane.COMPUTE, Lane.LAUNCH, Lane.H2D, Lane.D2H, Lane.CPU]
 LATE_S = 0.1  # a thread of a busy machine may wake this late
@@ -369,7 +369,7 @@ def simulated_makespan_s(timeline, keep=lambda _task: True):
         after += [i + (iteration - 1) * count for i in task.after_previous if iteration]
         duration_s = timeline.end_s[iteration, task.index] - timeline.start_s[iteration, task.index]
         tasks.append(FluidTask(lanes.index(task.lane), duration_s, after=after if keep(task) else ()))
-    return float(simulate(FluidSystem.build(tasks)).end_s.max())
+    return float(simulate(built(tasks)).end_s.max())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -82,7 +82,7 @@ import executor.distributed.watchdog
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
-from planner.graph import Degrees
+from planner.decisions import Choice
 from ullage.this_machine.planning import free_memory
 
 what, *environments = sys.argv[1:]
@@ -91,7 +91,7 @@ Ranks.__init__.__kwdefaults__["silence_s"] = 1.5
 
 
 def session():
-    return Ranks(Degrees(data_parallel=2), torch.device("cpu"))
+    return Ranks(Choice(data_parallel=2), torch.device("cpu"))
 
 
 def be(rank):

@@ -18,7 +18,7 @@ from executor.distributed.matrices import MatrixPart, update_matrices
 from executor.distributed.mesh import Mesh
 from executor.distributed.shards import ParameterShard
 from executor.optimizer.muon import MuonParams, muon
-from planner.graph import Degrees
+from planner.decisions import Choice
 from planner.models.formulas.work import shared_orthogonalization_bytes
 from planner.subgroups import shares
 
@@ -53,7 +53,7 @@ class Member:
 
 def shard_of(shape, dim, num_fused, rank, size):
     part = torch.Size(length // size if i == dim else length for i, length in enumerate(shape))
-    mesh = Mesh(Degrees(1, size), rank)
+    mesh = Mesh(Choice(tensor_parallel=size), rank)
     return ParameterShard("0.weight", None, torch.Size(shape), None, part, None, dim, num_fused, mesh, False, None)
 
 

@@ -24,8 +24,8 @@ from executor.distributed.watchdog import RankError
 from executor.gradients import GradientError
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
-from planner.decisions import Decisions, Place, Precision, UnitDecision
-from planner.graph import Batch, Degrees, build_graph, units
+from planner.decisions import Choice, Decisions, Place, Precision, UnitDecision
+from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import from_hf_config
 from planner.models.config import ModelConfigError
@@ -240,7 +240,7 @@ def test_shares_are_of_the_planned_model():
     other = from_hf_config(make_model(task).config.to_dict() | {"intermediate_size": 96}, "llama")
     planned = units(build_graph(other, Batch(2, 8, tensor_parallel=2)))
     with pytest.raises(BindingError, match=r"gate_proj.weight has shape \(64, 32\), but \(48, 32\) .* one of 2 ranks"):
-        shards_of(make_model(task), planned, Mesh(Degrees(1, 2), 0))
+        shards_of(make_model(task), planned, Mesh(Choice(tensor_parallel=2), 0))
 
 
 @given(
@@ -256,7 +256,7 @@ def test_shards_join_to_the_whole(family, ranks, vocab_size):
     model = transformers.AutoModelForCausalLM.from_config(config)
     config = from_hf_config(config.to_dict(), family)
     planned = units(build_graph(config, Batch(2, 8, tensor_parallel=ranks)))
-    of_ranks = [shards_of(model, planned, Mesh(Degrees(1, ranks), rank)) for rank in range(ranks)]
+    of_ranks = [shards_of(model, planned, Mesh(Choice(tensor_parallel=ranks), rank)) for rank in range(ranks)]
     for name, shard in of_ranks[0].items():
         whole = shard.whole.detach()
         parts = [of_rank[name].part(whole) for of_rank in of_ranks]

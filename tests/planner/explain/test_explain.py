@@ -108,24 +108,24 @@ def test_tricks_that_a_plan_uses_make_it_no_slower(name: str) -> None:
     explained = bench(name)
     own = (explained.schedule.tasks, explained.schedule.buffers)
     used = 0
-    for worth in worths_of(explained, tricks=TRICKS):
-        if worth.trial is None:
-            for decisions in worth.trick.off(explained):
+    for trick, trial in worths_of(explained, tricks=TRICKS).items():
+        if trial is None:
+            for decisions in trick.off(explained):
                 schedule = lower(explained.plan.units(), decisions, asynchronous=True)
-                assert (schedule.tasks, schedule.buffers) == own, worth.trick.key
+                assert (schedule.tasks, schedule.buffers) == own, trick.key
             continue
         used += 1
-        prediction = predicted(explained, worth.trial.decisions)
-        assert worth.trial.iteration_s == pytest.approx(prediction.iteration_s, rel=1e-12), worth.trick.key
-        if worth.trial.fits:
+        prediction = predicted(explained, trial.decisions)
+        assert trial.iteration_s == pytest.approx(prediction.iteration_s, rel=1e-12), trick.key
+        if trial.fits:
             # Where lanes are first-in first-out, less freedom can be a little faster (Graham's anomalies).
-            assert worth.trial.iteration_s >= explained.own.iteration_s * (1 - ANOMALY), worth.trick.key
+            assert trial.iteration_s >= explained.own.iteration_s * (1 - ANOMALY), trick.key
     assert used >= 5
 
 
 def test_every_trick_can_be_switched_off() -> None:
     """Each is used by one of the plans, or by decisions that planning does not make yet."""
-    used = {worth.trick.key for name in NAMES for worth in worths_of(bench(name), tricks=TRICKS) if worth.trial}
+    used = {trick.key for name in NAMES for trick, trial in worths_of(bench(name), tricks=TRICKS).items() if trial}
     stage_1 = with_decisions(
         bench("two"),
         zero_stage=1,
@@ -159,7 +159,7 @@ def test_every_trick_can_be_switched_off() -> None:
     fetched = with_decisions(in_fp8, units=in_fp8.decisions.units | away, fp8_weights=True)
     assert any(map(fetched.decisions.moves_fp8, fetched.units.values()))
     for other in (stage_1, slots, mixed, tiled, narrow, in_fp8, fetched):
-        used |= {worth.trick.key for worth in worths_of(other, tricks=TRICKS) if worth.trial}
+        used |= {trick.key for trick, trial in worths_of(other, tricks=TRICKS).items() if trial}
     assert used == {trick.key for trick in TRICKS}
 
 

@@ -14,6 +14,6 @@ def test_stages_keep_everything_and_have_no_trick_that_would_not():
     hardware = machine(gpu_bytes=1e9, devices_per_node=2, cpu_params_per_s=5e8)
     model, shape = resolve_model("demo-llama"), {"seq_len": 256, "micro_batch": 1, "num_micro_batches": 2}
     explained = Bench(make_plan(Request(model, hardware, num_devices=2, pipeline_parallel=2, **shape), 20))
-    used = {worth.trick.key for worth in worths(explained) if worth.trial is not None}
+    used = {trick.key for trick, trial in worths(explained).items() if trial is not None}
     assert explained.pieces() == explained.pieces(Place.GPU)
     assert "resident-state" not in used

@@ -39,8 +39,8 @@ def test_thirty_billion_parameters_train_on_one_a100_of_40_gb() -> None:
     model, profile = resolve_model("opt-30b"), load_profile("a100-40")
     setup, workload, cost = prepare(Request(model, profile, micro_batch=8, seq_len=1024))
     scorer = Scorer(workload, cost, lower=lower)
-    outcome = search(setup, scorer, max_simulations=4)
-    ours = scorer.predict(outcome.best.decisions)
+    best = search(setup, scorer, max_simulations=4)
+    ours = scorer.predict(best.decisions)
     assert ours.fits
     streaming = {"megatrain", "roundpipe", "roundpipe-sync", "streaming", "zenflow"}  # layers, or other numerics
     for engine in (engine for name, engine in engine_policies(setup, scorer).items() if name not in streaming):

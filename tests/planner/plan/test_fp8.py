@@ -54,7 +54,7 @@ def test_bounds_hold_and_a_plan_verifies(options: dict[str, object]) -> None:
     assert plan.decisions.pipeline_parallel == 1
     assert 0 < plan.certificate.bound_s <= plan.prediction.iteration_s
     found = verify(Plan.model_validate_json(plan.to_json()))
-    assert found.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
+    assert found.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
 
 
 def test_where_computing_binds_fp8_is_faster_and_explain_says_what_it_is_worth() -> None:
@@ -89,7 +89,7 @@ def test_weights_that_are_fetched_are_fetched_in_fp8_where_that_is_faster() -> N
     assert {proof.choice.fp8_weights for proof in plan.certificate.proofs} == {None, True}
     assert plan.certificate.bound_s <= plan.prediction.iteration_s
     again = verify(Plan.model_validate_json(plan.to_json()))
-    assert again.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
+    assert again.iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
     trial = without(Bench(plan), next(trick for trick in TRICKS if trick.key == "fp8-weights"))
     assert trial is not None
     assert trial.decisions.fp8_weights is None
@@ -111,7 +111,7 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
     at_once |= {"hardware": machine(fp8_flop_per_s=4e14, issue_s=1e-9)}  # whoever fetches is slower
     plain, narrow = variants(request(**at_once))
     competition = compete((narrow, plain), 1)  # the first of two that are equal
-    assert (competition.winner, competition.best.decisions.fp8_weights) == (plain, None)
+    assert (competition.own, competition.decisions.fp8_weights) == (plain, None)
     asked = make_plan(request(fp8_weights=True), 1)
     assert (asked.decisions.fp8_weights, asked.certificate.proofs[0].choice.fp8_weights) == (True, True)
     verify(asked)

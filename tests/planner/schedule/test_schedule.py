@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier, Work
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
 
 def task(index: int, **fields: object) -> Task:
@@ -122,8 +122,8 @@ def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
     for field in dataclasses.fields(lowered):
         one, other = getattr(lowered, field.name), getattr(from_tasks, field.name)
         if field.name == "works":
-            names = [name for name in vars(Work) if isinstance(vars(Work)[name], property)]
-            assert len(names) == 15
+            positions = {"index", "phase", "piece", "slot", "after", "after_previous"}
+            names = [field.name for field in dataclasses.fields(Task) if field.name not in positions]
             assert [[getattr(each, n) for n in names] for each in one] == [
                 [getattr(t, n) for n in names] for t in other
             ]
@@ -169,4 +169,4 @@ def test_the_graph_has_every_dependency_and_no_cycle(case: Case) -> None:
 def test_schedules_are_frozen() -> None:
     schedule = Schedule((task(0),))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        schedule.tasks[0].num_bytes = 1  # type: ignore[misc]
+        schedule.tasks = ()  # type: ignore[misc]

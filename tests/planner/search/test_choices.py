@@ -31,7 +31,7 @@ from planner.lowering.workspace import least_workspace_bytes
 from planner.models import resolve_model
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
-from planner.models.patterns import Degrees, Pattern
+from planner.models.patterns import Pattern
 from planner.plan.document import Plan
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
@@ -242,11 +242,11 @@ def halved(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
 def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     units = halved(small_units("demo-llama", 3))
     mlp = next(unit for unit in units if unit.name == "layers.1.mlp")
-    assert mlp.parts(Degrees(data_parallel=ranks)) == 2
+    assert mlp.parts(Choice(data_parallel=ranks)) == 2
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
     setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
     variant = Variant(request(), setup, CostModel(profile, units, setup.given))
-    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
+    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60)
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)
     assert violations(schedule, units, found.decisions, ordered_by_rules(schedule)) == []
@@ -263,7 +263,7 @@ def test_patterns_that_differ_cannot_move_as_one() -> None:
     unit = small_units("demo-llama", 1)[1]
     mixed = (dataclasses.replace(unit.operators[0], pattern=HALVES), *unit.operators[1:])
     with pytest.raises(ValueError, match="make them units of their own"):
-        dataclasses.replace(unit, operators=mixed).parts(Degrees(data_parallel=2))
+        dataclasses.replace(unit, operators=mixed).parts(Choice(data_parallel=2))
 
 
 def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

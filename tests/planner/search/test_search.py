@@ -17,7 +17,7 @@ from planner.models import resolve_model
 from planner.placements import mixed, resident
 from planner.plan.planning import make_plan, prepare
 from planner.schedule.schedule import Schedule
-from planner.search import Candidate, Outcome, Scorer, scoring, search
+from planner.search import Candidate, Scorer, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded
 from planner.search.scoring import ENDLESS
@@ -29,7 +29,7 @@ from ullage.rivals.best import engine_policies
 from ullage.rivals.lowering import lower
 
 
-def find(request: Request, max_simulations: int = 80) -> tuple[Outcome, Scorer]:
+def find(request: Request, max_simulations: int = 80) -> tuple[Candidate, Scorer]:
     setup, workload, cost = prepare(request)
     scorer = Scorer(workload, cost)
     return search(setup, scorer, max_simulations), scorer
@@ -58,7 +58,7 @@ REQUESTS = {
 @pytest.mark.part(2)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_never_worse_than_the_best_engine(name: str) -> None:
-    outcome, scorer = find(REQUESTS[name])
+    best, scorer = find(REQUESTS[name])
     alone = REQUESTS[name].num_devices == 1
     setup, workload, cost = prepare(REQUESTS[name])
     engines = engine_policies(setup, Scorer(workload, cost, lower=lower))
@@ -76,20 +76,20 @@ def test_never_worse_than_the_best_engine(name: str) -> None:
     }
     # Engines with other numerics, or a head of their own, may be faster.
     same = [candidate for candidate in engines.values() if candidate.decisions.habits is None]
-    assert outcome.best.order <= min(candidate.order for candidate in same)
-    assert not outcome.best.missing_bytes
+    assert best.order <= min(candidate.order for candidate in same)
+    assert not best.missing_bytes
     # The full prediction confirms the quick score.
-    prediction = scorer.predict(outcome.best.decisions)
+    prediction = scorer.predict(best.decisions)
     assert prediction.fits
-    assert prediction.iteration_s == pytest.approx(outcome.best.iteration_s, rel=0.02)
+    assert prediction.iteration_s == pytest.approx(best.iteration_s, rel=0.02)
 
 
 def test_tight_memory_is_used_and_kept() -> None:
     request = REQUESTS["tight"]
-    outcome, scorer = find(request)
+    best, scorer = find(request)
     setup, _, _ = prepare(request)
     assert all(scorer.score(decisions).missing_bytes for decisions in resident(setup))
-    peak = next(m for t, m in scorer.predict(outcome.best.decisions).memory.items() if t == "gpu")
+    peak = next(m for t, m in scorer.predict(best.decisions).memory.items() if t == "gpu")
     assert 0.8 * peak.capacity_bytes < peak.peak_bytes <= peak.capacity_bytes
 
 
@@ -99,23 +99,19 @@ def test_deterministic() -> None:
 
 
 def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
-    scores = []
-    for budget in (1, 60, 200):
-        outcome, scorer = find(REQUESTS["tight"], budget)
-        scores.append(outcome.best.order)
-        assert outcome.num_simulations == scorer.num_simulations
+    scores = [find(REQUESTS["tight"], budget)[0].order for budget in (1, 60, 200)]
     for (overload, iteration_s), (more_overload, more_s) in itertools.pairwise(scores):
         assert more_overload <= overload
         assert more_s <= iteration_s * 1.005  # as much slower a plan may be that moves fewer bytes
-    seeds = find(REQUESTS["roomy"], 1)[0].num_simulations
-    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 20
+    seeds = find(REQUESTS["roomy"], 1)[1].num_simulations
+    assert find(REQUESTS["roomy"], seeds + 20)[1].num_simulations <= seeds + 20
 
 
 def test_progress_only_improves() -> None:
     setup, workload, cost = prepare(REQUESTS["tight"])
     calls: list[Candidate] = []
-    outcome = search(setup, Scorer(workload, cost), 80, lambda candidate, _: calls.append(candidate))
-    assert calls[-1] == outcome.best
+    best = search(setup, Scorer(workload, cost), 80, lambda candidate, _: calls.append(candidate))
+    assert calls[-1] == best
     assert calls[0].order >= calls[-1].order
 
 
@@ -135,7 +131,7 @@ def test_garbage_collection_is_only_suspended() -> None:
 def test_the_same_decisions_are_simulated_once() -> None:
     setup, workload, cost = prepare(REQUESTS["roomy"])
     scorer = Scorer(workload, cost)
-    best = search(setup, scorer, 20).best
+    best = search(setup, scorer, 20)
     before = scorer.num_simulations
     assert scorer.score(best.decisions) == best
     assert scorer.num_simulations == before
@@ -148,7 +144,7 @@ def test_a_schedule_is_lowered_once_for_all_machines(monkeypatch: pytest.MonkeyP
     _, same, other_cost = prepare(dataclasses.replace(request, hardware=faster))
     assert same.units is workload.units
     setup, workload, cost = prepare(request)
-    seeds = [find(request, 1)[0].best.decisions, *resident(setup)]
+    seeds = [find(request, 1)[0].decisions, *resident(setup)]
     expected = [Scorer(workload, other_cost).score(each) for each in seeds]
     monkeypatch.setattr(scoring, "_LOWERED", scoring._Lowered(1 << 30))
     first = [Scorer(workload, cost).score(each) for each in seeds]
@@ -186,18 +182,18 @@ def test_as_many_schedules_are_remembered_as_there_is_room_for() -> None:
 
 def test_what_cannot_fit_is_not_simulated() -> None:
     request = dataclasses.replace(REQUESTS["roomy"], hardware=machine(gpu_bytes=1e6))
-    outcome, scorer = find(request)
-    assert scorer.num_simulations == outcome.num_simulations == 0
-    assert outcome.best.iteration_s == float("inf")
-    assert outcome.best.missing_bytes.keys() == {"gpu"}
+    best, scorer = find(request)
+    assert scorer.num_simulations == 0
+    assert best.iteration_s == float("inf")
+    assert best.missing_bytes.keys() == {"gpu"}
 
 
 @pytest.mark.parametrize("name", ["tight", "several"])
 def test_what_is_always_held_bounds_the_peak(name: str) -> None:
-    outcome, scorer = find(REQUESTS[name], 40)
+    best, scorer = find(REQUESTS[name], 40)
     _, _, cost = prepare(REQUESTS[name])
     setup, _, _ = prepare(REQUESTS[name])
-    for candidate in (outcome.best, *map(scorer.score, resident(setup))):
+    for candidate in (best, *map(scorer.score, resident(setup))):
         if candidate.iteration_s < float("inf"):
             prediction = scorer.predict(candidate.decisions)
             for tier, held in always_held(scorer.schedule(candidate.decisions), cost).items():
@@ -209,9 +205,9 @@ def test_what_is_always_held_bounds_the_peak(name: str) -> None:
 @pytest.mark.part(3)
 @pytest.mark.parametrize("name", ["roomy", "tight", "several"])
 def test_the_critical_path_explains_the_period(name: str) -> None:
-    outcome, scorer = find(REQUESTS[name], 40)
+    best, scorer = find(REQUESTS[name], 40)
     _, _, cost = prepare(REQUESTS[name])
-    simulation = run_until_steady(scorer.schedule(outcome.best.decisions), cost)
+    simulation = run_until_steady(scorer.schedule(best.decisions), cost)
     path = critical_path(simulation.timeline, simulation.steady)
     assert sum(path.values()) == pytest.approx(simulation.timeline.period_s(simulation.steady), rel=0.01)
     assert list(path.values()) == sorted(path.values(), reverse=True)
@@ -220,13 +216,14 @@ def test_the_critical_path_explains_the_period(name: str) -> None:
 def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
     monkeypatch.setattr("planner.search._TASKS", 75_000)
-    found = search(setup, Scorer(workload, cost))
-    requested = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
+    scorer, asked, patient = (Scorer(workload, cost) for _ in range(3))
+    found = search(setup, scorer)
+    requested = search(setup, asked, 2 * scorer.num_simulations)
     monkeypatch.setattr("planner.search._PATIENCE", 1.0)
-    whole = search(setup, Scorer(workload, cost))
-    assert found.num_simulations < 0.8 * whole.num_simulations
-    assert found.num_simulations < requested.num_simulations, "what is asked for is not cut short"
-    assert found.best.iteration_s <= min(whole.best.iteration_s, requested.best.iteration_s) * 1.01
+    whole = search(setup, patient)
+    assert scorer.num_simulations < 0.8 * patient.num_simulations
+    assert scorer.num_simulations < asked.num_simulations, "what is asked for is not cut short"
+    assert found.iteration_s <= min(whole.iteration_s, requested.iteration_s) * 1.01
 
 
 def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:

@@ -12,7 +12,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simulate_reference, solve_speeds
+from benchmarks.simulator.reference import FluidTask, built, simulate_reference
+from planner.simulate import FluidSystem, StuckError, simulate, solve_speeds
 
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
@@ -34,7 +35,7 @@ def systems(draw: st.DrawFn, max_tasks: int = 20) -> FluidSystem:
         )
         for i in range(draw(st.integers(0, max_tasks)))
     ]
-    return FluidSystem.build(tasks, [draw(st.lists(AMOUNTS, min_size=1, max_size=4)) for _ in range(num_resources)])
+    return built(tasks, [draw(st.lists(AMOUNTS, min_size=1, max_size=4)) for _ in range(num_resources)])
 
 
 def assert_same(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
@@ -78,7 +79,7 @@ def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
         )
         for i in range(num_tasks)
     ]
-    return FluidSystem.build(tasks, [1.0, [1.0, 1.5], 0.7, [2.0, 1.8, 1.5], 3.0])
+    return built(tasks, [1.0, [1.0, 1.5], 0.7, [2.0, 1.8, 1.5], 3.0])
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -144,7 +145,7 @@ def test_same_input_same_bits(system: FluidSystem) -> None:
 
 
 def end_s(tasks: list[FluidTask], capacity: list[float | list[float]]) -> list[float]:
-    system = FluidSystem.build(tasks, capacity)
+    system = built(tasks, capacity)
     simulation = simulate(system)
     assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
     return simulation.end_s.tolist()
@@ -309,8 +310,8 @@ BROKEN = {
 @pytest.mark.parametrize("rule", BROKEN)
 def test_forgetting_a_rule_shows(rule: str) -> None:
     """The comparison with the reference can tell a simulator that keeps all rules from one that forgets one."""
-    expected = simulate_reference(FluidSystem.build(TASKS, CAPACITY))
-    right, wrong = simulate(FluidSystem.build(TASKS, CAPACITY)), simulate(FluidSystem.build(*BROKEN[rule]))
+    expected = simulate_reference(built(TASKS, CAPACITY))
+    right, wrong = simulate(built(TASKS, CAPACITY)), simulate(built(*BROKEN[rule]))
     assert_same((right.start_s, right.end_s), expected)
     with pytest.raises(AssertionError):
         assert_same((wrong.start_s, wrong.end_s), expected)
@@ -320,14 +321,14 @@ def test_forgetting_a_rule_shows(rule: str) -> None:
 def test_stuck_task_is_named(run) -> None:
     tasks = [FluidTask(0, 1.0), FluidTask(1, 1.0, uses={0: 1.0}), FluidTask(1, 1.0)]
     names = {"lane_names": ("compute", "h2d"), "resource_names": ("link",), "task_name": lambda i: f"fetch {i}"}
-    system = FluidSystem.build(tasks, [0.0], **names)
+    system = built(tasks, [0.0], **names)
     with pytest.raises(StuckError, match=r"task 1 \(fetch 1\) on lane h2d can never end: resource link has no capa"):
         run(system)
 
 
 @pytest.mark.parametrize("run", [simulate, simulate_reference])
 def test_no_work_is_never_stuck(run) -> None:
-    found = run(FluidSystem.build([FluidTask(0, 0.0, 1.0, uses={0: 1.0}), FluidTask(0, 1.0, uses={0: 0.0})], [0.0]))
+    found = run(built([FluidTask(0, 0.0, 1.0, uses={0: 1.0}), FluidTask(0, 1.0, uses={0: 0.0})], [0.0]))
     _, end_s = (found.start_s, found.end_s) if run is simulate else found
     assert list(end_s) == [1.0, 2.0]
 
@@ -365,7 +366,7 @@ def test_no_work_is_never_stuck(run) -> None:
 )
 def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FluidSystem.build(tasks, capacity)
+        built(tasks, capacity)
 
 
 @pytest.mark.parametrize(
@@ -383,14 +384,14 @@ def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: s
 )
 def test_arrays_must_fit_together(change: dict[str, np.ndarray]) -> None:
     tasks = [FluidTask(0, 1.0, uses={0: 1.0, 1: 1.0}), FluidTask(0, 1.0)]
-    system = FluidSystem.build(tasks, [1.0, 1.0])
+    system = built(tasks, [1.0, 1.0])
     with pytest.raises(ValueError, match=next(iter(change)).replace("use_resource", "ascending")):
         dataclasses.replace(system, **change)
 
 
 def test_arrays_cannot_be_changed_behind_its_back() -> None:
     mine = np.ones(1)
-    system = dataclasses.replace(FluidSystem.build([FluidTask(0, 2.0)]), duration_s=mine)
+    system = dataclasses.replace(built([FluidTask(0, 2.0)]), duration_s=mine)
     with pytest.raises(ValueError, match="read-only"):
         system.duration_s[0] = -1.0
     mine[0] = 3.0  # and the caller's own array stays writable

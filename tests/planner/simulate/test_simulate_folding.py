@@ -10,13 +10,14 @@ from cases import decide, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator.reference import FluidTask, built
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Place, Sharding
 from planner.lowering import lower
-from planner.simulate import FluidSystem, FluidTask, simulate
+from planner.simulate import FluidSystem, simulate
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.system import Capacity, capacity_rows
 
@@ -98,7 +99,7 @@ def ranks(draw: st.DrawFn) -> tuple[list[FluidTask], list[Capacity], int, dict[i
 def test_a_representative_takes_what_every_rank_takes(case) -> None:
     """With resources of each rank alone, of some ranks together or of all, and capacities that depend on users."""
     tasks, capacity, num_ranks, sharers = case
-    check(FluidSystem.build(tasks, fold(capacity, sharers)), capacity, num_ranks, sharers)
+    check(built(tasks, fold(capacity, sharers)), capacity, num_ranks, sharers)
 
 
 def test_users_of_all_ranks_count() -> None:
@@ -109,23 +110,23 @@ def test_users_of_all_ranks_count() -> None:
     assert fold_capacity(disk, 2) == [3.0, 4.0, 4.25]
     assert fold_capacity(disk, 1) == disk
     assert fold_capacity(8.0, 4) == 2.0
-    check(FluidSystem.build(tasks, [fold_capacity(disk, 4)]), [disk], 4, {0: 4})
+    check(built(tasks, [fold_capacity(disk, 4)]), [disk], 4, {0: 4})
     with pytest.raises(AssertionError):  # each number of users divided, as if only one rank's copies counted
-        check(FluidSystem.build(tasks, [[amount / 4 for amount in disk]]), [disk], 4, {0: 4})
+        check(built(tasks, [[amount / 4 for amount in disk]]), [disk], 4, {0: 4})
 
 
 @pytest.mark.parametrize("wrong", [lambda c: c, lambda c: fold_capacity(c, 3)])
 def test_a_wrong_share_shows(wrong) -> None:
     tasks = [FluidTask(0, 1.0, uses={0: 1.0}), FluidTask(1, 1.0, uses={0: 1.0})]
     with pytest.raises(AssertionError):
-        check(FluidSystem.build(tasks, [wrong(2.0)]), [2.0], 2, {0: 2})
+        check(built(tasks, [wrong(2.0)]), [2.0], 2, {0: 2})
 
 
 def test_ranks_that_start_apart_cannot_be_folded() -> None:
     """Why the note asks for it: copies that do not meet are faster than the representative's share."""
     tasks = [FluidTask(0, 1.0, uses={0: 1.0}), FluidTask(1, 1.0, latency_s=1.0, uses={0: 1.0})]
-    assert simulate(FluidSystem.build(tasks, [1.0])).end_s.tolist() == [1.0, 2.0]
-    assert simulate(FluidSystem.build(tasks[:1], [fold_capacity(1.0, 2)])).end_s.tolist() == [2.0]
+    assert simulate(built(tasks, [1.0])).end_s.tolist() == [1.0, 2.0]
+    assert simulate(built(tasks[:1], [fold_capacity(1.0, 2)])).end_s.tolist() == [2.0]
 
 
 def whole(profile: HardwareProfile, cost: CostModel) -> tuple[list[Capacity], dict[int, int]]:

@@ -8,7 +8,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import FluidSystem, FluidTask, max_min_speeds, solve_speeds
+from benchmarks.simulator.reference import FluidTask, built, max_min_speeds
+from planner.simulate import solve_speeds
 
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
 WEIGHTS = st.sampled_from([1.0, 1.0, 0.125, 2.0]) | st.floats(0.01, 100.0)
@@ -30,7 +31,7 @@ def running(draw: st.DrawFn) -> Running:
 def solve(uses: list[dict[int, float]], capacity: list[list[float]], weights: list[float]) -> np.ndarray:
     rows = zip(uses, weights, strict=True)
     tasks = [FluidTask(lane, 1.0, uses=use, weight=weight) for lane, (use, weight) in enumerate(rows)]
-    return solve_speeds(FluidSystem.build(tasks, capacity), range(len(tasks)))
+    return solve_speeds(built(tasks, capacity), range(len(tasks)))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -117,7 +118,7 @@ def test_order_of_tasks_does_not_matter(seed: int) -> None:
 
 
 def test_only_running_tasks_count() -> None:
-    system = FluidSystem.build([FluidTask(lane, 1.0, uses={0: 1.0}) for lane in range(3)], [1.0])
+    system = built([FluidTask(lane, 1.0, uses={0: 1.0}) for lane in range(3)], [1.0])
     assert solve_speeds(system, [0]).tolist() == [1.0]
     assert solve_speeds(system, [2, 1]).tolist() == [0.5, 0.5]
     assert solve_speeds(system, []).tolist() == []

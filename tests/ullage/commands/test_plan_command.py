@@ -15,7 +15,6 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.parameters import num_parameters
 from planner.plan.document import EngineRow, load_plan
-from planner.plan.remedies import Remedy
 from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
@@ -184,7 +183,7 @@ def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, t
     def remedies(_request, _further):
         for size in (1, 2):
             shown.append(capsys.readouterr().err)
-            yield Remedy(f"change {size}", 1.0)
+            yield f"change {size}", 1.0
 
     monkeypatch.setattr("planner.plan.remedies.what_would_fit", remedies)
     assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json")]) == 2

@@ -207,7 +207,7 @@ def test_contributors_questions_are_three_clicks_away() -> None:
     contents, *sections = page.split(f"## {heading}\n")[1].partition("\n## ")[0].split("\n### ")
     answers = dict(section.split("\n", 1) for section in sections)
     assert re.findall(r"^- \[(.*)\]\((.*)\)$", contents, re.MULTILINE) == [(q, f"#{slug(q)}") for q in answers]
-    assert len(answers) == 5
+    assert len(answers) == 6
     links = {question: set(SOURCE_LINK.findall(answer)) for question, answer in answers.items()}
     assert all(links.values()), links
     for reference, target in set().union(*links.values()):

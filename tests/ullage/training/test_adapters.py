@@ -24,7 +24,7 @@ from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantization_config, quantize
 from ullage.cli.options import QUANTIZATIONS
-from ullage.cli.request import Adapters, model_named
+from ullage.cli.request import model_named
 from ullage.main import main
 from ullage.training.batches import Batches
 from ullage.training.loop import train
@@ -117,7 +117,7 @@ def test_the_plan_of_a_name_trains_a_model_of_peft_as_in_memory(base: Path, quan
 @pytest.mark.parametrize("name", ["gpt2", "opt-125m"])
 @pytest.mark.part(3)
 def test_what_is_planned_by_name_is_what_peft_makes(name: str, quantization: Quantization | None) -> None:
-    model = model_named(name, 64, 1, "bf16", Adapters(Lora(rank=8), quantization), as_on_gpu=True)
+    model = model_named(name, 64, 1, "bf16", lora=Lora(rank=8), quantization=quantization, as_on_gpu=True)
     assert isinstance(model, CapturedModel)
     with torch.device("meta"):
         made = architecture(name).make(torch.bfloat16)

@@ -36,7 +36,7 @@ def planned(args: argparse.Namespace, output_dir: Path) -> Plan:
         make_folder("--output-dir", output_dir)
         check_output("--output-dir", path)  # before the search
     free = free_memory()
-    args.gpus = args.gpus or world_size()
+    args.num_devices = args.num_devices or world_size()
     options: Options = {} if args.device_memory is None else {"device_memory": args.device_memory}
 
     def make() -> Plan:

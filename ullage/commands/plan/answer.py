@@ -81,11 +81,11 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
     _print_line(f"error: {error}")
     found = []
     with status("searching for a plan that fits"):
-        for remedy in what_would_fit(request, functools.partial(_with_adapters, args)):
-            effect = _effect_words(remedy.words)
-            found.append({"change": remedy.words, "iteration_s": remedy.iteration_s, "effect": effect})
-            time = f"({si(remedy.iteration_s, 's')} per iteration before any search)"
-            _print_line(f"it fits with {remedy.words} {time}{effect and f': {effect}'}")
+        for words, iteration_s in what_would_fit(request, functools.partial(_with_adapters, args)):
+            effect = _effect_words(words)
+            found.append({"change": words, "iteration_s": iteration_s, "effect": effect})
+            time = f"({si(iteration_s, 's')} per iteration before any search)"
+            _print_line(f"it fits with {words} {time}{effect and f': {effect}'}")
     if not found:
         _print_line("no change that was tried makes it fit")
     rows = []

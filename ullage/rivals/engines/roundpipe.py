@@ -114,4 +114,4 @@ def _fill(program: Program) -> None:
         for unit in segment:
             for _ in range(num_waits):
                 wait = program.draft(Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, unit)
-                program.before[program.spine[0].key].append(wait)
+                program.before[program.spine[0].index].append(wait)

@@ -10,8 +10,8 @@ from planner.lowering.amounts import Amounts
 from planner.lowering.compute import add_issue
 from planner.lowering.compute import launch as core_launch
 from planner.lowering.parameters import parameters as core_parameters
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
 
@@ -48,7 +48,7 @@ def parameters(decisions: RivalDecisions, program: Program) -> None:
     """Fetch and all-gather parameters as the engine does."""
     again = decisions.habits is not None and decisions.habits.recompute_block > 0
 
-    def released(unit: LoweredUnit, user: Draft, num_params: int) -> bool:
+    def released(unit: LoweredUnit, user: Task, num_params: int) -> bool:
         """Return whether parameters are brought again though they are in a slot."""
         limit = decisions.max_reuse_params
         reused_late = unit.amounts.gathered and limit is not None and num_params > limit
@@ -68,9 +68,9 @@ def parameters(decisions: RivalDecisions, program: Program) -> None:
 
 def _gather_when_reached(decisions: RivalDecisions, program: Program) -> None:
     """Gather parameters of large units only when the caller needs them."""
-    positions = {draft.key: position for position, draft in enumerate(program.spine)}
+    positions = {draft.index: position for position, draft in enumerate(program.spine)}
     issued = {
-        draft.key: (lane, draft) for lane in (*program.before.values(), *program.behind.values()) for draft in lane
+        draft.index: (lane, draft) for lane in (*program.before.values(), *program.behind.values()) for draft in lane
     }
     for user in program.computing:
         for key in user.after:
@@ -81,12 +81,12 @@ def _gather_when_reached(decisions: RivalDecisions, program: Program) -> None:
             tasks = [gather]
             for op in (Op.FETCH, Op.READ):
                 tasks[:0] = [program.drafts[each] for each in tasks[0].after if program.drafts[each].op is op]
-            own = program.before[user.key]
+            own = program.before[user.index]
             if where is not own:
                 where[:] = [draft for draft in where if draft not in tasks]
                 own += tasks
-            if position := positions[user.key]:
-                gather.after += (program.spine[position - 1].key,)
+            if position := positions[user.index]:
+                gather.after += (program.spine[position - 1].index,)
             if unit.first_fill and unit.first_fill[1] is tasks[0]:
                 unit.first_fill = own, tasks[0]
 
@@ -100,10 +100,10 @@ def activations(decisions: RivalDecisions, program: Program) -> None:
             draft.num_bytes = draft.num_bytes * (2 * SEGMENTS_OF_STAGE + 1) // SEGMENTS_OF_STAGE
 
 
-def first_passes(program: Program) -> dict[tuple[str, int], Draft]:
+def first_passes(program: Program) -> dict[tuple[str, int], Task]:
     """Return the recomputations of segments before those just before their backward, by unit and micro-batch."""
-    agains = {draft.key for unit in program.units for draft in unit.agains}
-    found = (draft for draft in program.computing if draft.op is Op.RECOMPUTE and draft.key not in agains)
+    agains = {draft.index for unit in program.units for draft in unit.agains}
+    found = (draft for draft in program.computing if draft.op is Op.RECOMPUTE and draft.index not in agains)
     return {(draft.unit, draft.micro_batch): draft for draft in found}
 
 
@@ -135,8 +135,8 @@ def loop(program: Program) -> None:
     (``utils.py::see_memory_usage``), which takes 40 to 70 ms. Timers of phases leave them out. So they are one task at
     the end of the iteration; its ``micro_batch`` is the last one and tells how many there were.
     """
-    updates = tuple(draft.key for draft in program.drafts if draft.phase is Phase.UPDATE)
+    updates = tuple(draft.index for draft in program.drafts if draft.phase is Phase.UPDATE)
     last = program.decisions.num_micro_batches - 1
     work = program.draft(Lane.LAUNCH, Op.LOOP, Phase.LOOP, micro_batch=last, after=updates)
-    program.spine[0].after_previous += (work.key,)
+    program.spine[0].after_previous += (work.index,)
     program.tail.append(work)

@@ -32,9 +32,9 @@ from collections.abc import Iterable, Mapping
 
 from planner.lowering.gradients import add_scatter, exchanged_bytes, reduce, settle, wait_for_slot
 from planner.lowering.pipeline import exchange_tied
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, GradientPath, RivalDecisions
 
 # See [Note: Reductions].
@@ -50,7 +50,7 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
     at_step = decisions.reduce_start == "step" or decisions.pipeline_parallel > 1
     num_spills = decisions.num_gradient_slots if decisions.gradient_path is GradientPath.ONCE else SWAPPER_SLOTS
     leaving: list[int] = []
-    spilled: list[Draft] = []
+    spilled: list[Task] = []
     bucket: list[_Leaving] = []
     brought = _bring_sums(decisions, program)
     for draft, following in zip(program.spine, (*program.spine[1:], None), strict=True):
@@ -61,7 +61,7 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
         copies = _copy_out(decisions, program, unit, draft, ready, brought)
         flushed = copies[-1] if copies else None
         if decisions.module_hooks:
-            program.behind[draft.key].sort(key=lambda behind: behind.op is Op.GATHER)
+            program.behind[draft.index].sort(key=lambda behind: behind.op is Op.GATHER)
             _work_on_gradient(decisions, unit, draft)
         added = None
         if flushed:
@@ -72,7 +72,7 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
             _put(decisions, program, bucket, gradient)
             continue
         if (gone := flushed or ready) is not draft:
-            leaving.append(gone.key)
+            leaving.append(gone.index)
         _wait_for(decisions, program, gradient, last)
     if at_step:
         _reduce_at_step(decisions, program)
@@ -96,11 +96,11 @@ class _Leaving:
     """
 
     unit: LoweredUnit
-    backward: Draft
-    following: Draft | None
-    ready: Draft
-    moves: tuple[Draft, ...]
-    flushed: Draft | None
+    backward: Task
+    following: Task | None
+    ready: Task
+    moves: tuple[Task, ...]
+    flushed: Task | None
 
 
 def _put(decisions: RivalDecisions, program: Program, bucket: list[_Leaving], gradient: _Leaving) -> None:
@@ -111,16 +111,16 @@ def _put(decisions: RivalDecisions, program: Program, bucket: list[_Leaving], gr
     coming = program.named[following.unit].num_params if following and goes_on else 0
     if coming and sum(each.unit.num_params for each in bucket) + coming <= REDUCE_BUCKET_PARAMS:
         return
-    moved: list[Draft] = []
+    moved: list[Task] = []
     for earlier in bucket[:-1]:
         unit, backward = earlier.unit, earlier.backward
         passed = (unit.scatters.get(micro_batch), *earlier.moves, unit.spill)
-        own = {draft.key for draft in passed if draft}
-        leaving = [draft for draft in behind[backward.key] if draft.key in own]
-        leaving[0].after += (gradient.backward.key,)
-        behind[backward.key] = [draft for draft in behind[backward.key] if draft.key not in own]
+        own = {draft.index for draft in passed if draft}
+        leaving = [draft for draft in behind[backward.index] if draft.index in own]
+        leaving[0].after += (gradient.backward.index,)
+        behind[backward.index] = [draft for draft in behind[backward.index] if draft.index not in own]
         moved += leaving
-    behind[gradient.backward.key] = moved + behind[gradient.backward.key]
+    behind[gradient.backward.index] = moved + behind[gradient.backward.index]
     bucket.clear()
     _wait_for(decisions, program, gradient, decisions.num_micro_batches - 1)
 
@@ -129,19 +129,19 @@ def _wait_for(decisions: RivalDecisions, program: Program, gradient: _Leaving, l
     """Let the next compute task wait for a gradient, if the engine does; ``last`` is the last micro-batch."""
     backward, following, flushed = gradient.backward, gradient.following, gradient.flushed
     if following and flushed and decisions.gradient_path.blocks(backward.micro_batch, last):
-        ahead = program.behind[backward.key] if decisions.module_hooks else ()
-        _wait(flushed, following, (*ahead, *program.before[following.key]))
+        ahead = program.behind[backward.index] if decisions.module_hooks else ()
+        _wait(flushed, following, (*ahead, *program.before[following.index]))
     elif following and gradient.ready is not backward and not decisions.gathers_ahead(gradient.unit.num_params):
-        _wait(gradient.ready, following, program.before[following.key])
+        _wait(gradient.ready, following, program.before[following.index])
 
 
-def _wait(awaited: Draft, following: Draft, drafts: Iterable[Draft]) -> None:
+def _wait(awaited: Task, following: Task, drafts: Iterable[Task]) -> None:
     """Let the next compute task, and those of the drafts that gather, wait for a task."""
     for waiting in (following, *(draft for draft in drafts if draft.op is Op.GATHER)):
-        waiting.after += (awaited.key,)
+        waiting.after += (awaited.index,)
 
 
-def _work_on_gradient(decisions: RivalDecisions, unit: LoweredUnit, backward: Draft) -> None:
+def _work_on_gradient(decisions: RivalDecisions, unit: LoweredUnit, backward: Task) -> None:
     """Add the bytes of DeepSpeed's passes over a gradient on the device to its backward; see [Note: Reductions]."""
     weight_bytes = decisions.precision.weight_bytes
     backward.num_bytes = _PASSES * weight_bytes * unit.amounts.padded_params
@@ -155,7 +155,7 @@ def _reduce_at_step(decisions: RivalDecisions, program: Program) -> None:
     last = decisions.num_micro_batches - 1
     ends = {draft.stage: draft for draft in program.computing}
     habits = decisions.habits
-    bucket_params, joint = habits.bucket_params if habits else 0, dict[tuple[int, int], tuple[Draft, int]]()
+    bucket_params, joint = habits.bucket_params if habits else 0, dict[tuple[int, int], tuple[Task, int]]()
     for unit in reversed(program.units):
         piled_up = unit.amounts.replicas > 1 and not unit.amounts.flushed_params
         if not (unit.num_params and piled_up and last not in unit.scatters):
@@ -167,7 +167,7 @@ def _reduce_at_step(decisions: RivalDecisions, program: Program) -> None:
         before, num_before = joint.get(group, (None, 0))
         if before and num_before + num_params <= bucket_params:
             before.num_bytes += exchanged_bytes(program, unit)
-            before.after += (end.key,)
+            before.after += (end.index,)
             unit.scatters[last] = before
             joint[group] = before, num_before + num_params
         else:
@@ -177,8 +177,8 @@ def _reduce_at_step(decisions: RivalDecisions, program: Program) -> None:
 
 
 def _sum(
-    decisions: RivalDecisions, program: Program, unit: LoweredUnit, flushed: Draft, following: Draft | None
-) -> Draft | None:
+    decisions: RivalDecisions, program: Program, unit: LoweredUnit, flushed: Task, following: Task | None
+) -> Task | None:
     """Let a pass of the host add a copied gradient to the sum, in engines that have one.
 
     The next micro-batch waits for the last pass.
@@ -186,22 +186,22 @@ def _sum(
     habits = decisions.habits
     if habits is None or not habits.sum_bytes:
         return None
-    added = program.draft(Lane.CPU, Op.PASS, Phase.BACKWARD, unit, flushed.micro_batch, (flushed.key,))
+    added = program.draft(Lane.CPU, Op.PASS, Phase.BACKWARD, unit, flushed.micro_batch, (flushed.index,))
     added.num_bytes = habits.sum_bytes * unit.amounts.flushed_params
-    program.behind[unit.backwards[flushed.micro_batch].key].append(added)
+    program.behind[unit.backwards[flushed.micro_batch].index].append(added)
     unit.summed = added  # in the end, that of the last micro-batch
     if following and following.op is Op.FORWARD:
-        following.after += (added.key,)
+        following.after += (added.index,)
     return added
 
 
-def _bring_sums(decisions: RivalDecisions, program: Program) -> dict[tuple[str, int], Draft]:
+def _bring_sums(decisions: RivalDecisions, program: Program) -> dict[tuple[str, int], Task]:
     """Copy the sum of earlier micro-batches to the device, one unit ahead of the backward that adds to it.
 
     Returns:
         The copies, by unit and micro-batch.
     """
-    brought: dict[tuple[str, int], Draft] = {}
+    brought: dict[tuple[str, int], Task] = {}
     if decisions.gradient_path is not GradientPath.ON_DEVICE:
         return brought
     for before, ahead, backward in zip(program.spine, program.spine[1:], program.spine[2:], strict=False):
@@ -210,10 +210,10 @@ def _bring_sums(decisions: RivalDecisions, program: Program) -> dict[tuple[str, 
         unit = program.named[backward.unit]
         if not unit.amounts.flushed_params:
             continue
-        bring = program.draft(Lane.H2D, Op.LOAD, Phase.BACKWARD, unit, backward.micro_batch, (before.key,))
+        bring = program.draft(Lane.H2D, Op.LOAD, Phase.BACKWARD, unit, backward.micro_batch, (before.index,))
         bring.num_bytes = decisions.precision.weight_bytes * unit.amounts.flushed_params
-        program.before[ahead.key].append(bring)
-        backward.after += (bring.key,)
+        program.before[ahead.index].append(bring)
+        backward.after += (bring.index,)
         brought[unit.name, backward.micro_batch] = bring
     return brought
 
@@ -222,10 +222,10 @@ def _copy_out(
     decisions: RivalDecisions,
     program: Program,
     unit: LoweredUnit,
-    backward: Draft,
-    ready: Draft,
-    brought: Mapping[tuple[str, int], Draft],
-) -> list[Draft]:
+    backward: Task,
+    ready: Task,
+    brought: Mapping[tuple[str, int], Task],
+) -> list[Task]:
     """Add and return the copies of one micro-batch's gradient to the host and back."""
     num_params = unit.amounts.flushed_params
     micro_batch = backward.micro_batch
@@ -244,17 +244,17 @@ def _copy_out(
             steps = (back, out) if micro_batch else (out, back)
             steps += ((Lane.D2H, Op.OVERWRITE, 4),) if last else ()
     draft = ready
-    copies = list[Draft]()
+    copies = list[Task]()
     for lane, op, bytes_per_param in steps:
-        draft = program.draft(lane, op, Phase.BACKWARD, unit, micro_batch, (draft.key,))
+        draft = program.draft(lane, op, Phase.BACKWARD, unit, micro_batch, (draft.index,))
         draft.num_bytes = bytes_per_param * num_params
         copies.append(draft)
     if micro_batch and not path.is_one_copy:
         begin = brought.get((unit.name, micro_batch)) or copies[0]
-        begin.after += (unit.flushes[micro_batch - 1].key,)
+        begin.after += (unit.flushes[micro_batch - 1].index,)
     if copies:
         unit.flushes[micro_batch] = draft
-    program.behind[backward.key] += copies
+    program.behind[backward.index] += copies
     for number, copy in enumerate(copies, 1):
         copy.pinned = path.pins(micro_batch, is_final=last and number == len(copies))
     if last and copies:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from planner.decisions import Place
 from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
 from planner.lowering.memory import memory as core_memory
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.passes.computing import buffered_params, first_passes
 
@@ -50,7 +50,7 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * (unit.moved_bytes or 0), unit.name)
 
 
-def _brought(program: Program) -> dict[tuple[str, int], Draft]:
+def _brought(program: Program) -> dict[tuple[str, int], Task]:
     """Return the copies of earlier sums to the device, by unit and micro-batch."""
     return {
         (draft.unit, draft.micro_batch): draft
@@ -61,7 +61,7 @@ def _brought(program: Program) -> dict[tuple[str, int], Draft]:
 
 def _hold_gradients(
     decisions: RivalDecisions,
-    brought: Mapping[tuple[str, int], Draft],
+    brought: Mapping[tuple[str, int], Task],
     program: Program,
     unit: LoweredUnit,
     maker: LoweredUnit,
@@ -75,8 +75,8 @@ def _hold_gradients(
     amounts, last_number = unit.amounts, decisions.num_micro_batches - 1
     gradient_bytes, ranks, host = decisions.precision.gradient_bytes, amounts.replicas, amounts.flushed_params
     on_device = decisions.gradient_path is GradientPath.ON_DEVICE
-    made: Draft | None = None  # the task since which whole gradients of this rank accumulate
-    summed: Draft | None = None  # the task since which the sum for the device's update is there
+    made: Task | None = None  # the task since which whole gradients of this rank accumulate
+    summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
         note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
         here = brought.get((unit.name, micro_batch)) if on_device else None
@@ -98,7 +98,7 @@ def _hold_gradients(
 
 def _hold_spilled(decisions: RivalDecisions, program: Program) -> None:
     """Hold gradients on their way to NVMe, which other engines allocate on demand."""
-    begins: dict[str, Draft] = {}
+    begins: dict[str, Task] = {}
     for draft in program.drafts:
         if draft.lane is Lane.D2H and draft.phase is Phase.BACKWARD:
             begins.setdefault(draft.unit, draft)
@@ -137,7 +137,7 @@ def _hold_blocks(program: Program, block: int) -> None:
     first_of = first_passes(program)
     firsts = [segment[0] for segment in program.segments if (segment[0].name, 0) in first_of]
     later = {
-        forward.key: first_of[first.name, forward.micro_batch].key
+        forward.index: first_of[first.name, forward.micro_batch].index
         for number, first in enumerate(firsts)
         for forward in first.forwards
         if number % block

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from planner.decisions import Place
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
+from planner.lowering.program import Keys, LoweredUnit, Program
 from planner.lowering.updates import (
     Subgroup,
     Way,
@@ -17,7 +17,7 @@ from planner.lowering.updates import (
     upload,
 )
 from planner.lowering.updates import updates as core_updates
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
 from ullage.rivals.habits import Habits
 
@@ -45,23 +45,23 @@ def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
     """Return the ways to update that differ from ours."""
     blocker: list[int] = []  # the key of the copy that the next update waits for, if any
 
-    def on_host(program: Program, subgroup: Subgroup) -> list[Draft]:
+    def on_host(program: Program, subgroup: Subgroup) -> list[Task]:
         unit, num_params = subgroup.unit, subgroup.num_params
         waits = () if _worker_goes_on(decisions) else tuple(blocker)
         updated = _on_cpu(decisions, program, subgroup, subgroup.ready + waits)
         unit.changes.append(updated)
         uploaded = _upload(decisions, program, subgroup, updated, tuple(blocker))
         if uploaded and decisions.host_update is not HostUpdate.FUSED:
-            blocker[:] = [uploaded.key]  # the update thread waits for the copy
+            blocker[:] = [uploaded.index]  # the update thread waits for the copy
         done = [uploaded or updated]
         if decisions.habits is not None and decisions.habits.publish_bytes:
             num_bytes = decisions.habits.publish_bytes * num_params
-            done.append(_pass(program, unit, subgroup.piece, num_bytes, (updated.key,)))
+            done.append(_pass(program, unit, subgroup.piece, num_bytes, (updated.index,)))
         return done
 
-    def through_nvme(program: Program, subgroup: Subgroup) -> list[Draft]:
+    def through_nvme(program: Program, subgroup: Subgroup) -> list[Task]:
         swap_in = add_swap_in(program, subgroup)
-        updated = _on_cpu(decisions, program, subgroup, (*subgroup.ready, swap_in.key))
+        updated = _on_cpu(decisions, program, subgroup, (*subgroup.ready, swap_in.index))
         uploaded = _upload(decisions, program, subgroup, updated)
         # The writing thread waits for the upload, unless that happens in the next iteration or after backward.
         waits = decisions.host_update is not HostUpdate.FUSED and not decisions.overlap_next_forward
@@ -83,7 +83,7 @@ def _worker_goes_on(decisions: RivalDecisions) -> bool:
     return decisions.host_update is HostUpdate.SUPER_OFFLOAD and decisions.update_start == "backward"
 
 
-def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: Subgroup, after: Keys) -> Draft:
+def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: Subgroup, after: Keys) -> Task:
     unit, piece, num_params, *_ = subgroup
     passed_bytes = 0
     if decisions.habits is not None:
@@ -93,26 +93,26 @@ def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: Subgroup, aft
     elif decisions.clip and decisions.gradient_path is GradientPath.FSDP2:
         passed_bytes = _CLIP_PASSES * decisions.precision.master_bytes
     if passed_bytes:
-        after = (_pass(program, unit, piece, passed_bytes * num_params, after).key,)
+        after = (_pass(program, unit, piece, passed_bytes * num_params, after).index,)
     return add_update(program, unit, piece, Lane.CPU, num_params, after)
 
 
-def _pass(program: Program, unit: LoweredUnit, piece: int, num_bytes: int, after: Keys) -> Draft:
+def _pass(program: Program, unit: LoweredUnit, piece: int, num_bytes: int, after: Keys) -> Task:
     passed = add(program, unit, piece, Lane.CPU, Op.PASS, after)
     passed.num_bytes = num_bytes
     return passed
 
 
 def _upload(
-    decisions: RivalDecisions, program: Program, subgroup: Subgroup, updated: Draft, blocker: Keys = ()
-) -> Draft | None:
+    decisions: RivalDecisions, program: Program, subgroup: Subgroup, updated: Task, blocker: Keys = ()
+) -> Task | None:
     """Copy parameters that the host updated to the device, in the engine's type and from its memory."""
     unit, piece, num_params, *_ = subgroup
     if unit.amounts.fetched:
         return None
     late = decisions.host_update is HostUpdate.SUPER_OFFLOAD
     if late:
-        after = (updated.key, program.spine[-1].key, *blocker)
+        after = (updated.index, program.spine[-1].index, *blocker)
         updated = program.draft(Lane.CPU, Op.PASS, Phase.UPDATE, unit, after=after, piece=piece)
         updated.num_bytes = _PASSES_BEFORE_UPLOAD * _PASS_BYTES_PER_PARAM * num_params
         program.tail.append(updated)
@@ -127,7 +127,7 @@ def _upload(
     return draft
 
 
-def _streamed(program: Program, subgroup: Subgroup) -> list[Draft]:
+def _streamed(program: Program, subgroup: Subgroup) -> list[Task]:
     """Stream state to gradients that are on the device: only the update waits for them, and weights are there too."""
     unit, piece, num_params, _, after, ring = subgroup
     decisions = program.decisions
@@ -135,8 +135,8 @@ def _streamed(program: Program, subgroup: Subgroup) -> list[Draft]:
     load = add(program, unit, piece, Lane.STATE_IN, Op.LOAD, ())
     load.num_bytes = state_bytes
     ring.take(load)
-    update = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.key, *after))
-    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.key,))
+    update = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.index, *after))
+    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.index,))
     store.num_bytes = state_bytes + (decisions.precision.weight_bytes * num_params if unit.amounts.fetched else 0)
     ring.free(load, store)
     unit.changes.append(store)
@@ -145,11 +145,11 @@ def _streamed(program: Program, subgroup: Subgroup) -> list[Draft]:
 
 def _bound_gradients(decisions: RivalDecisions, program: Program) -> None:
     """Let the last backward run a few units ahead of updates, because gradients wait for them on the device."""
-    updated: list[Draft] = []
+    updated: list[Task] = []
     for unit in reversed(program.units):
         if unit.amounts.flushed_params:
             if len(updated) >= decisions.num_gradient_slots:
-                unit.backwards[-1].after += (updated[-decisions.num_gradient_slots].key,)
+                unit.backwards[-1].after += (updated[-decisions.num_gradient_slots].index,)
             updated.append(unit.updates[-1])
 
 
@@ -161,19 +161,19 @@ def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) ->
     weights to those that are fetched, then gradients to its own, and updates; only a layer's next use waits for the
     copy of its weights (``roundpipe.py::RoundPipe.step``).
     """
-    end = program.spine[-1].key
+    end = program.spine[-1].index
     pieces = [
         (position, unit, piece, num_params)
         for position, unit in enumerate(program.units)
         for piece, (num_params, _) in enumerate(unit.amounts.pieces)
     ]
-    published: list[Draft] = []
-    done: dict[str, list[Draft]] = {unit.name: [] for unit in program.units}
+    published: list[Task] = []
+    done: dict[str, list[Task]] = {unit.name: [] for unit in program.units}
     for _, unit, piece, num_params in pieces:
         if unit.amounts.fetched:
             draft = _pass(program, unit, piece, habits.publish_bytes * num_params, (end,))
         else:
-            draft = add(program, unit, piece, Lane.H2D, Op.UPLOAD, (end, *(d.key for d in published[-1:])))
+            draft = add(program, unit, piece, Lane.H2D, Op.UPLOAD, (end, *(d.index for d in published[-1:])))
             draft.num_bytes = decisions.precision.weight_bytes * num_params
             draft.pinned = decisions.host_update.is_pinned
         published.append(draft)
@@ -185,14 +185,14 @@ def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) ->
             unit,
             piece,
             habits.prepare_bytes * num_params,
-            (*ready(program, unit, Place.CPU), published[-1].key),
+            (*ready(program, unit, Place.CPU), published[-1].index),
         )
         for _, unit, piece, num_params in pieces
     ]
     for (position, unit, piece, num_params), new, prepare in zip(pieces, published, prepared, strict=True):
-        updated = add_update(program, unit, piece, Lane.CPU, num_params, (prepare.key,))
+        updated = add_update(program, unit, piece, Lane.CPU, num_params, (prepare.index,))
         unit.changes.append(updated)
-        new.after_previous += (updated.key,)
+        new.after_previous += (updated.index,)
         if not decisions.overlap_next_forward:
             done[unit.name].append(prepare)
         if piece == len(unit.amounts.pieces) - 1:

@@ -13,8 +13,9 @@ from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.trial import Trial
 from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
+from planner.plan.competition import Found
 from planner.plan.document import Plan, describe
-from planner.plan.planning import Found, InfeasibleError, find
+from planner.plan.planning import InfeasibleError, find
 from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.rivals import engines_beside

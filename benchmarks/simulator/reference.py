@@ -1,15 +1,73 @@
-"""The simulator, slow and obvious. Tests compare the fast kernel with it. See [Note: Fluid sharing]."""
+"""The simulator, slow and obvious, and its input as Python objects. Tests compare the fast kernel with it.
 
+See [Note: Fluid sharing] in :mod:`planner.simulate.system`.
+"""
+
+import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.simulate.system import Floats, FluidSystem
+from planner.simulate.system import Capacity, Floats, FluidSystem, capacity_rows, pointers
 
 Number = float | Fraction
+
+
+class FluidTask(NamedTuple):
+    """One task, as :func:`built` takes it.
+
+    Attributes:
+        lane: number of its lane, from 0.
+        duration_s: its time alone at full speed, without latency.
+        latency_s: paid first, without using resources.
+        after: indices of its predecessors, all issued earlier.
+        uses: amount per second at full speed, by resource; amounts of 0 are omitted.
+        weight: how fast its speed rises when it competes; 1 for work in the foreground.
+    """
+
+    lane: int
+    duration_s: float
+    latency_s: float = 0.0
+    after: Sequence[int] = ()
+    uses: Mapping[int, float] = {}
+    weight: float = 1.0
+
+
+def built(
+    tasks: Iterable[FluidTask], capacity: Sequence[Capacity] = (), *, resource_names: Sequence[str] = (), **names: Any
+) -> FluidSystem:
+    """Return a system of Python objects.
+
+    Args:
+        tasks: in issue order.
+        capacity: of each resource.
+        resource_names: names for messages; may be empty.
+        names: the other names of :class:`planner.simulate.system.FluidSystem`.
+
+    Raises:
+        ValueError: see the class.
+    """
+    listed = list(tasks)
+    uses = [sorted((r, rate) for r, rate in task.uses.items() if rate != 0) for task in listed]
+    flat = list(itertools.chain.from_iterable(uses))
+    return FluidSystem(
+        lane=np.array([task.lane for task in listed], dtype=np.int32),
+        latency_s=np.array([task.latency_s for task in listed]),
+        duration_s=np.array([task.duration_s for task in listed]),
+        weight=np.array([task.weight for task in listed]),
+        pred_ptr=pointers([len(task.after) for task in listed]),
+        pred=np.array([p for task in listed for p in task.after], dtype=np.int32),
+        use_ptr=pointers([len(use) for use in uses]),
+        use_resource=np.array([r for r, _ in flat], dtype=np.int32),
+        use_rate=np.array([rate for _, rate in flat]),
+        capacity=capacity_rows(capacity, resource_names),
+        resource_names=resource_names,
+        **names,
+    )
 
 
 def max_min_speeds(

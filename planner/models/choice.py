@@ -1,16 +1,14 @@
 """The choice before placement: degrees of parallelism, batch sizes and tiles."""
 
-import functools
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.graph import Degrees
-from planner.models.captured import Tiles
 from planner.terms import KernelChoice
 
 Count = Annotated[int, Field(ge=1)]
+DEGREES: Final = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
 
 class Choice(Frozen):
@@ -52,27 +50,18 @@ class Choice(Frozen):
         return cls(**{name: getattr(more, name) for name in cls.model_fields})
 
     @property
-    def tiles(self) -> Tiles:
-        """The tokens of tiles; the model's units depend on them."""
-        return Tiles(self.loss_tile_tokens, self.layer_tile_tokens)
-
-    @property
-    def degrees(self) -> Degrees:
-        """How many ranks share what."""
-        return _degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+    def tiles(self) -> dict[str, int | None]:
+        """The tokens of tiles, by field; the model's units depend on them."""
+        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
 
     @property
     def num_devices(self) -> int:
         """All ranks, each with one device."""
-        return self.degrees.num_devices
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def words(self) -> str:
         """A short description."""
-        degrees = {"data": self.data_parallel, "tensor": self.tensor_parallel}
-        degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
-        spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
+        degrees = ((name.removesuffix("_parallel"), getattr(self, name)) for name in DEGREES)
+        spread = " x ".join(f"{name} {count}" for name, count in degrees if count > 1) or "one device"
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
-
-
-_degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times

@@ -1,0 +1,61 @@
+"""How far a predicted iteration may be off, from where the machine's rates are from.
+
+[Note: Error bars] Each rate of a profile has an origin, and with it a usual error: what was measured here differs by a
+few percent from run to run; what others published was measured on another machine; what is assumed is a guess from a
+datasheet. The iteration is simulated again with each of them slower by that much, and the logarithms of the ratios add
+up as independent errors do, beside the error that the simulation has where every rate was fitted. The interval holds
+80 of 100 iterations if these errors are usual: ``benchmarks/published`` counts how many it holds.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from hwprofiles.paths import quantities
+from hwprofiles.profile import HardwareProfile
+from planner.costs.scalable import Scalable, scaled
+
+SHARE: Final = 0.8
+"""Of iterations that take a time within the interval."""
+
+# Standard deviations of the logarithm of a rate over its true value, by origin. The first is what repeated calibrations
+# of one machine differ by; products of A100 that were fitted to runs of four groups differ by as much as the second to
+# last; two of the published host links and processors differ as much as the last.
+_SPREADS: Final[Mapping[str, float]] = {"measured": 0.03, "fitted": 0.03, "published": 0.15, "assumed": 0.18}
+# The same of the simulation itself: on machines of which something was measured or fitted, and on others.
+_OF_SIMULATION: Final = 0.035, 0.1
+_DEVIATIONS: Final = 1.2816  # of a normal distribution, within which SHARE lies
+_TIMES: Final = {"issue"}  # properties that are seconds, not rates
+_PARTS: Final = {"host-link-down", "host-link-up"}  # of another one
+
+
+def log_spread(
+    hardware: HardwareProfile,
+    properties: Iterable[Scalable],
+    iteration_s: Callable[[HardwareProfile], float],
+    predicted_s: float,
+) -> float:
+    """Return the standard deviation of the logarithm of an iteration's time; see [Note: Error bars].
+
+    Args:
+        hardware: the machine.
+        properties: what can be slower; capacities do not count.
+        iteration_s: simulates the iteration on another machine.
+        predicted_s: what it takes on this one.
+    """
+    known = quantities(hardware)
+    is_known = any(item.provenance.origin in {"measured", "fitted"} for item in known.values())
+    total = _OF_SIMULATION[not is_known] ** 2
+    for each in properties:
+        if each.tier is not None or each.key in _PARTS:
+            continue
+        spread = max(_SPREADS[known[path].provenance.origin] for path in each.paths)
+        factor = math.exp(spread if each.key in _TIMES else -spread)
+        total += math.log(iteration_s(scaled(hardware, each, factor)) / predicted_s) ** 2
+    return math.sqrt(total)
+
+
+def interval(predicted: float, spread: float) -> tuple[float, float]:
+    """Return the interval that holds :data:`SHARE` of values around a predicted one."""
+    factor = math.exp(_DEVIATIONS * spread)
+    return predicted / factor, predicted * factor
