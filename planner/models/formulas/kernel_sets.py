@@ -23,8 +23,6 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and ``head_loss``). The outputs of
   norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of gradients and their accumulation
   are part of the products (``addmm``).
-- ``megatron``, ``megatron-core``: see :mod:`planner.models.formulas.megatron`, and
-  :mod:`planner.models.formulas.megatron_core` for how its layers are divided among ranks.
 """
 
 import dataclasses
@@ -33,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.formulas import megatron, work
+from planner.models.formulas import work
 from planner.models.kernels import Elementwise, Kernel, Kernels, Work, each
 
 if TYPE_CHECKING:
@@ -88,16 +86,14 @@ class KernelSet:
         turned_back: in backward, their gradients are copied into the projection's layout.
         activations: the MLP's activation. Its output is saved for the product after it, or made again in backward.
         residual: the residual sum.
-        dropout_sum: the same with bias and dropout, from (rows, hidden, e).
         joins: in backward, the sum of the gradients of an input that several products read, by their number.
-        joint_qkv: one product makes queries, keys and values.
         saves_norms: the products after a norm save its output.
         loss: cross-entropy, from (rows, vocabulary, e, tensor-parallel ranks).
         loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary); ``None``: all.
         loss_pieces: the head's products take these tiles one by one, and add to the gradient of its weight.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
-        skipped: the kernels at the end of an MLP that recomputation does not run: ``none``, the residual ``sum``, the
-            last ``product`` too, or the ``activation`` too.
+        skipped: the kernels at the end of an MLP that recomputation does not run: the residual ``sum``, the last
+            ``product`` too, or the ``activation`` too.
         outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
     """
 
@@ -107,15 +103,13 @@ class KernelSet:
     turned_back: bool = True
     activations: Mapping[str, Passes] = dataclasses.field(default_factory=lambda: _ACTIVATIONS)
     residual: Passes = _RESIDUAL
-    dropout_sum: Callable[[int, int, int], Work] | None = None
     joins: Mapping[int, Passes] = dataclasses.field(default_factory=lambda: _JOINS)
-    joint_qkv: bool = False
     saves_norms: bool = True
     loss: Callable[[int, int, int, int], Work] = work.loss
     loss_tile: Callable[[int, int, int], int] | None = None
     loss_pieces: bool = False
     call: Work = _NO_CALL
-    skipped: Literal["none", "sum", "product", "activation"] = "product"
+    skipped: Literal["sum", "product", "activation"] = "product"
     outside: str | None = None
 
     def norm(self, rows: int, width: int, e: int, *, around: bool = True) -> Work:
@@ -174,21 +168,6 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         loss=_with_gradient,
         loss_tile=lambda rows, _width, _vocab: min(rows, 4096),
         skipped="activation",
-    ),
-    "megatron": KernelSet(
-        rms_norm=Passes((2,), (3, 2), 1, 2),
-        joint_qkv=True,
-        dropout_sum=megatron.bias_dropout_add,
-        loss=megatron.loss,
-        skipped="none",  # its reentrant checkpoints run a layer's whole forward again
-    ),
-    "megatron-core": KernelSet(
-        rms_norm=Passes((2,), (4,), 2, 2),
-        rotary=Passes((2,), (2,)),
-        joint_rotary=True,
-        activations={"swiglu": Passes((3,), (5,), 3, 2)},
-        saves_norms=False,  # the norm's row counts its output
-        loss=megatron.core_loss,
     ),
 }
 

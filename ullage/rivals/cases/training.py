@@ -8,11 +8,10 @@ from pydantic import Field, ValidationError
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Sharding
-from planner.graph import Batch, Unit, build_graph, units
+from planner.graph import Batch, Unit, units
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.models.registry import DEFAULT_POSITIONS, model_from_case
-from planner.models.sharding import share
 from planner.schedule.tasks import Tier
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
@@ -23,6 +22,7 @@ from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import twin_flow, with_host_parameters, zero_infinity, zero_offload
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.habits import Habits
+from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower
 
 # Of one iteration: more would take minutes to simulate, and say nothing new.
@@ -211,12 +211,10 @@ class TrainingCase(Case):
             2,
             flash_attention=self.model.flash_attention,
             tensor_parallel=self.parallel.tensor_parallel,
-            kernels="megatron",
-            adds_gradients=self.zero_stage < 3,
         )
         try:
             config = model_from_case(sizes)
-            share(config, batch)
+            megatron_lm.share(config, batch)
         except ValueError as error:
             raise CaseError(f"case {self.id}: model: {error}") from error
         return config, batch
@@ -254,7 +252,7 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     """Return the units of a case's model at its batch, and the setup of its engine."""
     config, batch = case.share()
     try:
-        model_units = units(build_graph(config, batch))
+        model_units = units(megatron_lm.build_graph(config, batch, adds_gradients=case.zero_stage < 3))
     except ValueError as error:
         raise CaseError(f"case {case.id}: model: {error}") from error
     setup = Setup(
