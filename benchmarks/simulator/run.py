@@ -27,13 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.origin import origin, write_result
+from benchmarks.simulator.reference import simulate_reference
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.costs.resources import Price, Resource
 from planner.models import resolve_model
 from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
-from planner.simulate import FluidSystem, FluidTask, simulate, simulate_reference
+from planner.simulate import FluidSystem, FluidTask, simulate
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.machine import run as simulate_iterations
 from ullage.rivals.engines.deepspeed import zero_offload

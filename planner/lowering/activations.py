@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Keys, Lane, Op, Phase
 
 Segment = list[LoweredUnit]
 

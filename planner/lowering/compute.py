@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 
 # The task that runs just before the backward of a segment, by the decision on its activations.
 AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}

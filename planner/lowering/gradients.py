@@ -6,9 +6,9 @@ of traffic in bf16.
 
 from collections import Counter
 
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 
 
 def gradients(program: Program) -> None:

@@ -10,11 +10,11 @@ from planner.graph import Unit
 from planner.lowering.activations import OffloadRooms, Segment
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE
-from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
+from planner.schedule.tasks import Draft, Lane, MemoryClass, Op, Tier
 
 Fresh = list[dict[str, dict[str, float]]]
 """By micro-batch and unit: the share of each parameter's gradient that is new in that unit's backward."""

@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from planner.decisions import Fp8Weights
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Lane, Op
 
 _Size = tuple[int, Fp8Weights | None, int]  # padded parameters, what moves in fp8, padded bytes of frozen weights
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.gradients import add_scatter, settle
-from planner.lowering.program import Draft, Program
+from planner.lowering.program import Program
 from planner.models.kernels import Collective, Kernels
 from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 
 _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 

@@ -19,41 +19,10 @@ from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
 from planner.schedule.arrays import Arrays, Held, Rows
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Shapes, Task, Tier
+from planner.schedule.tasks import Buffer, Draft, Keys, Lane, MemoryClass, Op, Phase, Task, Tier
 
-Keys = tuple[int, ...]
 ALWAYS = -1
 """Stands for both keys of a buffer that is always held."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Draft:
-    """A task whose dependencies are still keys. See :class:`planner.schedule.tasks.Task` for the other fields.
-
-    Most tasks need few of the amounts, so amounts are set after construction.
-    """
-
-    key: int
-    lane: Lane
-    op: Op
-    phase: Phase
-    unit: str
-    micro_batch: int
-    piece: int
-    stage: int
-    after: Keys
-    after_previous: Keys = dataclasses.field(default=(), init=False)
-    num_bytes: int = dataclasses.field(default=0, init=False)
-    num_params: int = dataclasses.field(default=0, init=False)
-    num_kernels: int = dataclasses.field(default=0, init=False)
-    num_tensors: int = dataclasses.field(default=0, init=False)
-    num_modules: int = dataclasses.field(default=0, init=False)
-    slot: int = dataclasses.field(default=-1, init=False)
-    pinned: bool = dataclasses.field(default=True, init=False)
-    stalls: bool = dataclasses.field(default=False, init=False)
-    matrices: Shapes = dataclasses.field(default=(), init=False)
-    in_fp8: bool = dataclasses.field(default=False, init=False)
-    splits: bool = dataclasses.field(default=False, init=False)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -228,6 +197,8 @@ class Program:
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
+# The fields of tasks but their index, which comes first, and their predecessors, which come last.
+_SAME = operator.attrgetter(*(field.name for field in dataclasses.fields(Task)[1:-2]))
 _KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after_previous"))
 
 
@@ -253,35 +224,10 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
 def _made(
     order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
 ) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-    afters, afters_previous = after.tuples(), after_previous.tuples()
-    tasks = (
-        Task(
-            index=i,
-            lane=d.lane,
-            op=d.op,
-            phase=d.phase,
-            unit=d.unit,
-            micro_batch=d.micro_batch,
-            piece=d.piece,
-            num_bytes=d.num_bytes,
-            num_params=d.num_params,
-            num_kernels=d.num_kernels,
-            num_tensors=d.num_tensors,
-            num_modules=d.num_modules,
-            slot=d.slot,
-            pinned=d.pinned,
-            stalls=d.stalls,
-            matrices=d.matrices,
-            in_fp8=d.in_fp8,
-            splits=d.splits,
-            stage=d.stage,
-            after=afters[i],
-            after_previous=afters_previous[i],
-        )
-        for i, d in enumerate(order)
-    )
+    afters = zip(after.tuples(), after_previous.tuples(), strict=True)
+    tasks = ((i, *_SAME(draft), *ends) for i, (draft, ends) in enumerate(zip(order, afters, strict=True)))
     firsts, lasts = (
         [None if end < 0 else end for end in np.asarray(ends).tolist()] for ends in (held.first, held.last)
     )
     columns = zip(held.tier, held.memory_class, held.num_bytes, labels, firsts, lasts, held.stage, strict=True)
-    return tuple(tasks), tuple(itertools.starmap(Buffer, columns))
+    return tuple(itertools.starmap(Task, tasks)), tuple(itertools.starmap(Buffer, columns))

@@ -1,8 +1,8 @@
 """The pass that takes state for checkpoints before it changes."""
 
 from planner.decisions import Place
-from planner.lowering.program import Draft, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import Program
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 
 _ON_HOST = frozenset({Place.CPU, Place.STREAM})
 

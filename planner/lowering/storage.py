@@ -7,8 +7,8 @@ turns. With more, one subgroup is read or written while another is updated.
 
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 
 
 class SpillRooms:

@@ -5,9 +5,9 @@ from typing import Final, NamedTuple
 
 from planner.decisions import Place
 from planner.lowering.parameters import issue_ahead
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import Ring, spilled_bytes
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Draft, Keys, Lane, Op, Phase
 
 
 class Subgroup(NamedTuple):

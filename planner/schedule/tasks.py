@@ -12,7 +12,6 @@ priced by :mod:`planner.costs.model` for simulation, and executed as it is.
 
 import dataclasses
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -117,6 +116,7 @@ class MemoryClass(StrEnum):
     CHECKPOINT = "checkpoint"  # copies that are not written yet
 
 
+Keys = tuple[int, ...]
 Shapes = tuple[tuple[int, int], ...]
 
 
@@ -179,6 +179,40 @@ class Task:
         return f"{self.op} {self.unit or 'model'}{piece}{micro_batch}"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Draft:
+    """A task that is being lowered: its dependencies are still keys. See :class:`Task` for the other fields.
+
+    Most tasks need few of the amounts, so amounts are set after construction.
+    """
+
+    key: int
+    lane: Lane
+    op: Op
+    phase: Phase
+    unit: str
+    micro_batch: int
+    piece: int
+    stage: int
+    after: Keys
+    after_previous: Keys = dataclasses.field(default=(), init=False)
+    num_bytes: int = dataclasses.field(default=0, init=False)
+    num_params: int = dataclasses.field(default=0, init=False)
+    num_kernels: int = dataclasses.field(default=0, init=False)
+    num_tensors: int = dataclasses.field(default=0, init=False)
+    num_modules: int = dataclasses.field(default=0, init=False)
+    slot: int = dataclasses.field(default=-1, init=False)
+    pinned: bool = dataclasses.field(default=True, init=False)
+    stalls: bool = dataclasses.field(default=False, init=False)
+    matrices: Shapes = dataclasses.field(default=(), init=False)
+    in_fp8: bool = dataclasses.field(default=False, init=False)
+    splits: bool = dataclasses.field(default=False, init=False)
+
+
+Work = Task | Draft
+"""What has a price."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
     """Bytes held on a tier from the start of one task to the end of another.
@@ -194,41 +228,6 @@ class Buffer:
     first: int | None = None
     last: int | None = None
     stage: int = 0
-
-
-class Work(Protocol):
-    """The fields of a task that its price depends on. See :class:`Task`."""
-
-    @property
-    def lane(self) -> Lane: ...  # noqa: D102 - see Task
-    @property
-    def op(self) -> Op: ...  # noqa: D102
-    @property
-    def unit(self) -> str: ...  # noqa: D102
-    @property
-    def micro_batch(self) -> int: ...  # noqa: D102
-    @property
-    def num_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def num_params(self) -> int: ...  # noqa: D102
-    @property
-    def num_kernels(self) -> int: ...  # noqa: D102
-    @property
-    def num_tensors(self) -> int: ...  # noqa: D102
-    @property
-    def num_modules(self) -> int: ...  # noqa: D102
-    @property
-    def pinned(self) -> bool: ...  # noqa: D102
-    @property
-    def stalls(self) -> bool: ...  # noqa: D102
-    @property
-    def matrices(self) -> Shapes: ...  # noqa: D102
-    @property
-    def in_fp8(self) -> bool: ...  # noqa: D102
-    @property
-    def splits(self) -> bool: ...  # noqa: D102
-    @property
-    def stage(self) -> int: ...  # noqa: D102
 
 
 LANES, TIERS, MEMORY_CLASSES = tuple(Lane), tuple(Tier), tuple(MemoryClass)

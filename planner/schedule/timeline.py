@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Buffer, Ints, Lane, MemoryClass, Op, Phase, Tier
+from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Ints, Lane, MemoryClass, Op, Phase, Tier
 
 Seconds = npt.NDArray[np.float64]
 
@@ -248,21 +248,6 @@ def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
         peaks[tier] = max(peaks.get(tier, 0), most)
         before = int(held[end - 1])
     return peaks
-
-
-def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, tuple[float, float] | None]]:
-    """Yield every buffer with the start and end of its life, in seconds since the iteration began.
-
-    ``None`` means all the time. A buffer that is carried over ends in the next iteration.
-    """
-    begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
-    starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
-    for buffer in timeline.schedule.buffers:
-        if buffer.first is None or buffer.last is None:
-            yield buffer, None
-        else:
-            carried_s = period_s if buffer.last < buffer.first else 0.0
-            yield buffer, (starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s + carried_s)
 
 
 def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints, Seconds, Ints]:

@@ -1,7 +1,6 @@
 """Simulation of a schedule in virtual time, with fluid sharing of resources."""
 
 from planner.simulate.kernel import TaskTimes, simulate, solve_speeds
-from planner.simulate.reference import max_min_speeds, simulate_reference
 from planner.simulate.system import FluidSystem, FluidTask, StuckError
 
 __all__ = [
@@ -9,8 +8,6 @@ __all__ = [
     "FluidTask",
     "StuckError",
     "TaskTimes",
-    "max_min_speeds",
     "simulate",
-    "simulate_reference",
     "solve_speeds",
 ]

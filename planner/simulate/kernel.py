@@ -1,4 +1,4 @@
-"""The fast simulator: the results of :mod:`planner.simulate.reference`, at millions of tasks per second."""
+"""The fast simulator: the results of ``benchmarks/simulator/reference.py``, at millions of tasks per second."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -12,7 +12,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simulate_reference, solve_speeds
+from benchmarks.simulator.reference import simulate_reference
+from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, solve_speeds
 
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)

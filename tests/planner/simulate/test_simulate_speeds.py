@@ -8,7 +8,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import FluidSystem, FluidTask, max_min_speeds, solve_speeds
+from benchmarks.simulator.reference import max_min_speeds
+from planner.simulate import FluidSystem, FluidTask, solve_speeds
 
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
 WEIGHTS = st.sampled_from([1.0, 1.0, 0.125, 2.0]) | st.floats(0.01, 100.0)

@@ -10,8 +10,8 @@ from planner.lowering.amounts import Amounts
 from planner.lowering.compute import add_issue
 from planner.lowering.compute import launch as core_launch
 from planner.lowering.parameters import parameters as core_parameters
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
 

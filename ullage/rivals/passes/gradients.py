@@ -30,9 +30,9 @@ from collections.abc import Iterable, Mapping
 
 from planner.lowering.gradients import add_scatter, exchanged_bytes, reduce, settle, wait_for_slot
 from planner.lowering.pipeline import exchange_tied
-from planner.lowering.program import Draft, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Draft, Lane, Op, Phase
 from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, GradientPath, RivalDecisions
 
 # See [Note: Reductions].

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from planner.decisions import Place
 from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
 from planner.lowering.memory import memory as core_memory
-from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
+from planner.lowering.program import LoweredUnit, Program
+from planner.schedule.tasks import Draft, Lane, MemoryClass, Op, Phase, Tier
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.passes.computing import buffered_params, first_passes
 

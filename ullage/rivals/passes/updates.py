@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from planner.decisions import Place
-from planner.lowering.program import Draft, Keys, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.updates import (
     Subgroup,
     Way,
@@ -17,7 +17,7 @@ from planner.lowering.updates import (
     upload,
 )
 from planner.lowering.updates import updates as core_updates
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Draft, Keys, Lane, Op, Phase
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
 from ullage.rivals.habits import Habits
 
