@@ -17,20 +17,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
 from planner.graph import Attention, Collective, Elementwise, Gemm, Kernel, Unit, units
-from planner.models import ModelConfig, model_from_case, parameters
+from planner.models import ModelConfig, parameters
 from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
 from ullage.rivals.cases.in_memory import DeepSeekModel
+from ullage.rivals.cases.training import Model
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.kernels.megatron_core import Batch, build_graph
 from ullage.rivals.lowering import lower
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
-LLAMA = model_from_case(
+LLAMA = Model.model_validate(
     {**SIZES, "name": "llama", "architecture": "llama", "ffn_hidden_size": 96, "num_key_value_heads": 4}
     | {"mlp": "swiglu", "norm": "rmsnorm", "tied_embeddings": False, "bias": False}
-)
+    | {"flash_attention": True}
+).config(2048)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK = DeepSeekModel.model_validate(
     {**SIZES, **LATENT, "name": "deepseek", "architecture": "deepseek_v3", "num_dense_layers": 1}

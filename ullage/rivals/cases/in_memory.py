@@ -9,7 +9,6 @@ from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision, Sharding
 from planner.graph import units
 from planner.models.config import LatentAttention, ModelConfig
-from planner.models.registry import model_from_case
 from planner.setup import Setup
 from ullage.rivals.cases import training
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
@@ -19,14 +18,9 @@ from ullage.rivals.kernels.megatron_core import Batch, build_graph, share
 
 
 class LlamaModel(training.Model):
-    """Sizes of a dense model; see :func:`planner.models.registry.model_from_case`."""
+    """Sizes of a dense model."""
 
     architecture: Literal["llama"]
-
-    def config(self, seq_len: int) -> ModelConfig:
-        """Return the model for sequences of ``seq_len`` tokens."""
-        sizes = self.model_dump(exclude_none=True, exclude={"flash_attention"})
-        return model_from_case({"max_positions": seq_len} | sizes)
 
 
 class DeepSeekModel(Strict):
