@@ -42,7 +42,7 @@ class Batch:
     flash_attention: bool = True
     attention_scratch: bool = False
     tensor_parallel: int = 1
-    kernels: KernelChoice | Literal["fused"] = "transformers"
+    kernels: KernelChoice = "transformers"
     expert_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()

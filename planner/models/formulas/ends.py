@@ -98,8 +98,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     at_once = kernels.loss_tile(rows, width, vocab) if kernels.loss_tile else rows
-    saved_bytes = rows * width * e * kernels.saves_norms
-    logits = work.with_memory(logits, saved_bytes, at_once * vocab * e + rows * width * e)
+    logits = work.with_memory(logits, rows * width * e, at_once * vocab * e + rows * width * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)

@@ -19,16 +19,12 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   ``fused_linear_cross_entropy.py``), as ``apply_liger_kernel_to_llama`` and its like do by default. Norms and SwiGLU
   write gradients over what they read. One kernel turns queries and keys in place. The head makes the gradients of its
   input and weight while it computes the loss, a tile of tokens at a time.
-- ``fused``: engines that write a layer themselves. Counted in als244/dataflow
-  (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and ``head_loss``). The outputs of
-  norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of gradients and their accumulation
-  are part of the products (``addmm``).
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import work
@@ -59,7 +55,7 @@ class Passes(NamedTuple):
 
 # mul, neg of a half, cat, mul, add; backward: mul, neg, two slices put into zeros (fill, then copy), add, mul, add
 _ROTARY: Final = Passes((2, 1, 2, 2, 3), (2, 1, 1, 1, 1, 1, 3, 2, 3), 0, 4)
-_RESIDUAL: Final = Passes((3,), (3,))  # in backward, the sum of the two gradients of its input
+RESIDUAL: Final = Passes((3,), (3,))  # in backward, the sum of the two gradients of its input
 # Of two products' outputs, a gate and a value: silu and a product. gelu_new is 0.5 x (1 + tanh(c (x + 0.044715 x^3))),
 # operation by operation. Backward of relu needs only its output, that of gelu its input, and gelu's output is of no
 # more use by then.
@@ -85,15 +81,12 @@ class KernelSet:
         joint_rotary: one kernel rotates both.
         turned_back: in backward, their gradients are copied into the projection's layout.
         activations: the MLP's activation. Its output is saved for the product after it, or made again in backward.
-        residual: the residual sum.
         joins: in backward, the sum of the gradients of an input that several products read, by their number.
-        saves_norms: the products after a norm save its output.
         loss: cross-entropy, from (rows, vocabulary, e, tensor-parallel ranks).
         loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary); ``None``: all.
         loss_pieces: the head's products take these tiles one by one, and add to the gradient of its weight.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
-        skipped: the kernels at the end of an MLP that recomputation does not run: the residual ``sum``, the last
-            ``product`` too, or the ``activation`` too.
+        runs_last: whether recomputation runs the last product of an MLP; it never runs the residual sum.
         outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
     """
 
@@ -102,14 +95,12 @@ class KernelSet:
     joint_rotary: bool = False
     turned_back: bool = True
     activations: Mapping[str, Passes] = dataclasses.field(default_factory=lambda: _ACTIVATIONS)
-    residual: Passes = _RESIDUAL
     joins: Mapping[int, Passes] = dataclasses.field(default_factory=lambda: _JOINS)
-    saves_norms: bool = True
     loss: Callable[[int, int, int, int], Work] = work.loss
     loss_tile: Callable[[int, int, int], int] | None = None
     loss_pieces: bool = False
     call: Work = _NO_CALL
-    skipped: Literal["sum", "product", "activation"] = "product"
+    runs_last: bool = False
     outside: str | None = None
 
     def norm(self, rows: int, width: int, e: int, *, around: bool = True) -> Work:
@@ -125,7 +116,7 @@ class KernelSet:
         return self.rotary.work(query, e) + self.rotary.work(key, e)
 
 
-def _with_gradient(rows: int, vocab: int, e: int, _ranks: int) -> Work:
+def with_gradient(rows: int, vocab: int, e: int, _ranks: int) -> Work:
     """Return cross-entropy that replaces the logits by their gradient; it reads them twice."""
     return Work(each(rows * vocab, 3 * e))
 
@@ -144,7 +135,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
         joins={**_JOINS, 3: Passes((), (4,))},
         call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
-        skipped="sum",
+        runs_last=True,
         outside="transformers",
     ),
     "liger": KernelSet(
@@ -153,21 +144,9 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         joint_rotary=True,
         turned_back=False,
         activations={"swiglu": Passes((3,), (5,), 3, 1)},
-        loss=_with_gradient,
+        loss=with_gradient,
         loss_tile=_liger_tile,
         loss_pieces=True,
-    ),
-    "fused": KernelSet(
-        rms_norm=Passes((2,), (2, 4), 1, 2),
-        rotary=Passes((2,), (2,)),
-        turned_back=False,
-        activations={"swiglu": Passes((3,), (3, 5), 2, 1)},
-        residual=Passes(),
-        joins=dict.fromkeys(_JOINS, Passes()),
-        saves_norms=False,
-        loss=_with_gradient,
-        loss_tile=lambda rows, _width, _vocab: min(rows, 4096),
-        skipped="activation",
     ),
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import experts, float8, tiled, work
-from planner.models.formulas.kernel_sets import kernel_set
+from planner.models.formulas.kernel_sets import RESIDUAL, kernel_set
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -112,8 +112,6 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-        if kernel_set(batch).skipped == "activation":
-            parts[-2] = dataclasses.replace(parts[-2], num_skipped=len(parts[-2].work.forward))
     return tuple(parts)
 
 
@@ -121,7 +119,7 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     if part.kind in {"down", "mlp"}:
         # The last product of OPT is in no module that is compiled, and that of tensor-parallel ranks in no graph.
         is_last = config.family != "opt" and batch.tensor_parallel == 1
-        return 1 if kernel_set(batch).skipped == "sum" and is_last else len(part.work.forward)
+        return 1 if kernel_set(batch).runs_last and is_last else len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
     return 3 + converts + (batch.tensor_parallel > 1)
@@ -188,7 +186,7 @@ def exchange(batch: Batch, num_bytes: int) -> Work:
 
 
 def _residual(batch: Batch, width: int) -> Work:
-    return kernel_set(batch).residual.work(batch.num_tokens * width, batch.dtype_bytes)
+    return RESIDUAL.work(batch.num_tokens * width, batch.dtype_bytes)
 
 
 def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
@@ -254,10 +252,18 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     v = linear(batch, hidden, key, bias=bias)
     join = share + kernels.joins[3].work(rows * hidden, e)  # the input's gradients from q, k and v
     inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
-    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e * kernels.saves_norms, inside_bytes)
+    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e, inside_bytes)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
+    if has_learned_positions(config):
+        return attend(config, batch)
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    return kernel_set(batch).turn(rows * config.query_size, rows * config.key_value_size, e) + attend(config, batch)
+
+
+def attend(config: ModelConfig, batch: Batch) -> Work:
+    """Return the core of attention, from queries and keys that are rotated."""
     rows, e = batch.num_tokens, batch.dtype_bytes
     query, key = rows * config.query_size, rows * config.key_value_size
     core = Attention(
@@ -272,12 +278,8 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
     if batch.flash_attention:
         scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0
         merged = config.family == "gpt2"
-        attend = work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
-    else:
-        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
-    if has_learned_positions(config):
-        return attend
-    return kernel_set(batch).turn(query, key, e) + attend
+        return work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
+    return work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
 
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
@@ -297,8 +299,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
-    saved_bytes = rows * hidden * e * kernels.saves_norms
-    up = work.with_memory(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
+    up = work.with_memory(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
     activate = kernels.activations[config.mlp].work(rows * ffn, e)

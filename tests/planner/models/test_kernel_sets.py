@@ -57,7 +57,7 @@ def elementwise_bytes(kernels: Kernels) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kernels", ["compiled", "liger", "fused"])
+@pytest.mark.parametrize("kernels", ["compiled", "liger"])
 @given(micro_batch=st.integers(1, 8), seq_len=st.integers(1, 64), dtype_bytes=st.sampled_from([2, 4]))
 def test_fused_kernels_never_take_more(
     name: str, kernels: Any, micro_batch: int, seq_len: int, dtype_bytes: Any

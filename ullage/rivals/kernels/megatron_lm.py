@@ -15,7 +15,7 @@ from planner.models import sharding
 from planner.models.config import ModelConfig
 from planner.models.formulas import work
 from planner.models.formulas.ends import embedding_operators, head_operators
-from planner.models.formulas.kernel_sets import KernelSet, Passes
+from planner.models.formulas.kernel_sets import RESIDUAL, KernelSet, Passes
 from planner.models.formulas.layers import (
     Part,
     has_learned_positions,
@@ -136,7 +136,7 @@ class _Layers:
     def _row(self, inputs: int, *, bias: bool) -> Work:
         """Return a row-parallel product, the sum of ranks' outputs, and the residual sum, which adds the bias."""
         rows, hidden, e = self._batch.num_tokens, self._config.hidden_size, self._batch.dtype_bytes
-        residual = bias_dropout_add(rows, hidden, e) if self._drops else _SET.residual.work(rows * hidden, e)
+        residual = bias_dropout_add(rows, hidden, e) if self._drops else RESIDUAL.work(rows * hidden, e)
         return self._linear(inputs, hidden, bias=bias) + sum_output(self._batch, hidden) + residual
 
     def _accumulate(self, *sizes: int) -> Work:
