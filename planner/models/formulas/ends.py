@@ -97,13 +97,12 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
-    at_once = kernels.loss_tile(rows, width, vocab) if kernels.loss_tile else rows
-    logits = work.with_memory(logits, rows * width * e, at_once * vocab * e + rows * width * e)
+    logits = work.with_memory(logits, rows * width * e, rows * (vocab + width) * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
-    elif kernels.loss_pieces:
-        logits, loss = _with_gradients(batch, width, vocab, at_once)
+    elif kernels.loss_tile:
+        logits, loss = _with_gradients(batch, width, vocab, kernels.loss_tile(rows, width, vocab))
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:

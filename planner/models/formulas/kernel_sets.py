@@ -83,8 +83,8 @@ class KernelSet:
         activations: the MLP's activation. Its output is saved for the product after it, or made again in backward.
         joins: in backward, the sum of the gradients of an input that several products read, by their number.
         loss: cross-entropy, from (rows, vocabulary, e, tensor-parallel ranks).
-        loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary); ``None``: all.
-        loss_pieces: the head's products take these tiles one by one, and add to the gradient of its weight.
+        loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary): the head's products take these
+            tiles one by one, and add to the gradient of its weight; ``None``: all at once.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
         runs_last: whether recomputation runs the last product of an MLP; it never runs the residual sum.
         outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
@@ -98,7 +98,6 @@ class KernelSet:
     joins: Mapping[int, Passes] = dataclasses.field(default_factory=lambda: _JOINS)
     loss: Callable[[int, int, int, int], Work] = work.loss
     loss_tile: Callable[[int, int, int], int] | None = None
-    loss_pieces: bool = False
     call: Work = _NO_CALL
     runs_last: bool = False
     outside: str | None = None
@@ -146,7 +145,6 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         activations={"swiglu": Passes((3,), (5,), 3, 1)},
         loss=with_gradient,
         loss_tile=_liger_tile,
-        loss_pieces=True,
     ),
 }
 
