@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from planner.models.captured import CapturedModel, Model
 from planner.models.choice import Choice
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, float8, kernel_sets, megatron_core
+from planner.models.formulas import experts, float8, kernel_sets
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
@@ -292,39 +292,64 @@ def build_graph(config: Model, batch: Batch) -> Graph:
     """
     if isinstance(config, CapturedModel):
         return config.graph(batch)
-    _check_positions(config, batch)
     experts.check(config, batch)
     float8.check(config, batch)
     kernel_sets.check(config, batch)
-    whole, config = config, share(config, batch)
-    graph = Graph()
-    specs = {spec.name: spec for spec in parameters(config)}
-    first = embedding_operators(config, batch, specs)
-    hidden = _add_chain(graph, [operator for operator in first if operator.kind != "rotary"])
-    for operator in first:
-        if operator.kind == "rotary":
-            graph.add(operator)
+    own = share(config, batch)
+    specs = {spec.name: spec for spec in parameters(own)}
     ways = (batch, dataclasses.replace(batch, casts_weights=False)) if batch.fp8_products else (batch,)
-    parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
-    for layer in range(config.num_layers):
-        kind = (config.has_experts(layer), experts.load_of(batch, layer))
-        if kind not in parts:
-            make = megatron_core.layer_parts if batch.is_core else layer_parts
-            parts[kind] = [make(config, way, layer) for way in ways]
-        hidden = _add_layer(graph, config, whole, layer, parts[kind], hidden)
-    _add_chain(graph, head_operators(config, batch, specs), hidden)
-    return graph
+    return assemble(
+        own,
+        config,
+        batch,
+        embedding_operators(own, batch, specs),
+        lambda layer: [layer_parts(own, way, layer) for way in ways],
+        head_operators(own, batch, specs),
+    )
 
 
-def _check_positions(config: ModelConfig, batch: Batch) -> None:
+def assemble(
+    config: ModelConfig,
+    whole: ModelConfig,
+    batch: Batch,
+    first: Iterable[Operator],
+    parts_of: Callable[[int], list[tuple[Part, ...]]],
+    last: Iterable[Operator],
+) -> Graph:
+    """Return the graph of a model's operators.
+
+    Args:
+        config: sizes of one rank's share of the model.
+        whole: sizes of the model.
+        batch: the batch.
+        first: operators before the layers.
+        parts_of: from a layer, its parts; a second list, if there is one, has them without casts of weights.
+        last: operators behind the layers.
+
+    Raises:
+        ValueError: the sequence is longer than a learned position embedding.
+    """
     if config.family in {"opt", "gpt2"} and batch.seq_len > config.max_positions:
         raise ValueError(
             f"sequence length {batch.seq_len} exceeds the {config.max_positions} positions that {config.name} has "
             "learned; shorten the sequence or choose another model"
         )
+    graph, first = Graph(), list(first)
+    hidden = _add_chain(graph, (operator for operator in first if operator.kind != "rotary"))
+    for operator in first:
+        if operator.kind == "rotary":
+            graph.add(operator)
+    parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
+    for layer in range(config.num_layers):
+        kind = (config.has_experts(layer), experts.load_of(batch, layer))
+        if kind not in parts:
+            parts[kind] = parts_of(layer)
+        hidden = _add_layer(graph, config, whole, layer, parts[kind], hidden)
+    _add_chain(graph, last, hidden)
+    return graph
 
 
-def _add_chain(graph: Graph, operators: list[Operator], *source: str) -> str:
+def _add_chain(graph: Graph, operators: Iterable[Operator], *source: str) -> str:
     """Add a chain of operators, each of which uses the output of the one before; return the last name."""
     for operator in operators:
         source = (graph.add(operator, *source),)

@@ -42,9 +42,7 @@ from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.profile import HardwareProfile
-from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import with_checkpoints
-from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import times
 from planner.checkpoints.state import Shard
 from planner.costs.model import CostModel
@@ -52,6 +50,7 @@ from planner.decisions import Sharding
 from planner.plan.planning import default_precision
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run as simulate
+from ullage.rivals import checkpoints
 from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_engines.json"
@@ -113,14 +112,12 @@ def predicted(
     schedule, training = iteration(known)
     if name not in POLICIES:
         return f"there is no policy for {name}"
-    engine = policy(POLICIES[name])
     state = [Shard(num_bytes, Tier.HOST, schedule.tasks[-1].index)]
     num_iterations, every = run
     try:
-        made = with_checkpoints(
-            schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=BUFFER_BYTES
-        )
-        costs = CheckpointCosts(CostModel(plan.hardware, (), Sharding()), engine, "nvme")
+        cost = CostModel(plan.hardware, (), Sharding())
+        make, costs = checkpoints.engine(POLICIES[name], cost, "nvme", state, BUFFER_BYTES)
+        made = with_checkpoints(schedule, state, make, num_iterations=num_iterations, every=every)
         read = times(made, simulate(made.schedule, costs.prices(made, training), costs.capacities(), 1))
     except ValueError as error:
         return str(error)

@@ -39,7 +39,6 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.decisions import Decisions
 from planner.models import resolve_model
-from planner.models.registry import model_from_case
 from planner.optimizers import OPTIMIZERS
 from planner.plan.planning import prepare
 from planner.schedule.tasks import Tier
@@ -47,7 +46,7 @@ from planner.search import Candidate, Scorer, search
 from planner.simulate.prediction import Prediction
 from ullage.rivals.best import engine_policies
 from ullage.rivals.cases import Metric
-from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.cases.training import DEFAULT_POSITIONS, TrainingCase
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import twin_flow, zero_offload, zero_offload_blocking
 from ullage.rivals.engines.interleaved import interleaved
@@ -225,7 +224,7 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
     }
     if plans:
         request = Request(
-            model_from_case(data["model"]),
+            case.model.config(DEFAULT_POSITIONS),
             profile,
             num_devices=case.parallel.data_parallel,
             seq_len=case.batch.seq_len,

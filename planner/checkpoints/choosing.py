@@ -10,26 +10,23 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, check, nest
-from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES, POLICIES
+from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES
 from planner.checkpoints.stores import storage_of
-from planner.checkpoints.trial import OURS, Measured, Trial
-from planner.plan.checkpoints import (
-    Bound,
-    CheckpointLevel,
-    CheckpointPlan,
-    CheckpointRequest,
-    EngineCheckpoints,
-)
+from planner.checkpoints.trial import Measured, Trial
+from planner.plan.checkpoints import Bound, CheckpointLevel, CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
 from planner.terms import LEVELS, Level
 
 _DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time
+NOT_WORTH_IT: Final = "does not pay"
+"""Why a level is left out that could be used."""
 
 
 class CheckpointsError(ValueError):
@@ -61,11 +58,6 @@ def choose_checkpoints(plan: Plan, request: CheckpointRequest, trial: Trial | No
     least = min(nested.waste for _, _, nested in found)
     choice, levels, nested = next(each for each in found if each[-1].waste <= least + _NOT_WORTH_MEMORY)
     return choice.made(levels, choice.confirmed(levels, nested))
-
-
-def protected(plan: Plan, request: CheckpointRequest) -> Plan:
-    """Return a plan with its checkpoints; see :func:`choose_checkpoints`."""
-    return plan.model_copy(update={"checkpoints": choose_checkpoints(plan, request)}).sealed()
 
 
 def _buffers(trial: Trial, request: CheckpointRequest) -> list[int]:
@@ -100,9 +92,7 @@ class _Choice:
 
     def made(self, levels: tuple[Level, ...], chosen: Nested) -> CheckpointPlan:
         """Return a choice as it stands in a plan."""
-        left_out = self._left_out | {
-            level: "does not pay" for level in LEVELS if level not in {*levels, *self._left_out}
-        }
+        left_out = self._left_out | {level: NOT_WORTH_IT for level in LEVELS if level not in {*levels, *self._left_out}}
         return CheckpointPlan(
             request=self._request,
             iteration_s=self._iteration_s,
@@ -114,7 +104,7 @@ class _Choice:
             waste=chosen.waste,
             overhead=chosen.overhead,
             most_lost_s=chosen.most_lost_s,
-            engines=tuple(self._engine(name) for name in POLICIES if name != OURS),
+            engines=(),
             assumptions=tuple(self._assumptions(levels)),
         )
 
@@ -296,36 +286,6 @@ class _Choice:
         if limits.max_lost_s is not None and free.most_lost_s > limits.max_lost_s:
             return "lost work"
         return "waste"
-
-    def _engine(self, name: str) -> EngineCheckpoints:
-        """Return the waste of another engine at its best interval, on its best level."""
-        rate = self._request.failures_per_s
-        found: list[EngineCheckpoints] = []
-        reasons = [f"nothing survives ({why})" for why in self._left_out.values()]
-        for level in LEVELS[1:]:
-            if level in self._left_out or self._rates((level,)) is None:
-                continue
-            try:
-                measured = self._trial.saved_by(name, level)
-            except ValueError as error:
-                reasons.insert(0, str(error))
-                continue
-            restart_s = self._request.restart_s + self._trial.restored_s(level)
-            protection = Protection(measured.cost_s, measured.latency_s, restart_s, rate)
-            nested = nest([protection], self._iteration_s, Limits((measured.latency_s - measured.cost_s,)))
-            found.append(
-                EngineCheckpoints(
-                    name=name,
-                    level=level,
-                    every=nested.every[0],
-                    cost_s=measured.cost_s,
-                    latency_s=measured.latency_s,
-                    waste=nested.waste,
-                )
-            )
-        if not found:
-            return EngineCheckpoints(name=name, why_not=reasons[0] if reasons else "it only writes to drives")
-        return min(found, key=lambda each: (each.waste, each.name))
 
     def _assumptions(self, levels: tuple[Level, ...]) -> Iterator[str]:
         yield f"restart: {self._request.restart_s:g} s until state can be read"

@@ -7,12 +7,11 @@ its share of the write bandwidth of its node and of the job.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from hwprofiles.profile import Host
 from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
-from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
+from planner.checkpoints.policy import COPY_WEIGHT, HASH_BYTES_PER_S, NUM_THREADS
 from planner.checkpoints.stores import Store, Traffic, storage_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
@@ -33,27 +32,28 @@ class CheckpointCosts:
 
     Args:
         cost: of training, and of copies; says how many ranks save.
-        policy: the engine.
         store: the target: memory or drives of each node, or the shared file system.
         above: the faster level from which checkpoints are promoted to the target, if any.
         num_files: files of one checkpoint of the whole job; by default one for each rank.
 
+    Attributes:
+        cost: as given.
+        store: the target.
+
     Raises:
-        ValueError: the profile lacks the store, or a rate that the engine needs.
+        ValueError: the profile lacks the store.
     """
 
     def __init__(
         self,
         cost: CostModel,
-        policy: CheckpointPolicy,
         store: Level,
         above: Level | None = None,
         num_files: int | None = None,
     ) -> None:
-        self._cost = cost
+        self.cost = cost
         self._num_files = cost.num_ranks if num_files is None else num_files
-        self._policy = policy
-        self._store = Store(cost, store)
+        self.store = Store(cost, store)
         self._above = Store(cost, above) if above else None
         storage = storage_of(cost, store)
         self._create_s = storage.create_s.value if storage and storage.create_s else 0.0
@@ -62,7 +62,7 @@ class CheckpointCosts:
     def capacities(self) -> dict[Resource, float]:
         """Return what one rank has of every resource."""
         above = self._above.capacities() if self._above else {}
-        return self._training | above | self._store.capacities()
+        return self._training | above | self.store.capacities()
 
     def prices(self, run: Run, training: Sequence[Price]) -> list[Price]:
         """Return the price of every task of a run.
@@ -72,68 +72,43 @@ class CheckpointCosts:
             training: prices of the tasks of one iteration.
         """
         return [
-            self._checkpoint(task) if origin < 0 else self._interrupted(task, training[origin])
+            dataclasses.replace(self.saving(task), weight=COPY_WEIGHT) if origin < 0 else training[origin]
             for task, origin in zip(run.schedule.tasks, run.origin, strict=True)
         ]
 
     def read_again_s(self, num_bytes: int) -> float:
         """Return the seconds to read ``num_bytes`` of each rank again on an idle machine."""
-        return self._in_turn(num_bytes, self._store.read).duration_s
+        return self._in_turn(num_bytes, self.store.read).duration_s
 
-    def _interrupted(self, task: Task, price: Price) -> Price:
-        """Return the price of a training task beside writers that may hold the interpreter lock.
-
-        A device computes what the interpreter has launched, and nothing is launched while a writer holds the lock. So
-        computing and writing share the interpreter, and each runs at half its speed. (A launch loop fell from 204,000
-        to 7,700 operations a second beside a thread in ``torch.save``.)
-        """
-        if not self._policy.holds_interpreter or task.lane not in {Lane.COMPUTE, Lane.GPU_UPDATE}:
-            return price
-        return dataclasses.replace(price, uses=(*price.uses, (Resource.INTERPRETER, 1.0)))
-
-    def _checkpoint(self, task: Task) -> Price:
+    def saving(self, task: Task) -> Price:
+        """Return the price of one task of a checkpoint if nothing competes with it."""
         match task.op:
             case Op.CREATE:
                 price = Price(self._create_s * self._num_files, 0.0)
             case Op.GATE:  # copying into the buffer takes almost no time compared with writing the rest
                 price = Price(0.0, 0.0)
-            case Op.TOUCH:
-                price = self._on_cores(task.num_bytes, self._rate("fresh_bytes_per_s"), 1)
             case Op.WRITE:
                 price = self._write(task.num_bytes)
             case Op.READ:  # by a thread that does nothing else meanwhile
-                price = self._cost.price(dataclasses.replace(task, lane=Lane.NVME_STATE_IN))
+                price = self.cost.price(dataclasses.replace(task, lane=Lane.NVME_STATE_IN))
             case Op.PROMOTE:
                 assert self._above is not None, "who promotes says from where"
-                price = self._in_turn(task.num_bytes, self._above.read, self._store.write)
+                price = self._in_turn(task.num_bytes, self._above.read, self.store.write)
             case Op.VERIFY:
-                price = self._in_turn(task.num_bytes, self._store.read)
+                price = self._in_turn(task.num_bytes, self.store.read)
             case _:
-                price = self._cost.price(task)
-        return dataclasses.replace(price, weight=self._policy.weight)
+                price = self.cost.price(task)
+        return price
 
     def _write(self, num_bytes: int) -> Price:
-        """Price a write: the slowest of the store and of what prepares the bytes."""
-        policy, writers = self._policy, self._policy.num_writers
-        stored = self._store.write(num_bytes, writers)
-        duration_s = stored.duration_s
-        if policy.serialises:
-            duration_s = max(duration_s, num_bytes / (writers * self._rate("serialise_bytes_per_s")))
-        if policy.hashes:
-            # Threads hash while others wait for a drive. Into memory they copy by themselves.
-            hashed = self._hashed(num_bytes)
-            core_s = (hashed.core_s + stored.core_s) / min(writers, self._training[Resource.CORES])
-            return self._shared(max(duration_s, core_s), (hashed, stored))
-        price = self._on_cores(num_bytes, num_bytes / duration_s, writers)
-        slower = stored.duration_s / duration_s
-        uses = (*price.uses, *((resource, amount * slower) for resource, amount in stored.uses))
-        if policy.holds_interpreter:
-            uses = (*uses, (Resource.INTERPRETER, 1.0))
-        return dataclasses.replace(price, uses=uses)
+        """Price a write: threads hash while others wait for a drive. Into memory they copy by themselves."""
+        stored, hashed = self.store.write(num_bytes, NUM_THREADS), self._hashed(num_bytes)
+        core_s = (hashed.core_s + stored.core_s) / min(NUM_THREADS, self._training[Resource.CORES])
+        return self._shared(max(stored.duration_s, core_s), (hashed, stored))
 
     def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Traffic]) -> Price:
         """Price the work of one thread for all ranks of a node: it takes chunks in turn and hashes each one."""
-        threads = 1 / self._cost.ranks_per_node
+        threads = 1 / self.cost.ranks_per_node
         parts = [way(num_bytes, threads) for way in ways]
         hashed = self._hashed(len(ways) * num_bytes)
         duration_s = sum(part.duration_s for part in parts) + hashed.core_s / threads
@@ -141,7 +116,7 @@ class CheckpointCosts:
 
     def _hashed(self, num_bytes: int) -> Traffic:
         """Return the traffic of one core that hashes ``num_bytes``."""
-        rate = hash_bytes_per_s(self._cost.profile.host).value
+        rate = hash_bytes_per_s(self.cost.profile.host).value
         return Traffic(num_bytes / rate, num_bytes / rate, ((Resource.DRAM, _HASHED_PASSES * rate),))
 
     def _shared(self, duration_s: float, parts: Iterable[Traffic]) -> Price:
@@ -154,18 +129,3 @@ class CheckpointCosts:
         capacities = self.capacities()
         rates = {resource: min(totals[resource] / duration_s, capacities[resource]) for resource in sorted(totals)}
         return Price(0.0, duration_s, tuple(rates.items()))
-
-    def _on_cores(self, num_bytes: int, bytes_per_s: float, num_threads: int) -> Price:
-        """Price a pass over host memory by a few threads."""
-        cores = min(float(num_threads), self._training[Resource.CORES])
-        dram = min(bytes_per_s, self._training[Resource.DRAM])
-        return Price(0.0, num_bytes / bytes_per_s, ((Resource.CORES, cores), (Resource.DRAM, dram)))
-
-    def _rate(self, name: Literal["fresh_bytes_per_s", "serialise_bytes_per_s"]) -> float:
-        quantity: Quantity | None = getattr(self._cost.profile.host, name)
-        if quantity is None:
-            raise ValueError(
-                f"profile {self._cost.profile.name} has no host.{name}, which the checkpoint engine "
-                f"{self._policy.name} depends on; add it to the profile or choose another engine"
-            )
-        return quantity.value

@@ -1,10 +1,8 @@
 """The state that a checkpoint saves: the optimizer state of one rank, in the order of updates."""
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 
-from planner.checkpoints.policy import CheckpointPolicy
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -18,7 +16,7 @@ class Shard:
     Attributes:
         num_bytes: bytes to save.
         tier: where it lives.
-        changed_by: index of the task of an iteration that changes it.
+        changed_by: index of the task that changes it, in an iteration with snapshots.
         unit, piece: whose state it is; see :class:`planner.schedule.tasks.Task`.
     """
 
@@ -36,11 +34,9 @@ def state_of(taken: Schedule, num_replicas: int | Mapping[str, int] = 1) -> tupl
     host and changes when it is stored back. State on NVMe changes when its new version is written.
 
     Args:
-        taken: one iteration with snapshots. Tasks are numbered as in the same iteration without them.
+        taken: one iteration with snapshots.
         num_replicas: data-parallel ranks that hold the same state, by unit if they differ; each saves a part of it.
     """
-    own = {Op.SNAPSHOT, Op.GATE}
-    number = dict(zip((task.index for task in taken.tasks if task.op not in own), itertools.count(), strict=False))
     shards = []
     for task in taken.tasks:
         if task.op is Op.SNAPSHOT:
@@ -50,7 +46,7 @@ def state_of(taken: Schedule, num_replicas: int | Mapping[str, int] = 1) -> tupl
             )
             replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
             num_bytes = -(-task.num_bytes // replicas)
-            shards.append(Shard(num_bytes, tier, number[change.index], task.unit, task.piece))
+            shards.append(Shard(num_bytes, tier, change.index, task.unit, task.piece))
     return tuple(shards)
 
 
@@ -62,10 +58,10 @@ def bytes_by_stage(schedule: Schedule, state: Iterable[Shard]) -> tuple[int, ...
     return tuple(saved)
 
 
-def coarse(policy: CheckpointPolicy, state: Iterable[Shard], buffer_bytes: int) -> tuple[CheckpointPolicy, int]:
-    """Return the policy with chunks of at least 1/400 of the state, and a buffer that has room for two of them.
+def coarse(chunk_bytes: int, state: Iterable[Shard], buffer_bytes: int) -> tuple[int, int]:
+    """Return the size of chunks, at least 1/400 of the state, and a buffer that has room for two of them.
 
     A gate may then open too early by the time to write two chunks: half a percent of the time to write a checkpoint.
     """
-    chunk_bytes = max(policy.chunk_bytes, -(-sum(shard.num_bytes for shard in state) // _COARSE_CHUNKS))
-    return dataclasses.replace(policy, chunk_bytes=chunk_bytes), max(buffer_bytes, 2 * chunk_bytes)
+    chunk_bytes = max(chunk_bytes, -(-sum(shard.num_bytes for shard in state) // _COARSE_CHUNKS))
+    return chunk_bytes, max(buffer_bytes, 2 * chunk_bytes)

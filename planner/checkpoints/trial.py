@@ -4,11 +4,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Final
 
 from planner.checkpoints.costs import CheckpointCosts
-from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
-from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
+from planner.checkpoints.lowering import MakeSaver, Run, Saver, with_checkpoints, with_promotion
+from planner.checkpoints.policy import CHUNK_BYTES, NUM_THREADS, READING_SHARE
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import bytes_by_stage, coarse, state_of
 from planner.checkpoints.stores import Store
@@ -19,8 +18,6 @@ from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run
 from planner.simulate.prediction import capacities
 from planner.terms import Level
-
-OURS: Final = "ullage"
 
 # Numbers of iterations: before the first checkpoint, after it until times may repeat, and the most in a simulation.
 _WARM_UP, _FIRST_ITERATIONS, _MAX_TASKS = 2, 8, 20_000
@@ -54,6 +51,7 @@ class Trial:
         shard_bytes: saved by one rank; in a pipeline, by a rank of the largest stage.
         node_bytes: saved by all ranks of the node that saves most.
         all_bytes: saved by all ranks.
+        state: the pieces that ranks save.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -62,17 +60,18 @@ class Trial:
         self._memory = plan.prediction.memory
         self._iteration_s = plan.prediction.iteration_s
         self._schedule = plan.schedule()
-        self._prices = self.cost.prices(self._schedule)
+        self._taken = plan.schedule(takes_snapshots=True)
+        self._prices = self.cost.prices(self._taken)
         of_ranks = stages(units, decisions)
         replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
-        self._state = state_of(plan.schedule(takes_snapshots=True), replicas)
-        saved = bytes_by_stage(self._schedule, self._state)
+        self.state = state_of(self._taken, replicas)
+        saved = bytes_by_stage(self._taken, self.state)
         self._by_stage = saved
         self.shard_bytes = max(saved)
         layout = self.cost.layout
         self.node_bytes = max(sum(saved[layout.stage(rank)] for rank in ranks) for ranks in layout.nodes())
         self.all_bytes = sum(saved) * layout.num_ranks // len(saved)
-        self._saved: dict[tuple[str, Level, int, int | None], Measured] = {}
+        self._saved: dict[tuple[Level, int, int | None], Measured] = {}
         self._promoted: dict[tuple[Level, Level], Measured] = {}
         self._plain: dict[int, float] = {}
 
@@ -89,7 +88,7 @@ class Trial:
         return self._memory[tier].capacity_bytes - self._memory[tier].peak_bytes
 
     def saved(self, level: Level, buffer_bytes: int, every: int | None = None) -> Measured:
-        """Return the times of a checkpoint of our engine.
+        """Return the times of a checkpoint.
 
         Args:
             level: where it goes.
@@ -101,35 +100,33 @@ class Trial:
         """
         if every is not None and _IN_A_ROW * every * len(self._schedule.tasks) > _MAX_TASKS:
             every = None  # they are so far apart that one alone is simulated
-        return self._made(OURS, level, buffer_bytes, every)
-
-    def saved_by(self, engine: str, level: Level) -> Measured:
-        """Return the times of one checkpoint of another engine, which may use all free host memory.
-
-        Raises:
-            ValueError: the profile lacks the level, or something that the engine needs.
-        """
-        if policy(engine).device_only and any(shard.tier is not Tier.GPU for shard in self._state):
-            raise ValueError("its code refuses state that is not on the device")
-        return self._made(engine, level, self._left_bytes(policy(engine)), None)
-
-    def _made(self, engine: str, level: Level, buffer_bytes: int, every: int | None) -> Measured:
-        key = engine, level, buffer_bytes, every
+        key = level, buffer_bytes, every
         if key not in self._saved:
-            chosen, buffer_bytes = coarse(policy(engine), self._state, buffer_bytes)
-            costs = CheckpointCosts(self.cost, chosen, level)
-            share = self._share_read(costs, every) if engine == OURS else 0.0
-            build = functools.partial(self._checkpoints, chosen, buffer_bytes, share)
+            costs = CheckpointCosts(self.cost, level)
+            share = self._share_read(costs, every)
+            chunk_bytes, buffer_bytes = coarse(CHUNK_BYTES, self.state, buffer_bytes)
+            make = functools.partial(Saver, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes, reads_again=share)
             if every is None:
-                written_s = Store(self.cost, level).write(self.shard_bytes, chosen.num_writers).duration_s
-                about_s = written_s + (costs.read_again_s(self.shard_bytes) if share else 0.0)
-                self._saved[key] = self._settled(lambda n: build(num_iterations=n, every=n), costs, about_s)
+                again_s = costs.read_again_s(self.shard_bytes) if share else 0.0
+                self._saved[key] = self.alone(make, costs, NUM_THREADS, again_s)
             else:
                 number = _WARM_UP + every * _IN_A_ROW - 1
-                read = self._simulated(build(num_iterations=number, every=every), costs)
+                read = self._simulated(self._checkpoints(make, number, every), costs)
                 added_s = max(read.training_s - self._plain_s(number), 0.0)
                 self._saved[key] = Measured(added_s / _IN_A_ROW, max(read.latency_s))
         return self._saved[key]
+
+    def alone(self, make: MakeSaver, costs: CheckpointCosts, num_writers: int, more_s: float = 0.0) -> Measured:
+        """Return the times of one checkpoint that has finished before the next one begins.
+
+        Args:
+            make: makes each stage's saver.
+            costs: prices what savers do.
+            num_writers: threads that write.
+            more_s: a first estimate of the time that it takes beside writing.
+        """
+        about_s = costs.store.write(self.shard_bytes, num_writers).duration_s + more_s
+        return self._settled(lambda number: self._checkpoints(make, number, number), costs, about_s)
 
     def promoted(self, above: Level, level: Level) -> Measured:
         """Return the times of the promotion of a checkpoint to a slower level.
@@ -138,7 +135,6 @@ class Trial:
             ValueError: the profile lacks one of them.
         """
         if (above, level) not in self._promoted:
-            ours = policy(OURS)
             threads = 1 / self.cost.ranks_per_node
             stores = (
                 Store(self.cost, above).read,
@@ -146,14 +142,14 @@ class Trial:
                 Store(self.cost, level).read,
             )
             about_s = sum(way(self.shard_bytes, threads).duration_s for way in stores)
-            build = functools.partial(with_promotion, self._schedule, ours, self._by_stage)
-            costs = CheckpointCosts(self.cost, ours, level, above)
+            build = functools.partial(with_promotion, self._taken, self._by_stage)
+            costs = CheckpointCosts(self.cost, level, above)
             self._promoted[above, level] = self._settled(lambda n: build(num_iterations=n), costs, about_s)
         return self._promoted[above, level]
 
     def restored_s(self, level: Level) -> float:
         """Return the seconds in which all ranks read a checkpoint."""
-        return Store(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
+        return Store(self.cost, level).read(self.shard_bytes, NUM_THREADS).duration_s
 
     def _share_read(self, costs: CheckpointCosts, every: int | None) -> float:
         """Return the fraction of each checkpoint that is read again; less than 1 if checkpoints are close."""
@@ -161,18 +157,9 @@ class Trial:
             return 1.0
         return min(READING_SHARE * every * self._iteration_s / costs.read_again_s(self.shard_bytes), 1.0)
 
-    def _checkpoints(
-        self, chosen: CheckpointPolicy, buffer_bytes: int, reads_again: float, *, num_iterations: int, every: int
-    ) -> Run:
+    def _checkpoints(self, make: MakeSaver, num_iterations: int, every: int) -> Run:
         return with_checkpoints(
-            self._schedule,
-            chosen,
-            self._state,
-            num_iterations=num_iterations,
-            every=every,
-            buffer_bytes=buffer_bytes,
-            first=_WARM_UP,
-            reads_again=reads_again,
+            self._taken, self.state, make, num_iterations=num_iterations, every=every, first=_WARM_UP
         )
 
     def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Measured:
@@ -202,23 +189,7 @@ class Trial:
     def _plain_s(self, num_iterations: int) -> float:
         """Return the seconds of ``num_iterations`` without checkpoints."""
         if num_iterations not in self._plain:
-            timeline = run(self._schedule, self._prices, self.cost.capacities(), num_iterations)
+            prices = self.cost.prices(self._schedule)
+            timeline = run(self._schedule, prices, self.cost.capacities(), num_iterations)
             self._plain[num_iterations] = float(timeline.end_s.max())
         return self._plain[num_iterations]
-
-    def _left_bytes(self, chosen: CheckpointPolicy) -> int:
-        """Return the free host memory of one rank that an engine can use, in bytes.
-
-        Raises:
-            ValueError: there is too little.
-        """
-        free_bytes = max(self.free_bytes(Tier.HOST), 0) // self.cost.ranks_per_node
-        needed_bytes = self.shard_bytes if chosen.writes_after_staging else 0
-        if chosen.bounded:  # two chunks, so that one is copied while the other is written
-            needed_bytes = 2 * min(chosen.chunk_bytes, max((shard.num_bytes for shard in self._state), default=0))
-        if needed_bytes > free_bytes:
-            raise ValueError(
-                f"needs {needed_bytes * self.cost.ranks_per_node / 1e9:.3g} GB more of the host, which has "
-                f"{free_bytes * self.cost.ranks_per_node / 1e9:.3g} GB left"
-            )
-        return max(min(free_bytes, self.shard_bytes), 1)

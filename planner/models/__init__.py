@@ -3,7 +3,7 @@
 from planner.models.config import Family, ModelConfig, ModelConfigError, UnknownModelError
 from planner.models.huggingface import from_hf_config, to_hf_config_dict
 from planner.models.parameters import ParameterSpec, num_parameters, parameters
-from planner.models.registry import list_models, model_from_case, models_with_formulas, resolve_model
+from planner.models.registry import list_models, models_with_formulas, resolve_model
 
 __all__ = [
     "Family",
@@ -13,7 +13,6 @@ __all__ = [
     "UnknownModelError",
     "from_hf_config",
     "list_models",
-    "model_from_case",
     "models_with_formulas",
     "num_parameters",
     "parameters",

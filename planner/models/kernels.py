@@ -4,9 +4,6 @@
 ``attn_implementation="sdpa"``, without dropout or cache: one entry per kernel, in the order of execution, derived by
 tracing the dispatcher and checked against it in ``tests/planner/models/test_graph.py``. Kernels on less than one value
 per token and head are left out, and so is the accumulation of gradients over micro-batches.
-
-Megatron's lists (:mod:`planner.models.formulas.megatron`) differ where its fused kernels do, and contain the
-accumulation.
 """
 
 import dataclasses

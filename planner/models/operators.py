@@ -25,9 +25,6 @@ class Batch:
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
         kernels: the implementation that runs; see [Note: Kernel lists], and [Note: Kernel sets] in
             :mod:`planner.models.formulas.kernel_sets`.
-        adds_gradients: whether Megatron's lists contain the addition of gradients to those of earlier micro-batches.
-            In ZeRO-3, DeepSpeed takes fresh gradients and has passes of its own.
-        context_parallel: ranks that share every sequence; the graph is that of one of them.
         expert_parallel: ranks that share the experts of every layer; the graph is that of the rank with most tokens.
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
@@ -45,9 +42,7 @@ class Batch:
     flash_attention: bool = True
     attention_scratch: bool = False
     tensor_parallel: int = 1
-    kernels: KernelChoice | Literal["fused", "megatron", "megatron-core"] = "transformers"
-    adds_gradients: bool = True
-    context_parallel: int = 1
+    kernels: KernelChoice = "transformers"
     expert_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
@@ -58,43 +53,23 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name in (
-            "micro_batch", "seq_len", "tensor_parallel", "context_parallel", "expert_parallel", "expert_units",
-            "loss_tile_tokens", "layer_tile_tokens",
+            "micro_batch", "seq_len", "tensor_parallel", "expert_parallel", "expert_units", "loss_tile_tokens",
+            "layer_tile_tokens",
         ):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
-        if self.seq_len % (2 * self.context_parallel) and self.context_parallel > 1:
-            raise ValueError(
-                f"seq_len is {self.seq_len}, but must be a multiple of twice context_parallel {self.context_parallel}: "
-                "every rank has two blocks of each sequence; change one"
-            )
         if self.dtype_bytes not in {2, 4}:
             raise ValueError(f"dtype_bytes is {self.dtype_bytes}, but must be 2 (bf16) or 4 (fp32); choose one")
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the micro-batch on one rank."""
-        return self.micro_batch * self.seq_len // self.context_parallel
+        return self.micro_batch * self.seq_len
 
     @property
     def separate_experts(self) -> bool:
         """Whether experts are units of their own, as they must be under expert parallelism."""
         return self.expert_units > 1 or self.expert_parallel > 1
-
-    @property
-    def is_megatron(self) -> bool:
-        """Whether the kernels of Megatron-LM before Megatron-Core run."""
-        return self.kernels == "megatron"
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether backward adds to the gradients of earlier micro-batches in kernels of Megatron-LM's own."""
-        return self.is_megatron and self.adds_gradients
-
-    @property
-    def is_core(self) -> bool:
-        """Whether the kernels of :mod:`planner.models.formulas.megatron_core` run."""
-        return self.kernels == "megatron-core"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

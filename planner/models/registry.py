@@ -5,17 +5,13 @@ import functools
 import importlib.resources
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.files import read_json
 from planner.models.config import ModelConfig, ModelConfigError, UnknownModelError
-from planner.models.huggingface import build, from_hf_config, to_hf_config_dict
+from planner.models.huggingface import from_hf_config, to_hf_config_dict
 from planner.models.parameters import num_parameters
-
-# Number of learned positions where a published run does not record it.
-DEFAULT_POSITIONS = 2048
 
 
 def resolve_model(text: str) -> ModelConfig:
@@ -91,38 +87,6 @@ def source_of(text: str) -> str:
 def models_with_formulas() -> tuple[str, ...]:
     """Return the aliases of packaged models that are planned from their sizes alone; the others are captured."""
     return tuple(_table())
-
-
-def model_from_case(case: Mapping[str, Any]) -> ModelConfig:
-    """Return the model of a published run.
-
-    ``num_key_value_heads`` groups share heads of ``hidden_size / num_attention_heads``. GPT-2's learned positions
-    are not recorded: ``DEFAULT_POSITIONS`` unless ``max_positions`` says otherwise.
-
-    Args:
-        case: ``name``, ``architecture`` (llama or gpt2), ``num_layers``, ``hidden_size``, ``ffn_hidden_size``,
-            ``num_attention_heads``, ``num_key_value_heads``, ``vocab_size``, ``mlp``, ``norm``, ``tied_embeddings``,
-            ``bias`` and, if known, ``num_params``.
-
-    Raises:
-        ModelConfigError: a size breaks a rule, or the parameters do not add up to ``num_params``.
-    """
-    name, family = str(case.get("name", "case")), case.get("architecture")
-    if family not in {"llama", "gpt2"}:
-        raise ModelConfigError(f"{name}: architecture is {family!r}; published cases are llama or gpt2")
-    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    keys = (*sizes, "mlp", "norm", "tied_embeddings")
-    if missing := [key for key in (*keys, "bias") if key not in case]:
-        raise ModelConfigError(f"{name}: {missing[0]} is missing; add that field to the case")
-    bias = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), case["bias"])
-    fields = {key: case[key] for key in keys} | bias | {"max_positions": case.get("max_positions", DEFAULT_POSITIONS)}
-    config = build(fields, name, family)
-    stated = case.get("num_params")
-    if stated is not None and (found := num_parameters(config)) != stated:
-        raise ModelConfigError(
-            f"{name}: its sizes make {found} parameters, but num_params is {stated}; correct the sizes or leave it out"
-        )
-    return config
 
 
 def _file(text: str) -> Path | None:

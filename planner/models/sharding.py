@@ -7,33 +7,44 @@ whole model, with these sizes. Norms, biases behind row-parallel products and ro
 added in forward where rows of weights are divided, and in backward where columns are.
 """
 
+from collections.abc import Iterable
+
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.formulas.megatron import VOCAB_MULTIPLE
 from planner.models.operators import Batch
 
+_VOCAB_MULTIPLE = 128
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "expert_ffn_hidden_size")
+"""Sizes of a model that are divided among tensor-parallel ranks."""
 
-def share(config: ModelConfig, batch: Batch) -> ModelConfig:
+
+def share(config: ModelConfig, batch: Batch, sizes: Iterable[str] = DIVIDED) -> ModelConfig:
     """Return the sizes of one rank's share of a model; see [Note: Tensor parallelism].
 
-    The vocabulary is padded to a multiple of 128 rows per rank, as in Megatron, if it is divided or Megatron's kernels
-    run.
+    The vocabulary is padded to a multiple of 128 rows per rank, as in Megatron, if it is divided.
+
+    Args:
+        config: the whole model.
+        batch: says how many ranks share it.
+        sizes: names of the sizes that are divided.
 
     Raises:
         ModelConfigError: something does not divide evenly.
     """
     ranks = batch.tensor_parallel
-    # With Megatron-Core, experts stay whole: expert-parallel ranks include those that share layers.
-    experts = "shared_expert_ffn_hidden_size" if batch.is_core else "expert_ffn_hidden_size"
-    names = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", experts)
-    divided = [name for name in names if getattr(config, name) is not None]
+    divided = [name for name in sizes if getattr(config, name) is not None]
     for name in divided:
         if getattr(config, name) % ranks:
             raise ModelConfigError(
                 f"{name} of {config.name} is {getattr(config, name)}, which {ranks} tensor-parallel ranks cannot share "
                 "equally; choose a tensor_parallel that divides it"
             )
-    sizes = {name: getattr(config, name) // ranks for name in divided}
-    if ranks > 1 or batch.is_megatron or batch.is_core:
-        sizes["vocab_size"] = -(-config.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE
+    parts = {name: getattr(config, name) // ranks for name in divided}
+    if ranks > 1:
+        parts["vocab_size"] = padded(-(-config.vocab_size // ranks))
     # A share keeps the model's head_dim and hidden_size. As a model of its own it would be invalid: do not validate it.
-    return config.model_copy(update=sizes)
+    return config.model_copy(update=parts)
+
+
+def padded(num_rows: int) -> int:
+    """Return so many rows of a vocabulary, padded to a multiple of 128, as in Megatron."""
+    return -(-num_rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE

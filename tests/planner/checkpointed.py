@@ -1,12 +1,12 @@
 """Simulated runs of training that saves checkpoints."""
 
 import dataclasses
+import functools
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.checkpoints.costs import CheckpointCosts
-from planner.checkpoints.lowering import Run, with_checkpoints
-from planner.checkpoints.policy import CheckpointPolicy
+from planner.checkpoints.lowering import MakeSaver, Run, Saver, with_checkpoints
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard
 from planner.costs.model import CostModel
@@ -16,17 +16,29 @@ from planner.schedule.tasks import Op, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
 from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
+from ullage.rivals.checkpoints.costs import EngineCosts
+from ullage.rivals.checkpoints.lowering import EngineSaver
+from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy
 
 POLARIS = load_profile("polaris-a100-40g")
 GB = 10**9
-_CHUNK_BYTES = 256_000_000  # at least, of all engines: small ones make long runs, and no difference
+CHUNK_BYTES = 256_000_000  # at least, of all engines: small ones make long runs, and no difference
+DEEPSPEED, CHECKFREQ, TORCHSNAPSHOT, DATASTATES = POLICIES.values()
+OURS = None
+
+
+def saver(engine: CheckpointPolicy | None, buffer_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> MakeSaver:
+    """Return how an engine saves; ``None`` is ours."""
+    if engine is None:
+        return functools.partial(Saver, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes)
+    return functools.partial(EngineSaver, engine, buffer_bytes=buffer_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A run of known phases on a machine, by default the published one of 7B on two nodes."""
 
-    engine: CheckpointPolicy
+    engine: CheckpointPolicy | None
     num_iterations: int = 4
     every: int = 1
     shard_bytes: int = 10 * GB
@@ -39,15 +51,8 @@ class Job:
         forward, backward, update = self.phases
         schedule, prices = iteration(PhaseTimes(forward=forward, backward=backward, update=update))
         state = [Shard(self.shard_bytes, Tier.GPU, 2)]
-        engine = dataclasses.replace(self.engine, chunk_bytes=max(self.engine.chunk_bytes, _CHUNK_BYTES))
-        made = with_checkpoints(
-            schedule,
-            engine,
-            state,
-            num_iterations=self.num_iterations,
-            every=self.every,
-            buffer_bytes=self.buffer_bytes,
-        )
+        make = saver(self.engine, self.buffer_bytes)
+        made = with_checkpoints(schedule, state, make, num_iterations=self.num_iterations, every=self.every)
         return simulated(made, prices, self.engine, self.profile, self.num_ranks)
 
     @property
@@ -56,10 +61,11 @@ class Job:
 
 
 def simulated(
-    made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
+    made: Run, prices: list[Price], engine: CheckpointPolicy | None, profile: HardwareProfile, num_ranks: int, **options
 ) -> tuple[Run, Timeline, RunTimes]:
     cost = options.pop("cost", None) or CostModel(profile, (), Sharding(data_parallel=num_ranks))
-    costs = CheckpointCosts(cost, engine, options.pop("store", "pfs"))
+    store = options.pop("store", "pfs")
+    costs = EngineCosts(engine, cost, store) if engine else CheckpointCosts(cost, store)
     timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
     return made, timeline, times(made, timeline)
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import megatron, megatron_core, tiled, work
+from planner.models.formulas import tiled, work
 from planner.models.formulas.kernel_sets import kernel_set, liger_tile, loss_with_gradient
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
 from planner.models.kernels import Gemm, Work, each
@@ -48,18 +48,9 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
-    if batch.is_core:
-        tokens = megatron_core.pass_tokens(batch, width)
-        look_up += Work(tokens, tokens) + megatron_core.add_gradient(config.vocab_size * width, e)
-    else:
-        look_up += sum_output(batch, width)
-    if batch.tensor_parallel > 1 and not (batch.is_core or batch.is_megatron):
-        # A copy of the gradient, without other ranks' rows.
+    look_up += sum_output(batch, width)
+    if batch.tensor_parallel > 1:  # a copy of the gradient, without other ranks' rows
         look_up = work.with_memory(look_up, 0, 2 * rows * width * e)
-    if batch.is_accumulating:
-        look_up += megatron.accumulate(e, config.vocab_size * width)
-    if batch.is_megatron:
-        look_up += megatron.embedding(rows, width, e, dropout=has_learned_positions(config))
     weight = _token_weight(config)
     operators = [
         make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),
@@ -95,8 +86,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
-        own = rows // batch.tensor_parallel  # [Note: Sequence parallelism]
-        normalize = kernels.norm(own, hidden, e) if batch.is_core else norm_work(config, batch, around=False)
+        normalize = norm_work(config, batch, around=False)
         if (tile := batch.layer_tile_tokens) is not None:
             normalize = tiled.rms_norm(rows, hidden, e, tile)
         made = make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned)
@@ -105,18 +95,13 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         name = f"{path}.project_out"
         project = work.with_memory(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
-    if batch.is_core:
-        logits = megatron_core.column(batch, width, vocab)
-    else:
-        logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
+    logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
-    at_once = kernels.loss_tile(rows, width, vocab) if kernels.loss_tile else rows
-    saved_bytes = rows * width * e * kernels.saves_norms
-    logits = work.with_memory(logits, saved_bytes, at_once * vocab * e + rows * width * e)
+    logits = work.with_memory(logits, rows * width * e, rows * (vocab + width) * e)
     loss = _loss(batch, rows, vocab)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
-    elif kernels.loss_pieces:
+    elif kernels.loss_tile:
         logits, loss = with_gradients(rows, width, vocab, e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)

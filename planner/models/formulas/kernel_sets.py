@@ -19,21 +19,15 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   ``fused_linear_cross_entropy.py``), as ``apply_liger_kernel_to_llama`` and its like do by default. Norms and SwiGLU
   write gradients over what they read. One kernel turns queries and keys in place. The head makes the gradients of its
   input and weight while it computes the loss, a tile of tokens at a time.
-- ``fused``: engines that write a layer themselves. Counted in als244/dataflow
-  (``docs/models/llama3/llama3_8b_16x4K.md``, tasks ``block_fwd``, ``block_bwd`` and ``head_loss``). The outputs of
-  norms and of SwiGLU are not saved: backward makes them again. Residual sums, sums of gradients and their accumulation
-  are part of the products (``addmm``).
-- ``megatron``, ``megatron-core``: see :mod:`planner.models.formulas.megatron`, and
-  :mod:`planner.models.formulas.megatron_core` for how its layers are divided among ranks.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.formulas import megatron, work
+from planner.models.formulas import work
 from planner.models.kernels import Attention, Elementwise, Kernel, Kernels, Work, each
 
 if TYPE_CHECKING:
@@ -61,7 +55,7 @@ class Passes(NamedTuple):
 
 # mul, neg of a half, cat, mul, add; backward: mul, neg, two slices put into zeros (fill, then copy), add, mul, add
 _ROTARY: Final = Passes((2, 1, 2, 2, 3), (2, 1, 1, 1, 1, 1, 3, 2, 3), 0, 4)
-_RESIDUAL: Final = Passes((3,), (3,))  # in backward, the sum of the two gradients of its input
+RESIDUAL: Final = Passes((3,), (3,))  # in backward, the sum of the two gradients of its input
 # Of two products' outputs, a gate and a value: silu and a product. gelu_new is 0.5 x (1 + tanh(c (x + 0.044715 x^3))),
 # operation by operation. Backward of relu needs only its output, that of gelu its input, and gelu's output is of no
 # more use by then.
@@ -87,17 +81,12 @@ class KernelSet:
         joint_rotary: one kernel rotates both.
         turned_back: in backward, their gradients are copied into the projection's layout.
         activations: the MLP's activation. Its output is saved for the product after it, or made again in backward.
-        residual: the residual sum.
-        dropout_sum: the same with bias and dropout, from (rows, hidden, e).
         joins: in backward, the sum of the gradients of an input that several products read, by their number.
-        joint_qkv: one product makes queries, keys and values.
-        saves_norms: the products after a norm save its output.
         loss: cross-entropy, from (rows, vocabulary, e, tensor-parallel ranks).
-        loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary); ``None``: all.
-        loss_pieces: the head's products take these tiles one by one, and add to the gradient of its weight.
+        loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary): the head's products take these
+            tiles one by one, and add to the gradient of its weight; ``None``: all at once.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
-        skipped: the kernels at the end of an MLP that recomputation does not run: ``none``, the residual ``sum``, the
-            last ``product`` too, or the ``activation`` too.
+        runs_last: whether recomputation runs the last product of an MLP; it never runs the residual sum.
         outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
     """
 
@@ -106,16 +95,11 @@ class KernelSet:
     joint_rotary: bool = False
     turned_back: bool = True
     activations: Mapping[str, Passes] = dataclasses.field(default_factory=lambda: _ACTIVATIONS)
-    residual: Passes = _RESIDUAL
-    dropout_sum: Callable[[int, int, int], Work] | None = None
     joins: Mapping[int, Passes] = dataclasses.field(default_factory=lambda: _JOINS)
-    joint_qkv: bool = False
-    saves_norms: bool = True
     loss: Callable[[int, int, int, int], Work] = work.loss
     loss_tile: Callable[[int, int, int], int] | None = None
-    loss_pieces: bool = False
     call: Work = _NO_CALL
-    skipped: Literal["none", "sum", "product", "activation"] = "product"
+    runs_last: bool = False
     outside: str | None = None
 
     def norm(self, rows: int, width: int, e: int, *, around: bool = True) -> Work:
@@ -150,7 +134,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
         joins={**_JOINS, 3: Passes((), (4,))},
         call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
-        skipped="sum",
+        runs_last=True,
         outside="transformers",
     ),
     "liger": KernelSet(
@@ -161,34 +145,6 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         activations={"swiglu": Passes((3,), (5,), 3, 1)},
         loss=loss_with_gradient,
         loss_tile=liger_tile,
-        loss_pieces=True,
-    ),
-    "fused": KernelSet(
-        rms_norm=Passes((2,), (2, 4), 1, 2),
-        rotary=Passes((2,), (2,)),
-        turned_back=False,
-        activations={"swiglu": Passes((3,), (3, 5), 2, 1)},
-        residual=Passes(),
-        joins=dict.fromkeys(_JOINS, Passes()),
-        saves_norms=False,
-        loss=loss_with_gradient,
-        loss_tile=lambda rows, _width, _vocab: min(rows, 4096),
-        skipped="activation",
-    ),
-    "megatron": KernelSet(
-        rms_norm=Passes((2,), (3, 2), 1, 2),
-        joint_qkv=True,
-        dropout_sum=megatron.bias_dropout_add,
-        loss=megatron.loss,
-        skipped="none",  # its reentrant checkpoints run a layer's whole forward again
-    ),
-    "megatron-core": KernelSet(
-        rms_norm=Passes((2,), (4,), 2, 2),
-        rotary=Passes((2,), (2,)),
-        joint_rotary=True,
-        activations={"swiglu": Passes((3,), (5,), 3, 2)},
-        saves_norms=False,  # the norm's row counts its output
-        loss=megatron.core_loss,
     ),
 }
 

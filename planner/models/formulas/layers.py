@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, float8, megatron, tiled, work
-from planner.models.formulas.kernel_sets import kernel_set
+from planner.models.formulas import experts, float8, tiled, work
+from planner.models.formulas.kernel_sets import RESIDUAL, kernel_set
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -108,12 +108,10 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     )
     if not before:
         parts.append(norm(names.second_norm, "mlp", names.down))
-    elif (skipped := kernel_set(batch).skipped) != "none":
+    else:
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-        if skipped == "activation":
-            parts[-2] = dataclasses.replace(parts[-2], num_skipped=len(parts[-2].work.forward))
     return tuple(parts)
 
 
@@ -121,7 +119,7 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     if part.kind in {"down", "mlp"}:
         # The last product of OPT is in no module that is compiled, and that of tensor-parallel ranks in no graph.
         is_last = config.family != "opt" and batch.tensor_parallel == 1
-        return 1 if kernel_set(batch).skipped == "sum" and is_last else len(part.work.forward)
+        return 1 if kernel_set(batch).runs_last and is_last else len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
     return 3 + converts + (batch.tensor_parallel > 1)
@@ -131,23 +129,16 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
     """Return the work of a norm over the hidden size, with or without a residual ``around`` it."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     if config.norm == "layernorm":
-        normalize = work.layer_norm(rows, hidden, e)
-    else:
-        kernels = kernel_set(batch, outside=not around)
-        normalize = kernels.norm(rows, hidden, e, around=around) + kernels.call
-    if batch.is_accumulating:
-        normalize += megatron.accumulate(e, hidden, hidden)
-    return normalize
+        return work.layer_norm(rows, hidden, e)
+    kernels = kernel_set(batch, outside=not around)
+    return kernels.norm(rows, hidden, e, around=around) + kernels.call
 
 
 def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
     """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
     rows, e = batch.num_tokens, batch.dtype_bytes
     fp8, casts_weights = batch.fp8_products, batch.casts_weights
-    project = work.linear(rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights)
-    if batch.is_accumulating:
-        project += megatron.accumulate(e, inputs * outputs, *((outputs,) if bias else ()))
-    return project
+    return work.linear(rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights)
 
 
 def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
@@ -179,7 +170,7 @@ def sum_input_gradient(batch: Batch, width: int) -> Work:
 
 def add_bias(batch: Batch, width: int, *, bias: bool) -> Work:
     """Return the addition of a row-parallel operator's bias, after the all-reduce of the ranks' partial sums."""
-    has_bias_sum = bias and batch.tensor_parallel > 1 and not batch.is_megatron
+    has_bias_sum = bias and batch.tensor_parallel > 1
     return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if has_bias_sum else Work()
 
 
@@ -194,11 +185,8 @@ def exchange(batch: Batch, num_bytes: int) -> Work:
     return Work(swap, swap)
 
 
-def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
-    kernels, rows, e = kernel_set(batch), batch.num_tokens, batch.dtype_bytes
-    if has_dropout and kernels.dropout_sum:
-        return kernels.dropout_sum(rows, width, e)
-    return kernels.residual.work(rows * width, e)
+def _residual(batch: Batch, width: int) -> Work:
+    return RESIDUAL.work(batch.num_tokens * width, batch.dtype_bytes)
 
 
 def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
@@ -230,7 +218,7 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
     )
     output = linear(batch, query, hidden, bias=config.output_bias)
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
-    output += _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    output += _residual(batch, hidden)
     yield Part(
         names.output,
         "output",
@@ -248,7 +236,7 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
     share, kernels = sum_input_gradient(batch, hidden), kernel_set(batch)
-    if config.family == "gpt2" or kernels.joint_qkv:
+    if config.family == "gpt2":
         joint = linear(batch, hidden, query + 2 * key, bias=bias)
         return work.with_memory(share + kernels.call + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
     q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
@@ -264,10 +252,18 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     v = linear(batch, hidden, key, bias=bias)
     join = share + kernels.joins[3].work(rows * hidden, e)  # the input's gradients from q, k and v
     inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
-    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e * kernels.saves_norms, inside_bytes)
+    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e, inside_bytes)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
+    if has_learned_positions(config):
+        return attend(config, batch)
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    return kernel_set(batch).turn(rows * config.query_size, rows * config.key_value_size, e) + attend(config, batch)
+
+
+def attend(config: ModelConfig, batch: Batch) -> Work:
+    """Return the core of attention, from queries and keys that are rotated."""
     rows, e = batch.num_tokens, batch.dtype_bytes
     query, key = rows * config.query_size, rows * config.key_value_size
     core = Attention(
@@ -279,17 +275,11 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
         flash=batch.flash_attention,
         shares_keys=config.num_key_value_heads < config.num_attention_heads,
     )
-    if batch.is_megatron and not batch.flash_attention:
-        attend = megatron.attention(core, query, key, e, dropout=has_learned_positions(config))
-    elif batch.flash_attention:
+    if batch.flash_attention:
         scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0
         merged = config.family == "gpt2"
-        attend = work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
-    else:
-        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
-    if has_learned_positions(config):
-        return attend
-    return kernel_set(batch).turn(query, key, e) + attend
+        return work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
+    return work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
 
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
@@ -297,7 +287,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     hidden_bytes, kernels = rows * hidden * e, kernel_set(batch)
     if (tile := batch.layer_tile_tokens) is not None:
         effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
-        effort += _residual(batch, hidden, has_dropout=False)
+        effort += _residual(batch, hidden)
         modules = (*names.up_modules, names.down)
         yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, (source, skip), in_tiles=True)
         return
@@ -309,8 +299,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
-    saved_bytes = rows * hidden * e * kernels.saves_norms
-    up = work.with_memory(sum_input_gradient(batch, hidden) + up, saved_bytes, inside_bytes)
+    up = work.with_memory(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
     activate = kernels.activations[config.mlp].work(rows * ffn, e)
@@ -319,7 +308,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         linear(batch, ffn, hidden, bias=config.mlp_bias)
         + sum_output(batch, hidden)
         + add_bias(batch, hidden, bias=config.mlp_bias)
-        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+        + _residual(batch, hidden)
     )
     yield Part(
         names.down,
@@ -368,7 +357,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
         exchange(batch, visit_bytes)
         + work.combine(rows, hidden, top, e, weight_bytes)
         + sum_output(batch, hidden)
-        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+        + _residual(batch, hidden)
     )
     names, unit = [], "mlp"
     sizes = experts.tokens(config, batch, layer)

@@ -15,10 +15,10 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import CurvePoint
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError
-from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints, protected
+from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
-from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
+from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, NUM_THREADS
 from planner.checkpoints.trial import Trial
 from planner.choices.request import Request
 from planner.models.config import ModelConfig
@@ -28,6 +28,8 @@ from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.terms import LEVELS
 from planner.verification import verify
+from ullage.rivals.checkpoints.beside import engine_rows, protected, saved_by
+from ullage.rivals.checkpoints.policy import POLICIES
 
 HOUR, DAY = 3600.0, 86400.0
 KINDS = {"memory": 2 * HOUR, "nvme": DAY, "pfs": 30 * DAY}
@@ -270,7 +272,7 @@ def test_state_on_drives_competes_with_its_checkpoints():
     assert measured.latency_s > 1.05 * alone_s
     made = choose_checkpoints(plan, CheckpointRequest(mtbf_s={"nvme": DAY}))
     assert made.levels[-1].level == "nvme"
-    why_not = {row.name: row.why_not for row in made.engines}
+    why_not = {row.name: row.why_not for row in engine_rows(made, trial)}
     assert why_not["datastates"] == "its code refuses state that is not on the device"
     assert why_not["checkfreq-async"].startswith("needs 4.91 GB more of the host")
 
@@ -299,7 +301,7 @@ def test_checksums_are_made_at_the_rate_of_the_profile():
     host = plan.hardware.host.model_copy(update={"hash_bytes_per_s": rate})
     slow = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"host": host})})
     made = choose_checkpoints(slow, CheckpointRequest(mtbf_s={"nvme": DAY}))
-    assert made.levels[-1].latency_s >= made.size_bytes / (policy("ullage").num_writers * 1e8)
+    assert made.levels[-1].latency_s >= made.size_bytes / (NUM_THREADS * 1e8)
     assert any(words.startswith("checksums: 0.1 GB/s per core") for words in made.assumptions)
 
 
@@ -307,14 +309,15 @@ def test_ours_wastes_less_than_other_engines_at_their_best():
     """Beside other engines that take all the memory that is free, ours gets as much as pays."""
     shared = Trial(planned())
     everything = choose_checkpoints(planned(), CheckpointRequest(mtbf_s=KINDS), shared)
-    assert {row.name for row in everything.engines} == set(POLICIES) - {"ullage"}
     one = choose_checkpoints(planned(), CheckpointRequest(mtbf_s={"nvme": 6 * HOUR}), shared)
-    for made in (everything, one):
-        for row in made.engines:
+    beside = [list(engine_rows(made, shared)) for made in (everything, one)]
+    for made, rows in zip((everything, one), beside, strict=True):
+        assert [row.name for row in rows] == list(POLICIES)
+        for row in rows:
             assert row.waste > made.waste
             assert row.every >= 1
-    assert {row.level for row in everything.engines} == {"pfs"}  # nothing else survives all
-    incomplete = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointRequest(mtbf_s={"nvme": DAY}))
+    assert {row.level for row in beside[0]} == {"pfs"}  # nothing else survives all
+    incomplete = protected(planned("rtx-4090", "gpt2", 1), CheckpointRequest(mtbf_s={"nvme": DAY})).checkpoints
     why_not = {row.name: row.why_not for row in incomplete.engines}
     assert "serialise_bytes_per_s" in why_not["deepspeed"]
 
@@ -334,7 +337,7 @@ def test_pipelines_save_what_their_stages_have(num_devices: int):
     assert shared.shard_bytes > made.size_bytes / num_devices
     assert verify(plan.model_copy(update={"checkpoints": made}).sealed())
     # A stage that has to wait for its checkpoint keeps the others waiting.
-    blocking = shared.saved_by("deepspeed", "nvme")
+    blocking = saved_by(shared, POLICIES["deepspeed"], "nvme")
     assert blocking.cost_s > shared.shard_bytes / plan.hardware.nvme.write.best_rate_per_s()
     assert shared.saved("nvme", 2 * shared.shard_bytes).cost_s < blocking.cost_s / 10
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from amount import examples
 from cases import cases, pipelines, random_prices
-from checkpointed import GB, POLARIS, Job, of_checkpoint
+from checkpointed import CHECKFREQ, DATASTATES, DEEPSPEED, GB, OURS, POLARIS, TORCHSNAPSHOT, Job, of_checkpoint, saver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import Run, with_checkpoints
-from planner.checkpoints.policy import POLICIES, CheckpointPolicy, Staging, policy
+from planner.checkpoints.policy import COPY_WEIGHT
 from planner.checkpoints.reading import times
 from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs.model import CostModel
@@ -23,13 +23,15 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
+from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy, Staging
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-engines = st.sampled_from(list(POLICIES.values()))
+_CHUNK_BYTES = 4 << 20  # ours in lowered iterations
+engines = st.sampled_from([*POLICIES.values(), OURS])
 
 
 @st.composite
-def jobs(draw: st.DrawFn, engine: st.SearchStrategy[CheckpointPolicy] = engines) -> Job:
+def jobs(draw: st.DrawFn, engine: st.SearchStrategy[CheckpointPolicy | None] = engines) -> Job:
     """Return jobs in which checkpoints are followed by iterations, and copies are about as long as those."""
     every = draw(st.integers(1, 4))
     return Job(
@@ -76,7 +78,7 @@ def peak_bytes(made: Run, timeline: Timeline, stage: int = 0) -> int:
 def test_bounded_memory_is_never_exceeded(job):
     made, timeline, _ = job.simulate()
     peak = peak_bytes(made, timeline)
-    if job.engine.bounded:
+    if job.engine is OURS or job.engine.bounded:
         assert peak <= job.buffer_bytes
     elif job.engine.staging is Staging.FRESH and job.num_iterations >= job.every:
         assert peak == job.shard_bytes  # cloned whole; one in flight
@@ -110,16 +112,16 @@ def test_training_takes_longer_by_what_was_blocked_and_interference(job):
     read = job.times
     blocked_s = sum(read.blocked_s)
     assert read.training_s >= plain_s * (1 - 1e-9)
-    if not job.engine.holds_interpreter:
+    if job.engine is OURS or not job.engine.holds_interpreter:
         assert read.training_s == pytest.approx(plain_s + blocked_s)
     assert read.end_to_end_s >= read.training_s
     assert all(latency_s > 0 for latency_s in read.latency_s)
 
 
 @SLOW
-@given(jobs(st.just(policy("ullage"))))
+@given(jobs(st.just(OURS)))
 def test_ours_never_blocks_longer_than_datastates(job):
-    ours, theirs = job.times, dataclasses.replace(job, engine=policy("datastates")).times
+    ours, theirs = job.times, dataclasses.replace(job, engine=DATASTATES).times
     # Checksums read memory once more, which delays writes a little where copies take all that memory gives.
     assert ours.training_s <= theirs.training_s * 1.05
 
@@ -142,9 +144,9 @@ def test_a_faster_machine_is_never_slower(job, name):
 
 
 def test_lazy_copies_in_a_long_interval_block_for_nothing():
-    assert Job(policy("ullage"), num_iterations=12, every=6).times.blocked_s == (0.0, 0.0)
+    assert Job(OURS, num_iterations=12, every=6).times.blocked_s == (0.0, 0.0)
     created_s = 8 * POLARIS.pfs.create_s.value
-    assert Job(policy("datastates"), num_iterations=12, every=6).times.blocked_s[0] == pytest.approx(created_s)
+    assert Job(DATASTATES, num_iterations=12, every=6).times.blocked_s[0] == pytest.approx(created_s)
 
 
 def unpinned_copy_s(num_bytes: int) -> float:
@@ -158,15 +160,15 @@ def unpinned_copy_s(num_bytes: int) -> float:
 def test_deepspeed_blocks_for_copy_and_write():
     written_s = 10 * GB / POLARIS.host.serialise_bytes_per_s.value
     wanted_s = unpinned_copy_s(10 * GB) + written_s + 8 * POLARIS.pfs.create_s.value
-    assert Job(policy("deepspeed")).times.blocked_s[:3] == pytest.approx([wanted_s] * 3, rel=1e-3)
-    assert Job(policy("deepspeed")).times.blocked_s[3] == 0  # nothing comes after it
+    assert Job(DEEPSPEED).times.blocked_s[:3] == pytest.approx([wanted_s] * 3, rel=1e-3)
+    assert Job(DEEPSPEED).times.blocked_s[3] == 0  # nothing comes after it
 
 
 def test_many_ranks_share_what_the_file_system_gives_one_job():
     job_bytes_per_s = POLARIS.pfs.job_write_bytes_per_s.value
-    many = Job(policy("deepspeed"), num_ranks=80).times
+    many = Job(DEEPSPEED, num_ranks=80).times
     assert many.latency_s[0] > 80 * 10 * GB / job_bytes_per_s
-    few = Job(policy("datastates"), num_ranks=4).times
+    few = Job(DATASTATES, num_ranks=4).times
     assert few.latency_s[0] == pytest.approx(4 * 10 * GB / POLARIS.pfs.write.best_rate_per_s(), rel=0.1)
 
 
@@ -176,45 +178,44 @@ def test_one_checkfreq_checkpoint_costs_its_snapshot_and_its_persist_at_any_inte
     persist_s = 10 * GB / POLARIS.host.serialise_bytes_per_s.value
     create_s = 8 * POLARIS.pfs.create_s.value  # beside training, unless that waits for the writer
     for every in (1, 2, 6):
-        read = Job(policy("checkfreq-async"), num_iterations=12, every=every).times
+        read = Job(CHECKFREQ, num_iterations=12, every=every).times
         assert read.blocked_s[0] == pytest.approx(snapshot_s, rel=1e-3)
         at_least_s = 12 * 3.2 + (12 // every) * (snapshot_s + persist_s)
         assert at_least_s * 0.999 <= read.end_to_end_s <= (at_least_s + (12 // every) * create_s) * 1.001
 
 
 def test_a_writer_that_leaves_the_interpreter_alone_costs_training_nothing():
-    polite = dataclasses.replace(policy("checkfreq-async"), holds_interpreter=False)
-    rude, kind = (Job(engine, num_iterations=12, every=6).times for engine in (policy("checkfreq-async"), polite))
+    polite = dataclasses.replace(CHECKFREQ, holds_interpreter=False)
+    rude, kind = (Job(engine, num_iterations=12, every=6).times for engine in (CHECKFREQ, polite))
     assert kind.training_s == pytest.approx(12 * 3.2 + kind.blocked_s[0])
     assert rude.training_s > kind.training_s + 3
 
 
 def test_a_pool_overlaps_page_faults_with_copies():
-    fresh = dataclasses.replace(policy("torchsnapshot"), staging=Staging.FRESH)
-    pool_s, one_s = (Job(engine).times.blocked_s[0] for engine in (policy("torchsnapshot"), fresh))
+    fresh = dataclasses.replace(TORCHSNAPSHOT, staging=Staging.FRESH)
+    pool_s, one_s = (Job(engine).times.blocked_s[0] for engine in (TORCHSNAPSHOT, fresh))
     assert one_s > 1.1 * pool_s
 
 
 def test_a_full_buffer_makes_copies_wait_for_writes():
-    roomy, tight = (Job(policy("datastates"), buffer_bytes=size * GB).times for size in (100, 2))
+    roomy, tight = (Job(DATASTATES, buffer_bytes=size * GB).times for size in (100, 2))
     assert roomy.blocked_s[1] < 1 < tight.blocked_s[1]
 
 
 def test_what_is_in_flight_is_waited_for():
-    many = dataclasses.replace(policy("torchsnapshot"), in_flight=None)
+    many = dataclasses.replace(TORCHSNAPSHOT, in_flight=None)
     one_s, many_s = (
-        Job(engine, buffer_bytes=200 * GB, num_ranks=32).times.blocked_s[1]
-        for engine in (policy("torchsnapshot"), many)
+        Job(engine, buffer_bytes=200 * GB, num_ranks=32).times.blocked_s[1] for engine in (TORCHSNAPSHOT, many)
     )
     assert one_s > many_s + 1
 
 
-def test_training_goes_on_at_the_weight_of_the_policy():
-    made, _, _ = Job(policy("ullage")).simulate()
-    costs = CheckpointCosts(CostModel(POLARIS, (), Sharding(data_parallel=8)), policy("ullage"), "pfs")
+def test_our_copies_yield_to_training():
+    made, _, _ = Job(OURS).simulate()
+    costs = CheckpointCosts(CostModel(POLARIS, (), Sharding(data_parallel=8)), "pfs")
     prices = costs.prices(made, [Price(0.0, 1.0)] * 3)
     weights = {number >= 0: price.weight for number, price in zip(made.checkpoint, prices, strict=True)}
-    assert weights == {True: 1 / 16, False: 1.0}
+    assert weights == {True: COPY_WEIGHT, False: 1.0}
 
 
 # --- on top of a lowered iteration
@@ -232,13 +233,12 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buffer_bytes, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
     state, num_iterations = state_of(case.taken), every + more
-    made = with_checkpoints(
-        case.schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=buffer_bytes
-    )
+    make = saver(engine, buffer_bytes, _CHUNK_BYTES)
+    made = with_checkpoints(case.taken, state, make, num_iterations=num_iterations, every=every)
     timeline = run(made.schedule, *random_prices(made.schedule, seed), 1)
     start_s, end_s = timeline.start_s[0], timeline.end_s[0]
-    starts = np.flatnonzero(np.array(made.origin) == 0)
-    assert len(starts) == num_iterations
+    first = min(origin for origin in made.origin if origin >= 0)
+    assert made.origin.count(first) == num_iterations
     for number in range(made.num_checkpoints):
         iteration_ = (number + 1) * every
         overtaken: list[tuple[float, Task]] = []  # written from where it is, which may have changed before
@@ -250,7 +250,7 @@ def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buff
             ]
             written = sum(t.num_bytes for t in chunks if t.op is Op.WRITE)
             assert written == shard.num_bytes
-            assert {t.stage for t in chunks} <= {case.schedule.tasks[shard.changed_by].stage}
+            assert {t.stage for t in chunks} <= {case.taken.tasks[shard.changed_by].stage}
             copies = [t for t in chunks if t.op is not Op.WRITE and t.num_bytes] or chunks
             assert (Op.READ in {t.op for t in copies}) == (shard.tier is Tier.NVME)
             changing = [index for index, origin in enumerate(made.origin) if origin == shard.changed_by]
@@ -258,7 +258,7 @@ def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buff
             assert min(start_s[t.index] for t in copies) >= end_s[changed]
             if iteration_ < num_iterations:
                 changes = changing[iteration_]
-                if copies == chunks and engine.copies_late:
+                if copies == chunks and engine is OURS:
                     overtaken += [(start_s[changes], t) for t in chunks]
                 else:
                     assert max(end_s[t.index] for t in copies) <= start_s[changes]
@@ -275,9 +275,7 @@ def test_stages_of_a_pipeline_save_beside_each_other():
     )
     state = (Shard(4 * GB, Tier.GPU, 0, "a"), Shard(8 * GB, Tier.GPU, 1, "b"))
     assert bytes_by_stage(Schedule(tasks), state) == (4 * GB, 8 * GB)
-    made = with_checkpoints(
-        Schedule(tasks), policy("deepspeed"), state, num_iterations=2, every=2, buffer_bytes=GB, first=1
-    )
+    made = with_checkpoints(Schedule(tasks), state, saver(DEEPSPEED, GB), num_iterations=2, every=2, first=1)
     per_second = {Op.FORWARD: 1.0, Op.WRITE: 1 / GB}  # of a task, of a byte
     prices = [
         Price(0.0, per_second.get(t.op, 0.0) * (t.num_bytes if t.op is Op.WRITE else 1)) for t in made.schedule.tasks
@@ -288,18 +286,16 @@ def test_stages_of_a_pipeline_save_beside_each_other():
     assert read.training_s == pytest.approx(11)
     assert read.latency_s == pytest.approx((8,))
     assert read.blocked_s == pytest.approx((8,))
-    assert peak_bytes(made, timeline, stage=1) == policy("deepspeed").chunk_bytes
+    assert peak_bytes(made, timeline, stage=1) == DEEPSPEED.chunk_bytes
 
 
 @settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
-    made = with_checkpoints(
-        case.schedule, policy("ullage"), state_of(case.taken), num_iterations=3, every=4, buffer_bytes=10**9
-    )
+    made = with_checkpoints(case.taken, state_of(case.taken), saver(OURS, 10**9), num_iterations=3, every=4)
     prices, capacities = random_prices(case.schedule, 1)
     plain = run(case.schedule, prices, capacities, 3)
-    unrolled = run(made.schedule, [prices[i] for i in made.origin], capacities, 1)
+    unrolled = run(made.schedule, prices * 3, capacities, 1)
     assert np.array_equal(unrolled.end_s[0], plain.end_s.ravel())
 
 
@@ -314,14 +310,16 @@ def test_predicted_gates_are_those_that_are_executed(case, seed):
     trained = [(t.lane, t.op, t.unit, t.piece) for t in taken.tasks if t.op not in {Op.SNAPSHOT, Op.GATE}]
     assert trained == [(t.lane, t.op, t.unit, t.piece) for t in case.schedule.tasks]
 
-    engine = dataclasses.replace(policy("ullage"), chunk_bytes=10**10)
-    predicted = with_checkpoints(case.schedule, engine, state, num_iterations=3, every=1, buffer_bytes=10**12)
-    whole = with_checkpoints(taken, engine, (), num_iterations=3, every=9, buffer_bytes=1)
-    free = [  # in the first iteration, when nothing has been asked for yet, gates do nothing
-        dataclasses.replace(t, after=()) if t.op is Op.GATE and t.index < len(taken.tasks) else t
-        for t in whole.schedule.tasks
-    ]
-    whole = dataclasses.replace(whole, schedule=Schedule(tuple(free)))
+    predicted = with_checkpoints(taken, state, saver(OURS, 10**12, 10**10), num_iterations=3, every=1)
+    count, tasks = len(taken.tasks), []
+    for number in range(3):
+        for task in taken.tasks:
+            after = {number * count + i for i in task.after}
+            after |= {(number - 1) * count + i for i in task.after_previous} if number else set()
+            # In the first iteration, when nothing has been asked for yet, gates do nothing.
+            after = after if number or task.op is not Op.GATE else set()
+            tasks.append(dataclasses.replace(task, index=len(tasks), after=tuple(sorted(after)), after_previous=()))
+    whole = Run(Schedule(tuple(tasks)), tuple(range(count)) * 3, (-1,) * len(tasks))
     plain, capacities = random_prices(case.schedule, seed)
     rng = np.random.default_rng(seed)
     copied_s = {
@@ -331,17 +329,17 @@ def test_predicted_gates_are_those_that_are_executed(case, seed):
     own = {Op.SNAPSHOT, Op.GATE}
     prices = [None if task.op in own else next(training) for task in taken.tasks]
 
-    def price(made: Run, task: Task, training: list[Price | None]) -> Price:
+    def price(made: Run, task: Task) -> Price:
         origin = made.origin[task.index]
-        if origin >= 0 and training[origin] is not None:
-            return training[origin]
-        first = task.index < len(training)  # nothing has been asked for yet
+        if origin >= 0 and prices[origin] is not None:
+            return prices[origin]
+        first = task.index < count  # nothing has been asked for yet
         copies = task.op in {Op.SNAPSHOT, Op.READ} and not first
         return Price(0.0, copied_s[task.unit, task.piece] if copies else 0.0)
 
     ends_s = []
-    for made, of_one in ((predicted, plain), (whole, prices)):
-        timeline = run(made.schedule, [price(made, task, of_one) for task in made.schedule.tasks], capacities, 1)
+    for made in (predicted, whole):
+        timeline = run(made.schedule, [price(made, task) for task in made.schedule.tasks], capacities, 1)
         trained = [t.index for t in made.schedule.tasks if made.origin[t.index] >= 0 and t.op not in own]
         ends_s.append(timeline.end_s[0, trained])
     assert ends_s[0] == pytest.approx(ends_s[1])

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 from cases import decide, small_units
-from checkpointed import GB, POLARIS, Job, of_checkpoint, simulated
+from checkpointed import DATASTATES, DEEPSPEED, GB, OURS, POLARIS, Job, of_checkpoint, saver, simulated
 
-from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import with_checkpoints
-from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging, policy
+from planner.checkpoints.policy import CHUNK_BYTES
 from planner.checkpoints.state import Shard, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
@@ -16,29 +15,29 @@ from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from ullage.rivals import checkpoints
 from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
+from ullage.rivals.checkpoints.costs import EngineCosts
+from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy
 
 
 def lowered(place: Place) -> tuple[Schedule, CostModel, list[Price]]:
     model_units = small_units("gpt2", num_layers=4, micro_batch=4)
-    schedule = lower(model_units, decide(model_units, place), asynchronous=True)
+    schedule = lower(model_units, decide(model_units, place), asynchronous=True, takes_snapshots=True)
     cost = CostModel(POLARIS, model_units, Sharding())
     return schedule, cost, cost.prices(schedule)
 
 
 def state_at(place: Place, num_replicas: int = 1) -> tuple[Shard, ...]:
     """Return the state that is saved of the same iteration."""
-    model_units = small_units("gpt2", num_layers=4, micro_batch=4)
-    return state_of(
-        lower(model_units, decide(model_units, place), asynchronous=True, takes_snapshots=True), num_replicas
-    )
+    return state_of(lowered(place)[0], num_replicas)
 
 
 def test_checkpoints_share_the_drives_with_training():
     """A checkpoint on the drives of the node has no drives of its own."""
     cost = CostModel(POLARIS, small_units(), Sharding())
-    costs = CheckpointCosts(cost, policy("deepspeed"), "nvme")
-    job = Job(policy("deepspeed"), num_ranks=1)
+    costs = EngineCosts(DEEPSPEED, cost, "nvme")
+    job = Job(DEEPSPEED, num_ranks=1)
     made, *_ = job.simulate()
     training = [Price(0.0, 1.0)] * 3
     write = next(p for p, t in zip(costs.prices(made, training), made.schedule.tasks, strict=True) if t.op is Op.WRITE)
@@ -67,9 +66,10 @@ def test_state_on_the_host_is_not_copied_but_gated():
     reads = []
     for buffer_bytes in (10**8, 10**7):
         state = state_at(Place.CPU)
-        made = with_checkpoints(schedule, policy("ullage"), state, num_iterations=2, every=1, buffer_bytes=buffer_bytes)
+        make = saver(OURS, buffer_bytes, CHUNK_BYTES)
+        made = with_checkpoints(schedule, state, make, num_iterations=2, every=1)
         assert not sum(task.num_bytes for task in of_checkpoint(made, 0, Op.SNAPSHOT, Op.TOUCH, Op.PASS))
-        _, timeline, read = simulated(made, prices, policy("ullage"), POLARIS, 1, cost=cost, store="nvme")
+        _, timeline, read = simulated(made, prices, OURS, POLARIS, 1, cost=cost, store="nvme")
         reads.append(read.blocked_s[0])
     assert reads[1] > reads[0] + 0.04  # 2 GB/s of NVMe are slower than this small model's iteration, and less is copied
     writes = {(t.unit, t.piece): timeline.end_s[0, t.index] for t in of_checkpoint(made, 0, Op.WRITE)}
@@ -88,12 +88,12 @@ def test_copies_share_the_link_with_gradients():
     flushes = [task.index for task in schedule.tasks if task.op is Op.FLUSH]
 
     def flush_s(engine: CheckpointPolicy, every: int) -> float:
-        made = with_checkpoints(schedule, engine, state, num_iterations=3, every=every, buffer_bytes=500 * GB)
+        made = with_checkpoints(schedule, state, saver(engine, 500 * GB), num_iterations=3, every=every)
         _, timeline, _ = simulated(made, prices, engine, POLARIS, 1, cost=cost)
         second = [i for i, origin in enumerate(made.origin) if origin in flushes][len(flushes) : 2 * len(flushes)]
         return float(sum(timeline.end_s[0, i] - timeline.start_s[0, i] for i in second))
 
-    assert flush_s(policy("datastates"), 1) > 1.3 * flush_s(policy("datastates"), 4)
+    assert flush_s(DATASTATES, 1) > 1.3 * flush_s(DATASTATES, 4)
 
 
 def test_blocking_engines_stop_the_loop_and_lazy_ones_do_not():
@@ -101,11 +101,11 @@ def test_blocking_engines_stop_the_loop_and_lazy_ones_do_not():
     state = state_at(Place.GPU)
     plain_s = None
     costs = {}
-    for name in ("deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"):
+    for name, engine in (*POLICIES.items(), ("ullage", OURS)):
         reads = []
         for every in (9, 4):
-            made = with_checkpoints(schedule, policy(name), state, num_iterations=8, every=every, buffer_bytes=GB)
-            reads.append(simulated(made, prices, policy(name), POLARIS, 1, cost=cost)[2])
+            made = with_checkpoints(schedule, state, saver(engine, GB, CHUNK_BYTES), num_iterations=8, every=every)
+            reads.append(simulated(made, prices, engine, POLARIS, 1, cost=cost)[2])
         plain, saved = reads
         plain_s = plain_s or plain.training_s
         assert plain.training_s == plain_s
@@ -114,38 +114,27 @@ def test_blocking_engines_stop_the_loop_and_lazy_ones_do_not():
     assert costs["checkfreq-async"] > costs["torchsnapshot"]
 
 
-def test_a_policy_that_tears_state_is_refused():
-    with pytest.raises(ValueError, match=r"lazy.*no gate"):
-        CheckpointPolicy("lazy", BlocksUntil.NOTHING, Staging.PINNED, Gate.NONE, 1)
-
-
-@pytest.mark.parametrize("change", [{"chunk_bytes": 0}, {"num_writers": 0}, {"in_flight": 0}, {"weight": 0.0}])
-def test_a_policy_without_sense_is_refused(change):
-    with pytest.raises(ValueError, match="must be positive"):
-        dataclasses.replace(policy("ullage"), **change)
-
-
 def test_an_unknown_engine_is_refused_by_name():
     with pytest.raises(ValueError, match="'gemini'; choose one of deepspeed"):
-        policy("gemini")
+        checkpoints.engine("gemini", CostModel(POLARIS, (), Sharding()), "pfs", (), 1)
 
 
 @pytest.mark.parametrize("name", ["num_iterations", "every", "buffer_bytes"])
 def test_numbers_must_be_positive(name):
     with pytest.raises(ValueError, match=f"{name} is 0"):
-        dataclasses.replace(Job(policy("ullage")), **{name: 0}).simulate()
+        dataclasses.replace(Job(OURS), **{name: 0}).simulate()
 
 
 def test_state_of_another_schedule_is_refused():
     schedule, _ = iteration(PhaseTimes(forward=1.0, backward=1.0, update=1.0))
     for shard in (Shard(1, Tier.GPU, 3), Shard(-1, Tier.GPU, 2)):
         with pytest.raises(ValueError, match="sizes cannot be negative"):
-            with_checkpoints(schedule, policy("ullage"), [shard], num_iterations=1, every=1, buffer_bytes=1)
+            with_checkpoints(schedule, [shard], saver(OURS, 1), num_iterations=1, every=1)
 
 
 def test_a_buffer_of_nothing_is_refused():
     with pytest.raises(ValueError, match="more than 10000; give it more host memory than 1000 B"):
-        Job(policy("datastates"), buffer_bytes=1000).simulate()
+        Job(DATASTATES, buffer_bytes=1000).simulate()
 
 
 @pytest.mark.parametrize(
@@ -158,10 +147,10 @@ def test_a_buffer_of_nothing_is_refused():
 def test_a_rate_that_the_profile_lacks_is_named(engine, lacking, message):
     profile = POLARIS.model_copy(update={"host": POLARIS.host.model_copy(update=lacking)})
     with pytest.raises(ValueError, match=message):
-        Job(policy(engine), profile=profile).simulate()
-    Job(policy("ullage"), profile=profile).simulate()  # does not need it
+        Job(POLICIES[engine], profile=profile).simulate()
+    Job(OURS, profile=profile).simulate()  # does not need it
 
 
 def test_a_store_that_the_profile_lacks_is_named():
     with pytest.raises(ValueError, match="has no pfs"):
-        Job(policy("ullage"), profile=POLARIS.model_copy(update={"pfs": None})).simulate()
+        Job(OURS, profile=POLARIS.model_copy(update={"pfs": None})).simulate()

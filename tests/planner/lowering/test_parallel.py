@@ -29,15 +29,16 @@ from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace
 from planner.simulate.critical_path import critical_steps, slowed
 from planner.simulate.machine import run, run_until_steady
+from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower
 
-KERNELS = ("transformers", "megatron")
+GRAPHS = {"transformers": build_graph, "megatron": megatron_lm.build_graph}
 
 
 def share(name: str, ranks: int, kernels: str = "transformers", num_layers: int = 2, **batch: object):
     config = resolve_model(name).model_copy(update={"num_layers": num_layers})
-    sizes = {"micro_batch": 2, "seq_len": 64, "tensor_parallel": ranks, "kernels": kernels, **batch}
-    return units(build_graph(config, Batch(**sizes)))  # type: ignore[arg-type]
+    sizes = {"micro_batch": 2, "seq_len": 64, "tensor_parallel": ranks, **batch}
+    return units(GRAPHS[kernels](config, Batch(**sizes)))  # type: ignore[arg-type]
 
 
 def divided(model_units: tuple[Unit, ...]) -> dict[str, tuple[int, int, int]]:
@@ -55,7 +56,7 @@ def divided(model_units: tuple[Unit, ...]) -> dict[str, tuple[int, int, int]]:
     }
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", GRAPHS)
 @given(st.sampled_from(["gpt2", "opt-125m", "demo-llama"]), st.sampled_from([2, 4]))
 @settings(deadline=None, max_examples=examples(12))
 def test_shares_of_all_ranks_add_up_to_the_whole(kernels: str, name: str, ranks: int) -> None:
@@ -66,10 +67,7 @@ def test_shares_of_all_ranks_add_up_to_the_whole(kernels: str, name: str, ranks:
         return
     # A vocabulary that needs no padding, so that the head divides evenly too.
     config = config.model_copy(update={"num_layers": 2, "vocab_size": 128 * 8})
-    whole, part = (
-        divided(units(build_graph(config, Batch(2, 64, tensor_parallel=n, kernels=kernels))))  # type: ignore[arg-type]
-        for n in (1, ranks)
-    )
+    whole, part = (divided(units(GRAPHS[kernels](config, Batch(2, 64, tensor_parallel=n)))) for n in (1, ranks))
     assert {op: tuple(ranks * n for n in numbers) for op, numbers in part.items()} == whole
 
 
@@ -79,7 +77,7 @@ def test_vocabulary_is_padded_where_it_is_divided_or_megatron_runs() -> None:
     assert [head.n for head in heads if isinstance(head, Gemm)] == [50257, 25216, 50304]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", GRAPHS)
 @pytest.mark.parametrize("name", ["gpt2", "demo-llama"])
 def test_a_layer_adds_up_two_outputs_and_two_input_gradients(name: str, kernels: str) -> None:
     hidden_bytes = 2 * 64 * resolve_model(name).hidden_size * 2

@@ -13,7 +13,6 @@ from planner.models import (
     ModelConfigError,
     UnknownModelError,
     from_hf_config,
-    model_from_case,
     models_with_formulas,
     num_parameters,
     parameters,
@@ -21,7 +20,6 @@ from planner.models import (
     to_hf_config_dict,
 )
 
-PUBLISHED = json.loads((Path(__file__).parents[2] / "data" / "published_models.json").read_text())["models"]
 SMALL = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 64}
 RMS = SMALL | {"intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 32}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -97,23 +95,6 @@ def test_presets_equal_transformers(name: str) -> None:
 def test_presets_have_the_published_size(name: str, count: int) -> None:
     assert num_parameters(resolve_model(name)) == count
     assert num_parameters(resolve_model(name.upper())) == count
-
-
-@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["case"])
-def test_published_cases_add_up(entry: dict[str, dict[str, object]]) -> None:
-    model = entry["model"]
-    assert num_parameters(model_from_case(model)) == model["num_params"]
-    with pytest.raises(ModelConfigError, match="num_params is 7"):
-        model_from_case(model | {"num_params": 7})
-
-
-def test_case_of_gpt2() -> None:
-    case = {"name": "g", "architecture": "gpt2", "num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 3072}
-    case |= {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 50257, "mlp": "gelu", "bias": True}
-    case |= {"norm": "layernorm", "tied_embeddings": True, "max_positions": 1024}
-    assert num_parameters(model_from_case(case)) == num_parameters(resolve_model("gpt2"))
-    with pytest.raises(ModelConfigError, match="vocab_size is missing"):
-        model_from_case({key: value for key, value in case.items() if key != "vocab_size"})
 
 
 def test_a_file_goes_before_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.graph import Attention
+from planner.models import ModelConfigError, num_parameters, resolve_model
 from planner.schedule.tasks import Op
 from planner.setup import pieces
 from ullage.rivals.cases import CaseError, Metric, load_cases
-from ullage.rivals.cases.training import TrainingCase, decide, setup_of
+from ullage.rivals.cases.training import Model, TrainingCase, decide, setup_of
 from ullage.rivals.decisions import GradientPath, HostUpdate
 from ullage.rivals.lowering import lower
 
@@ -24,6 +25,7 @@ BLOCKING = next(name for name in CASES if "blocking" in name)
 TWIN_FLOW = next(name for name in CASES if "r0.5" in name and "async" in name)
 HALF_INTERLEAVED = next(name for name in CASES if "r0.5" in name and "interleave" in name)
 INTERLEAVED = next(name for name in CASES if "interleave-k5" in name)
+MODELS = json.loads((Path(__file__).parents[2] / "data" / "published_models.json").read_text())["models"]
 IN_MEMORY = next(name for name in CASES if "nvlink" in name)
 PIPELINED = next(name for name in CASES if "g4-tp2-dp1-pp2" in name)
 
@@ -278,3 +280,19 @@ def test_files_that_are_no_cases(text, tmp_path):
     path.write_text(text)
     with pytest.raises(CaseError, match=r"cases\.json"):
         load_cases(path)
+
+
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry["case"])
+def test_published_models_have_the_stated_size(entry):
+    model = Model.model_validate(entry["model"] | {"flash_attention": True})
+    assert num_parameters(model.config(2048)) == model.num_params
+    with pytest.raises(ModelConfigError, match="num_params is 7"):
+        model.model_copy(update={"num_params": 7}).config(2048)
+
+
+def test_a_case_of_gpt2_has_its_size():
+    sizes = {"num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 3072, "num_attention_heads": 12}
+    sizes |= {"num_key_value_heads": 12, "vocab_size": 50257, "max_positions": 1024}
+    others = {"mlp": "gelu", "norm": "layernorm", "bias": True, "tied_embeddings": True, "flash_attention": True}
+    model = Model.model_validate({"name": "g", "architecture": "gpt2", **sizes, **others})
+    assert num_parameters(model.config(2048)) == num_parameters(resolve_model("gpt2"))

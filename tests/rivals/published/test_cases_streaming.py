@@ -19,8 +19,8 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Place, Precision, Sharding
-from planner.graph import Batch, Gemm, build_graph, units
-from planner.models import resolve_model
+from planner.graph import Batch, Elementwise, Gemm, build_graph, units
+from planner.models import ModelConfigError, resolve_model
 from planner.models.formulas.work import newton_schulz
 from planner.models.kernels import flop
 from planner.schedule.tasks import Op, Tier
@@ -31,6 +31,7 @@ from ullage.rivals.cases import Metric, load_cases
 from ullage.rivals.cases.streaming import StreamingCase
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.streaming import best_streaming, streaming
+from ullage.rivals.kernels import dataflow
 from ullage.rivals.lowering import lower
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published" / "streamed_h100.json"
@@ -52,19 +53,30 @@ def scorer(some: Setup, gpu_bytes: float = 1e12) -> Scorer:
 
 def test_a_layer_saves_what_the_engine_documents() -> None:
     """86,152 bytes per token, and the layer's input (docs/models/llama3/llama3_8b_16x4K.md of als244/dataflow)."""
-    batch = Batch(4, 4096, kernels="fused")
-    layer = [unit for unit in units(build_graph(resolve_model("llama-3-8b"), batch)) if unit.segment == "layers.0"]
+    batch = Batch(4, 4096)
+    graph = dataflow.build_graph(resolve_model("llama-3-8b"), batch)
+    layer = [unit for unit in units(graph) if unit.segment == "layers.0"]
     assert sum(unit.saved_bytes for unit in layer) == batch.num_tokens * (86_152 + 2 * 4096)
     assert sum(unit.num_params for unit in layer) * 2 == 436_224_000
 
 
-def test_products_are_those_of_other_kernels() -> None:
-    def products(kernels: str) -> list[int]:
-        batch = Batch(2, 512, kernels=kernels)  # type: ignore[arg-type]
-        found = units(build_graph(resolve_model("llama-3-8b"), batch))
-        return [sum(k.flop for k in way if isinstance(k, Gemm)) for u in found for way in (u.forward, u.backward)]
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-0.5b"])
+def test_products_are_those_of_other_kernels_and_less_is_saved_and_moved(name: str) -> None:
+    plain, fused = (units(build(resolve_model(name), Batch(2, 512))) for build in (build_graph, dataflow.build_graph))
+    for way in ("forward", "backward"):
+        for one, other in zip(plain, fused, strict=True):
+            kernels = getattr(one, way), getattr(other, way)
+            products = [[k.flop for k in each if isinstance(k, Gemm)] for each in kernels]
+            assert sum(products[0]) == sum(products[1])
+            moved = [sum(k.num_bytes * k.count for k in each if isinstance(k, Elementwise)) for each in kernels]
+            assert moved[1] <= moved[0]
+    assert sum(unit.saved_bytes for unit in fused) < sum(unit.saved_bytes for unit in plain)
 
-    assert products("fused") == products("transformers")
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-4b", "mixtral-8x7b"])
+def test_layers_of_another_kind_are_refused(name: str) -> None:
+    with pytest.raises(ModelConfigError, match="are known of models with RMS norms, SwiGLU and no experts, not of"):
+        dataflow.build_graph(resolve_model(name), Batch(2, 512))
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (96, 96)])

@@ -65,7 +65,7 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 def _with_checkpoints(plan: Plan, request: CheckpointRequest) -> Plan:
-    from planner.checkpoints.choosing import protected  # noqa: PLC0415 - few ask for checkpoints
+    from ullage.rivals.checkpoints.beside import protected  # noqa: PLC0415 - few ask for checkpoints
 
     return protected(plan, request)
 

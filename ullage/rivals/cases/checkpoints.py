@@ -19,17 +19,16 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hwprofiles.profile import HardwareProfile
-from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import with_checkpoints
-from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import RunTimes, times
-from planner.checkpoints.state import Shard, coarse
+from planner.checkpoints.state import Shard
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Sharding
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.simulate.machine import run
+from ullage.rivals import checkpoints
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 
 _GB = 1e9
@@ -44,7 +43,7 @@ class Checkpoint(Strict):
     """What is saved, by what, and how often.
 
     Attributes:
-        engine: see :data:`planner.checkpoints.POLICIES`.
+        engine: see :data:`ullage.rivals.checkpoints.policy.POLICIES`; or ours.
         bytes_total_gb: GB (1e9) of all ranks together; each has an equal share.
         every_iterations: from one checkpoint to the next.
         host_buffer_gb_per_node: host memory for copies that are not written yet, of engines that bound it.
@@ -144,22 +143,16 @@ class CheckpointCase(Case):
 
     def _simulate(self, profile: HardwareProfile, num_iterations: int) -> RunTimes:
         checkpoint = self.checkpoint
-        schedule, training = iteration(self.phases_s)
-        engine = policy(checkpoint.engine)
-        state = [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, schedule.tasks[-1].index)]
+        taken, training = iteration(self.phases_s)
+        state = [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, taken.tasks[-1].index)]
         buffer_bytes = round(checkpoint.host_buffer_gb_per_node * _GB * self.nodes / self.gpus)
-        engine, _ = coarse(engine, state, buffer_bytes)
+        cost = CostModel(profile, (), Sharding(data_parallel=self.gpus))
         try:
-            made = with_checkpoints(
-                schedule,
-                engine,
-                state,
-                num_iterations=num_iterations,
-                every=checkpoint.every_iterations,
-                buffer_bytes=buffer_bytes,
+            make, costs = checkpoints.engine(
+                checkpoint.engine, cost, "pfs", state, buffer_bytes, num_files=self.num_files
             )
-            costs = CheckpointCosts(
-                CostModel(profile, (), Sharding(data_parallel=self.gpus)), engine, "pfs", num_files=self.num_files
+            made = with_checkpoints(
+                taken, state, make, num_iterations=num_iterations, every=checkpoint.every_iterations
             )
             prices = costs.prices(made, training)
         except ValueError as error:
@@ -168,7 +161,10 @@ class CheckpointCase(Case):
 
 
 def iteration(phases: PhaseTimes) -> tuple[Schedule, list[Price]]:
-    """Return an iteration of which only the phases are known, and the prices of its tasks."""
+    """Return an iteration of which only the phases are known, and the prices of its tasks.
+
+    Its only update takes no snapshot by itself: it waits for what the saver of a checkpoint names.
+    """
     forward = Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, after_previous=(2,))
     backward = Task(1, Lane.COMPUTE, Op.BACKWARD, Phase.BACKWARD, after=(0,))
     update = Task(2, Lane.GPU_UPDATE, Op.UPDATE, Phase.UPDATE, after=(1,))

@@ -7,27 +7,20 @@ from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision, Sharding
-from planner.graph import Batch, build_graph, units
+from planner.graph import units
 from planner.models.config import LatentAttention, ModelConfig
-from planner.models.formulas import experts
-from planner.models.registry import model_from_case
-from planner.models.sharding import share
 from planner.setup import Setup
 from ullage.rivals.cases import training
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 from ullage.rivals.cases.training import simulated
 from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.kernels.megatron_core import Batch, build_graph, share
 
 
 class LlamaModel(training.Model):
-    """Sizes of a dense model; see :func:`planner.models.registry.model_from_case`."""
+    """Sizes of a dense model."""
 
     architecture: Literal["llama"]
-
-    def config(self, seq_len: int) -> ModelConfig:
-        """Return the model for sequences of ``seq_len`` tokens."""
-        sizes = self.model_dump(exclude_none=True, exclude={"flash_attention"})
-        return model_from_case({"max_positions": seq_len} | sizes)
 
 
 class DeepSeekModel(Strict):
@@ -179,10 +172,8 @@ class InMemoryCase(Case):
                 tensor_parallel=self.parallel.tensor_parallel,
                 context_parallel=self.parallel.context_parallel,
                 expert_parallel=self.parallel.expert_parallel,
-                kernels="megatron-core",
             )
             share(config, batch)
-            experts.check(config, batch)
         except ValueError as error:
             raise CaseError(f"case {self.id}: model: {error}") from error
         return config, batch

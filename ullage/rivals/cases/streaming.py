@@ -7,15 +7,15 @@ from pydantic import Field
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Precision, Sharding
-from planner.graph import Batch, build_graph, units
-from planner.models.registry import DEFAULT_POSITIONS, model_from_case
+from planner.graph import Batch, units
 from planner.search.scoring import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload, memory_peaks
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
-from ullage.rivals.cases.training import Model
+from ullage.rivals.cases.training import DEFAULT_POSITIONS, Model
 from ullage.rivals.engines.streaming import best_streaming
+from ullage.rivals.kernels.dataflow import build_graph
 from ullage.rivals.lowering import lower
 
 # The search for the engine's decisions simulates at most so many rounds: further ones change all of them alike.
@@ -97,15 +97,13 @@ class StreamingCase(Case):
 
     def setup(self, num_rounds: int) -> Setup:
         """Return the engine's setup, with so many rounds in an iteration."""
-        sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
-        sizes.setdefault("max_positions", max(DEFAULT_POSITIONS, self.seq_len))
+        config = self.model.config(max(DEFAULT_POSITIONS, self.seq_len))
         batch = Batch(
             self.tokens_per_round // self.seq_len,
             self.seq_len,
             flash_attention=self.model.flash_attention,
-            kernels="fused",
         )
-        model_units = units(build_graph(model_from_case(sizes), batch))
+        model_units = units(build_graph(config, batch))
         return Setup(
             model_units,
             Sharding(

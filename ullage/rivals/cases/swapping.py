@@ -10,12 +10,12 @@ from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel, total_flop
 from planner.decisions import Sharding
 from planner.graph import Batch, build_graph, units
-from planner.models.registry import model_from_case
 from planner.schedule.tasks import Tier
 from planner.setup import Setup
 from planner.simulate.machine import Simulation, run_until_steady
 from planner.simulate.prediction import always_held, capacities, memory_peaks
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
+from ullage.rivals.cases.training import Model
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.lowering import lower
 
@@ -104,23 +104,21 @@ class SwappingCase(Case):
 
     def _setup(self) -> Setup:
         num_layers, num_heads, hidden_size = MODEL_SIZES[self.model]
-        config = model_from_case(
-            {
-                "name": self.model,
-                "architecture": "gpt2",
-                "num_layers": num_layers,
-                "hidden_size": hidden_size,
-                "ffn_hidden_size": 4 * hidden_size,
-                "num_attention_heads": num_heads,
-                "num_key_value_heads": num_heads,
-                "vocab_size": VOCAB_SIZE,
-                "mlp": "gelu",
-                "norm": "layernorm",
-                "tied_embeddings": True,
-                "bias": True,
-                "max_positions": SEQ_LEN,
-            }
-        )
+        config = Model(
+            name=self.model,
+            architecture="gpt2",
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            ffn_hidden_size=4 * hidden_size,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads,
+            vocab_size=VOCAB_SIZE,
+            mlp="gelu",
+            norm="layernorm",
+            tied_embeddings=True,
+            bias=True,
+            flash_attention=True,
+        ).config(SEQ_LEN)
         model_units = units(build_graph(config, Batch(self.batch, SEQ_LEN)))
         # Gradients are handed to the optimizer, and state swapped, a whole unit at a time.
         largest = max(unit.num_params for unit in model_units)

@@ -8,11 +8,10 @@ from pydantic import Field, ValidationError
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Sharding
-from planner.graph import Batch, Unit, build_graph, units
-from planner.models.config import ModelConfig
+from planner.graph import Batch, Unit, units
+from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.huggingface import build
 from planner.models.parameters import num_parameters
-from planner.models.registry import DEFAULT_POSITIONS, model_from_case
-from planner.models.sharding import share
 from planner.schedule.tasks import Tier
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
@@ -24,21 +23,24 @@ from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import twin_flow, with_host_parameters, zero_infinity, zero_offload
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.habits import Habits
+from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower
 
 # Of one iteration: more would take minutes to simulate, and say nothing new.
 _MAX_PASSES = 100_000
 _MAX_SUBGROUPS = 20_000
+# Number of learned positions where a published run does not record it: at least as many as it was trained on.
+DEFAULT_POSITIONS = 2048
 # DeepSpeed reduces gradients after the last micro-batch in buckets (``MEMORY_OPT_ALLREDUCE_SIZE`` in
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
 _BUCKET_PARAMS = 500_000_000
 
 
 class Model(Strict):
-    """Sizes of the model; see :func:`planner.models.registry.model_from_case`."""
+    """Sizes of the model. ``num_key_value_heads`` share heads of ``hidden_size / num_attention_heads``."""
 
     name: str
-    architecture: str
+    architecture: Literal["llama", "gpt2"]
     num_layers: Number
     hidden_size: Number
     ffn_hidden_size: Number
@@ -52,6 +54,23 @@ class Model(Strict):
     flash_attention: bool
     max_positions: Number | None = None
     num_params: Number | None = None
+
+    def config(self, num_positions: int) -> ModelConfig:
+        """Return the model, which has so many positions unless they are stated.
+
+        Raises:
+            ModelConfigError: a size breaks a rule, or the parameters do not add up to ``num_params``.
+        """
+        others = {"name", "architecture", "bias", "flash_attention", "num_params"}
+        sizes = {"max_positions": num_positions} | self.model_dump(exclude_none=True, exclude=others)
+        sizes |= dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), self.bias)
+        config = build(sizes, self.name, self.architecture)
+        if self.num_params is not None and (found := num_parameters(config)) != self.num_params:
+            raise ModelConfigError(
+                f"{self.name}: its sizes make {found} parameters, but num_params is {self.num_params}; correct the "
+                "sizes or leave it out"
+            )
+        return config
 
 
 class Engine(Strict):
@@ -208,21 +227,16 @@ class TrainingCase(Case):
         Raises:
             CaseError: the sizes contradict one another, or do not divide evenly.
         """
-        sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
-        if self.model.max_positions is None:  # at least as many as it was trained on
-            sizes["max_positions"] = max(DEFAULT_POSITIONS, self.batch.seq_len)
         batch = Batch(
             self.batch.micro_batch,
             self.batch.seq_len,
             2,
             flash_attention=self.model.flash_attention,
             tensor_parallel=self.parallel.tensor_parallel,
-            kernels="megatron",
-            adds_gradients=self.zero_stage < 3,
         )
         try:
-            config = model_from_case(sizes)
-            share(config, batch)
+            config = self.model.config(max(DEFAULT_POSITIONS, self.batch.seq_len))
+            megatron_lm.share(config, batch)
         except ValueError as error:
             raise CaseError(f"case {self.id}: model: {error}") from error
         return config, batch
@@ -261,7 +275,7 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     """Return the units of a case's model at its batch, and the setup of its engine."""
     config, batch = case.share()
     try:
-        model_units = units(build_graph(config, batch))
+        model_units = units(megatron_lm.build_graph(config, batch, adds_gradients=case.zero_stage < 3))
     except ValueError as error:
         raise CaseError(f"case {case.id}: model: {error}") from error
     setup = Setup(

@@ -16,19 +16,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
-from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, build_graph, units
-from planner.models import ModelConfig, model_from_case, parameters
+from planner.graph import Attention, Collective, Elementwise, Gemm, Kernel, Unit, units
+from planner.models import ModelConfig, parameters
 from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
 from ullage.rivals.cases.in_memory import DeepSeekModel
+from ullage.rivals.cases.training import Model
 from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.kernels import megatron_lm
+from ullage.rivals.kernels.megatron_core import Batch, build_graph
 from ullage.rivals.lowering import lower
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
-LLAMA = model_from_case(
+LLAMA = Model.model_validate(
     {**SIZES, "name": "llama", "architecture": "llama", "ffn_hidden_size": 96, "num_key_value_heads": 4}
     | {"mlp": "swiglu", "norm": "rmsnorm", "tied_embeddings": False, "bias": False}
-)
+    | {"flash_attention": True}
+).config(2048)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK = DeepSeekModel.model_validate(
     {**SIZES, **LATENT, "name": "deepseek", "architecture": "deepseek_v3", "num_dense_layers": 1}
@@ -48,7 +52,7 @@ CONFIGS = {"llama": LLAMA, "deepseek": DEEPSEEK}
 
 
 def graph_units(config: ModelConfig, **options: Any) -> tuple[Unit, ...]:
-    return units(build_graph(config, Batch(1, 64, **{"kernels": "megatron-core"} | options)))
+    return units(build_graph(config, Batch(1, 64, **options)))
 
 
 def kernels(found: tuple[Unit, ...], kind: type[Kernel], *, inside: bool = False) -> list[Any]:
@@ -115,11 +119,11 @@ def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
 def test_shared_tokens_move_the_bytes_of_the_all_reduces_and_one_gather_more() -> None:
     """Two rounds for each of four sums in a layer, and the input of a column's weight gradient once more."""
     layer_bytes = Counter[str]()
-    for kind in ("megatron", "megatron-core"):
-        found = [unit for unit in graph_units(LLAMA, tensor_parallel=2, kernels=kind) if unit.segment == "layers.0"]
+    for kind, build in (("LM", megatron_lm.build_graph), ("Core", build_graph)):
+        found = [unit for unit in units(build(LLAMA, Batch(1, 64, tensor_parallel=2))) if unit.segment == "layers.0"]
         moved = kernels(tuple(found), Collective)
         layer_bytes[kind] = sum(k.num_bytes * k.num_passes * k.count for k in moved)
-    assert layer_bytes["megatron-core"] == layer_bytes["megatron"] * 10 // 8
+    assert layer_bytes["Core"] == layer_bytes["LM"] * 10 // 8
 
 
 def cost(found: tuple[Unit, ...], precision: Precision = BF16, **changes: Any) -> CostModel:

@@ -18,20 +18,95 @@ factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023;
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
+from planner.graph import Graph, assemble
+from planner.models import sharding
 from planner.models.config import LatentAttention, ModelConfig
-from planner.models.formulas import experts
-from planner.models.formulas.kernel_sets import KERNEL_SETS
+from planner.models.formulas import experts, work
+from planner.models.formulas.ends import embedding_operators, head_operators
+from planner.models.formulas.kernel_sets import KernelSet, Passes
 from planner.models.formulas.layers import Part
-from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, each
-from planner.models.operators import Batch
+from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
+from planner.models.operators import Batch as _Batch
+from planner.models.operators import Operator
+from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
+from ullage.rivals.kernels import with_work, work_of
 
 _FP32 = 4
 _OUTPUT = "self_attn.o_proj"
-_SET = KERNEL_SETS["megatron-core"]
-_SWIGLU = _SET.activations["swiglu"]
+_SET: Final = KernelSet(rms_norm=Passes((2,), (4,), 2, 2), rotary=Passes((2,), (2,)), joint_rotary=True)
+_SWIGLU: Final = Passes((3,), (5,), 3, 2)
+# Experts stay whole: expert-parallel ranks include those that share layers.
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "shared_expert_ffn_hidden_size")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch(_Batch):
+    """A batch whose sequences ranks may share.
+
+    Attributes:
+        context_parallel: ranks that share every sequence; the graph is that of one of them.
+    """
+
+    context_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        _Batch.__post_init__(self)
+        if self.seq_len % (2 * self.context_parallel) and self.context_parallel > 1:
+            raise ValueError(
+                f"seq_len is {self.seq_len}, but must be a multiple of twice context_parallel {self.context_parallel}: "
+                "every rank has two blocks of each sequence; change one"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch on one rank."""
+        return self.micro_batch * self.seq_len // self.context_parallel
+
+
+def build_graph(config: ModelConfig, batch: Batch) -> Graph:
+    """Return the operators of one forward in Megatron-Core; see :func:`planner.graph.build_graph`.
+
+    Raises:
+        ValueError: ranks cannot share the model.
+    """
+    own = share(config, batch)
+    specs = {spec.name: spec for spec in parameters(own)}
+    first, last = _first(own, batch, specs), _last(own, batch, specs)
+    return assemble(own, config, batch, first, lambda layer: [layer_parts(own, batch, layer)], last)
+
+
+def share(config: ModelConfig, batch: Batch) -> ModelConfig:
+    """Return one rank's share of a model; the vocabulary is padded if there is one rank, too.
+
+    Raises:
+        ModelConfigError: something does not divide evenly.
+    """
+    own = sharding.share(config, batch, _DIVIDED)
+    experts.check(config, batch)
+    return own.model_copy(update={"vocab_size": sharding.padded(own.vocab_size)})
+
+
+def _first(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+    alone = dataclasses.replace(batch, tensor_parallel=1)  # what ranks exchange is added below
+    look_up, *others = embedding_operators(config, alone, specs)
+    tokens = pass_tokens(batch, config.hidden_size)
+    added = add_gradient(config.vocab_size * config.hidden_size, batch.dtype_bytes)
+    return [with_work(look_up, work_of(look_up) + Work(tokens, tokens) + added), *others]
+
+
+def _last(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+    """Return norm, head and loss; ranks normalise their own tokens ([Note: Sequence parallelism])."""
+    rows, hidden, vocab, e = batch.num_tokens, config.hidden_size, config.vocab_size, batch.dtype_bytes
+    own = {
+        "norm": _SET.norm(rows // batch.tensor_parallel, hidden, e),  # its row counts its output
+        "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
+        "loss": loss(rows, vocab, e, batch.tensor_parallel),
+    }
+    return [with_work(operator, own[operator.kind]) for operator in head_operators(config, batch, specs)]
 
 
 def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
@@ -267,3 +342,15 @@ def _bank(sizes: tuple[int, ...], hidden: int, ffn: int, e: int) -> Work:
     visits = sum(sizes)
     inside_bytes = 2 * visits * ffn * e
     return dataclasses.replace(total, saved_bytes=total.saved_bytes + visits * hidden * e, workspace_bytes=inside_bytes)
+
+
+def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return cross-entropy over a divided vocabulary with its fusions (``fused_cross_entropy.py``).
+
+    To fp32; maximum; difference, exponential and sum; quotient. Backward subtracts the target, scales and casts. The
+    logits live in the training data type and in fp32.
+    """
+    n = rows * vocab
+    # The maximum; then the target's logit and the sum together.
+    sums = (*all_reduce(4 * rows, num_ranks), *all_reduce(8 * rows, num_ranks))
+    return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
