@@ -44,6 +44,8 @@ class Prediction(Frozen):
         critical_s: each lane's share of the critical path, in seconds.
         converged: whether the simulated iterations repeated exactly.
         warnings: what the user should know about the numbers.
+        interval_s: within which the iteration's time is in 8 of 10 cases, see [Note: Error bars] in
+            :mod:`planner.simulate.uncertainty`; ``None``: not known.
     """
 
     forward_s: float
@@ -58,6 +60,7 @@ class Prediction(Frozen):
     critical_s: dict[str, float]
     converged: bool
     warnings: tuple[str, ...] = ()
+    interval_s: tuple[float, float] | None = None
 
     @property
     def fits(self) -> bool:

@@ -8,12 +8,12 @@ up as independent errors do, beside the error that the simulation has where ever
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from hwprofiles.paths import quantities
 from hwprofiles.profile import HardwareProfile
-from planner.costs.scalable import Scalable, scaled
+from planner.costs.scalable import all_scalables, scaled
 
 SHARE: Final = 0.8
 """Of iterations that take a time within the interval."""
@@ -29,33 +29,24 @@ _TIMES: Final = {"issue"}  # properties that are seconds, not rates
 _PARTS: Final = {"host-link-down", "host-link-up"}  # of another one
 
 
-def log_spread(
-    hardware: HardwareProfile,
-    properties: Iterable[Scalable],
-    iteration_s: Callable[[HardwareProfile], float],
-    predicted_s: float,
-) -> float:
-    """Return the standard deviation of the logarithm of an iteration's time; see [Note: Error bars].
+def interval_s(
+    hardware: HardwareProfile, iteration_s: Callable[[HardwareProfile], float], predicted_s: float
+) -> tuple[float, float]:
+    """Return the interval that holds :data:`SHARE` of iterations that are predicted so; see [Note: Error bars].
 
     Args:
         hardware: the machine.
-        properties: what can be slower; capacities do not count.
         iteration_s: simulates the iteration on another machine.
         predicted_s: what it takes on this one.
     """
     known = quantities(hardware)
     is_known = any(item.provenance.origin in {"measured", "fitted"} for item in known.values())
     total = _OF_SIMULATION[not is_known] ** 2
-    for each in properties:
+    for each in all_scalables(hardware):
         if each.tier is not None or each.key in _PARTS:
             continue
         spread = max(_SPREADS[known[path].provenance.origin] for path in each.paths)
         factor = math.exp(spread if each.key in _TIMES else -spread)
         total += math.log(iteration_s(scaled(hardware, each, factor)) / predicted_s) ** 2
-    return math.sqrt(total)
-
-
-def interval(predicted: float, spread: float) -> tuple[float, float]:
-    """Return the interval that holds :data:`SHARE` of values around a predicted one."""
-    factor = math.exp(_DEVIATIONS * spread)
-    return predicted / factor, predicted * factor
+    factor = math.exp(_DEVIATIONS * math.sqrt(total))
+    return predicted_s / factor, predicted_s * factor

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import fnmatch
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.simulate.uncertainty import interval_s
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
@@ -40,17 +42,34 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--case", metavar="PATTERN", help="only the cases whose id matches, as in '*-cpu'")
     parser.add_argument("--max-mean-error", type=positive_float, metavar="PCT", help="fail if the mean exceeds this")
     parser.add_argument("--max-error", type=positive_float, metavar="PCT", help="fail if any case exceeds this")
+    parser.add_argument(
+        "--intervals",
+        action="store_true",
+        help="simulate each iteration with other rates too: within which interval 8 of 10 should be, and how many are",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A case with its prediction, and whether its profile was fitted to it."""
+    """A case with its prediction, and whether its profile was fitted to it.
+
+    Attributes:
+        interval_s: within which its iteration should be in 8 of 10 cases; ``None``: not asked for, or not known.
+    """
 
     file: Path
     case: Case
     outcome: Outcome
     fitted: bool
+    interval_s: tuple[float, float] | None = None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured iteration is in the interval; ``None`` if there is none."""
+        if self.interval_s is None:
+            return None
+        return self.interval_s[0] <= self.case.measurements()[Metric.ITERATION] <= self.interval_s[1]
 
     def rows(self) -> dict[Metric, Row]:
         """Return measured and predicted values side by side."""
@@ -86,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     profiles = _profiles(case for _, case in chosen)
     fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
     checked = [
-        Checked(path, case, case.predict(profiles[case.hardware]), case.id in fitted[case.hardware])
+        _checked(path, case, profiles[case.hardware], case.id in fitted[case.hardware], intervals=args.intervals)
         for path, case in chosen
     ]
     summaries = _summaries(checked)
@@ -96,6 +115,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(checked, summaries, failures)
     return 1 if failures else 0
+
+
+def _checked(path: Path, case: Case, profile: HardwareProfile, fitted: bool, *, intervals: bool) -> Checked:
+    outcome = case.predict(profile)
+    if not intervals or outcome.iteration_s is None or Metric.ITERATION not in case.measurements():
+        return Checked(path, case, outcome, fitted)
+    around = interval_s(profile, outcome.iteration_s, outcome.values[Metric.ITERATION])
+    return Checked(path, case, outcome, fitted, around)
 
 
 def _profiles(cases: Iterable[Case]) -> dict[str, HardwareProfile]:
@@ -122,11 +149,23 @@ def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
         if any(c.fitted for c in members):
             groups[f"{name}, not fitted to"] = [c for c in members if not c.fitted]
     return [
-        {"group": group, "quantity": metric.value, "num_cases": len(errors), **_statistics(errors)}
+        {
+            "group": group,
+            "quantity": metric.value,
+            "num_cases": len(errors),
+            **_statistics(errors),
+            **(_share_inside(members) if metric is Metric.ITERATION else {}),
+        }
         for group, members in groups.items()
         for metric in Metric
         if (errors := [error for item in members if (error := item.error(metric)) is not None])
     ]
+
+
+def _share_inside(members: Iterable[Checked]) -> dict[str, float]:
+    """Return the share of iterations within their intervals, if these are known."""
+    known = [item.inside for item in members if item.inside is not None]
+    return {"inside": statistics.mean(known)} if known else {}
 
 
 def _statistics(errors: Iterable[float]) -> dict[str, float]:
@@ -154,6 +193,7 @@ def _case_json(item: Checked) -> dict[str, Any]:
         "fitted": item.fitted,
         "converged": item.outcome.converged,
         "warnings": item.outcome.warnings,
+        **({} if item.interval_s is None else {"interval_s": item.interval_s, "inside": item.inside}),
         **{row.name: {"predicted": row.predicted, "measured": row.measured, "error": row.error} for row in rows},
     }
 
@@ -167,10 +207,14 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
                 cases.add_row(item.case.id, *row.cells[1:])
         out.print(cases)
         out.print()
-    errors = table("absolute errors", "cases of", "quantity", "number", "mean", "median", "worst", num_text=2)
+    more = ["in 80 % interval"] if any("inside" in row_ for row_ in summaries) else []
+    names = "cases of", "quantity", "number", "mean", "median", "worst", *more
+    errors = table("absolute errors", *names, num_text=2)
     for row_ in summaries:
-        sizes = (percent(row_[name]) for name in ("mean", "median", "worst"))
-        errors.add_row(row_["group"], row_["quantity"], str(row_["num_cases"]), *sizes)
+        sizes = (percent(row_[name]) if name in row_ else "" for name in ("mean", "median", "worst", "inside"))
+        errors.add_row(
+            row_["group"], row_["quantity"], str(row_["num_cases"]), *itertools.islice(sizes, len(names) - 3)
+        )
     out.print(errors)
     for item in checked:
         if not item.outcome.converged:

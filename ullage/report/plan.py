@@ -132,6 +132,9 @@ def _iteration(plan: Plan, measured_s: float | None) -> Fact:
     phases = {"forward": seen.forward_s, "backward": seen.backward_s, "update": seen.update_s}
     words = " + ".join(f"{name} {si(seconds, 's')}" for name, seconds in phases.items())
     words += " (updates may run inside the next forward)"
+    if seen.interval_s is not None:
+        low, high = (si(seconds, "s") for seconds in seen.interval_s)
+        words = f"8 of 10 take {low} to {high}; {words}"
     return Fact("iteration", si(seen.iteration_s, "s"), words, origin="predicted")
 
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -65,11 +65,13 @@ class Outcome:
         values: in SI units, for every metric that the case measured, or more.
         converged: whether simulated iterations became equal.
         warnings: assumptions of the prediction, in sentences.
+        iteration_s: simulates the iteration on another machine; ``None`` if the case has none, or chooses by machine.
     """
 
     values: dict[Metric, float]
     converged: bool = True
     warnings: tuple[str, ...] = ()
+    iteration_s: Callable[[HardwareProfile], float] | None = None
 
 
 def shortages(case_id: str, memory: Mapping[Tier, TierMemory]) -> Iterator[str]:

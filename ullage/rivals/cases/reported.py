@@ -5,19 +5,21 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variant
+from planner.costs.model import CostModel
 from planner.decisions import BF16, Choice, Precision
+from planner.graph import Batch, Graph, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
-from planner.models.config import NoFormulasError
+from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
 from planner.optimizers import Optimizer
@@ -32,6 +34,18 @@ from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.kernels import dataflow, megatron_core
+
+
+def _megatron_core(config: ModelConfig, batch: Batch) -> Graph:
+    sizes = batch.micro_batch, batch.seq_len
+    return megatron_core.build_graph(config, megatron_core.Batch(*sizes, tensor_parallel=batch.tensor_parallel))
+
+
+_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], Graph]]] = {
+    "megatron-core": _megatron_core,
+    "dataflow": dataflow.build_graph,
+}
 
 
 class Measured(Strict):
@@ -56,7 +70,8 @@ class ReportedCase(Case):
         deepspeed: the settings of :class:`ullage.rivals.engines.deepspeed_config.DeepSpeed`.
         devices, tensor_parallel, pipeline_parallel: their number, and what is split over them.
         micro_batch, num_micro_batches, seq_len: sequences per forward on a rank, forwards per iteration, tokens.
-        kernels, loss_tile, precision, optimizer, clip: as in a request.
+        kernels: as in a request; or those of Megatron-Core, whose ranks share tokens, or of ``dataflow``.
+        loss_tile, precision, optimizer, clip: as in a request.
         attention: the attention kernel, if it is known.
         activations: what layers did with theirs; ``None``: as the engine's users would choose.
         inputs_on_host: whether inputs of recomputed layers waited on the host.
@@ -79,7 +94,7 @@ class ReportedCase(Case):
     micro_batch: Number
     num_micro_batches: Number = 1
     seq_len: Number
-    kernels: KernelChoice = "transformers"
+    kernels: KernelChoice | Literal["megatron-core", "dataflow"] = "transformers"
     attention: AttentionKernel | None = None
     loss_tile: Number | None = None
     precision: Precision = BF16
@@ -136,15 +151,20 @@ class ReportedCase(Case):
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             loss_tile_tokens=self.loss_tile,
-            kernels=self.kernels,
+            kernels=None if self.kernels in _OF_OTHERS else self.kernels,
             micro_batch=self.micro_batch,
             num_micro_batches=self.num_micro_batches,
         )
         built = variant(request, choice)
-        # A request takes only the types that our executor has.
+        # A request takes only the types and kernels that our executor has.
         types = {"precision": self.precision, "optimizer": self.optimizer}
-        setup = dataclasses.replace(built.setup, given=built.setup.given.model_copy(update=types))
-        return dataclasses.replace(built, setup=setup)
+        given = built.setup.given.model_copy(update=types)
+        setup = dataclasses.replace(built.setup, given=given)
+        if make := _OF_OTHERS.get(self.kernels):
+            if not isinstance(model, ModelConfig):
+                raise CaseError(f"case {self.id}: kernels is {self.kernels}, which are not known of a captured model")
+            setup = dataclasses.replace(setup, units=units(make(model, request.batch(choice))))
+        return Variant(request, setup, CostModel(profile, setup.units, given))
 
     def decide(self, built: Variant) -> RivalDecisions:
         """Return what the engine decided.

@@ -258,7 +258,8 @@ def simulated(
 ) -> Outcome:
     """Return what is predicted for a case's decisions: simulated until iterations repeat."""
     cost = CostModel.of(profile, model_units, decisions)
-    simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
+    schedule = lower(model_units, decisions, asynchronous=cost.asynchronous)
+    simulation = run_until_steady(schedule, cost)
     phases = simulation.phases
     peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
     values = {
@@ -268,7 +269,11 @@ def simulated(
         Metric.ITERATION: phases.iteration_s,
         Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
     }
-    return Outcome(values, simulation.converged, (*cost.warnings, *shortages(case_id, peaks)))
+
+    def iteration_s(machine: HardwareProfile) -> float:
+        return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).phases.iteration_s
+
+    return Outcome(values, simulation.converged, (*cost.warnings, *shortages(case_id, peaks)), iteration_s)
 
 
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
