@@ -14,17 +14,22 @@ from benchmarks.published.run import ROOT, call
 
 HERE = Path(__file__).parent
 OUTPUT = ROOT / "benchmarks" / "results" / "published_held_out.json"
-FILES = ("offloaded_update", "nvme_offload", "streamed_h100", "in_memory_b200", "in_memory_mpt")
-QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU")
+FILES = ("offloaded_update", "nvme_offload", "streamed_h100", "in_memory_b200", "in_memory_mpt", "reported")
+QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate")
 
 
 def summary(rows: list[dict[str, Any]], file: str, quantity: str) -> dict[str, Any]:
-    """Return the errors of one quantity over one file: at first and now, the mean and the worst."""
-    found = [row[quantity] for row in rows if row["file"] == file and quantity in row]
-    result: dict[str, Any] = {"file": file, "quantity": quantity, "num_cases": len(found)}
+    """Return the errors of one quantity over one file: at first and now, the mean and the worst.
+
+    For iterations, also the share of runs within the interval that should hold 80 %.
+    """
+    own = [row for row in rows if row["file"] == file and quantity in row]
+    result: dict[str, Any] = {"file": file, "quantity": quantity, "num_cases": len(own)}
     for when in ("first_error", "error"):
-        sizes = [abs(each[when]) for each in found]
-        result[when] = {"mean": statistics.mean(sizes), "worst": max(sizes)}
+        if sizes := [abs(row[quantity][when]) for row in own if when in row[quantity]]:
+            result[when] = {"mean": statistics.mean(sizes), "worst": max(sizes), "num_cases": len(sizes)}
+    if quantity == "iteration" and (inside := [row["inside"] for row in own if "inside" in row]):
+        result["inside"] = statistics.mean(inside)
     return result
 
 
@@ -33,12 +38,15 @@ def main() -> None:
     first = json.loads((HERE / "first.json").read_text())["predicted"]
     result = origin("numpy")
     rows: list[dict[str, Any]] = []
-    for case in call("validate", *(str(HERE / f"{name}.json") for name in FILES))["cases"]:
+    for case in call("validate", "--intervals", *(str(HERE / f"{name}.json") for name in FILES))["cases"]:
         file = Path(case["file"]).stem
         row: dict[str, Any] = {"id": case["id"], "file": file}
+        row |= {name: case[name] for name in ("interval_s", "inside") if name in case}
         for quantity in QUANTITIES:
-            if quantity in case:
-                found, before = case[quantity], first[file][case["id"]][quantity]
+            if quantity not in case:
+                continue
+            row[quantity] = found = case[quantity]
+            if before := first[file].get(case["id"], {}).get(quantity):  # the program of that day could not state all
                 row[quantity] = found | {"first": before, "first_error": before / found["measured"] - 1}
         rows.append(row)
     measured = {(row["file"], quantity): None for row in rows for quantity in QUANTITIES if quantity in row}
