@@ -176,6 +176,10 @@ def bind(
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
+        if decisions.loss_tile_tokens is None and decisions.tensor_parallel == 1:
+            from executor.module.compilation import compile_loss  # noqa: PLC0415 - takes a second
+
+            undo.append(compile_loss(model, compile_backend))
     if decisions.layer_tile_tokens is not None:
         unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
     for module, of_module in _marked(unit_of, model, units).items():

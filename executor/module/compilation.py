@@ -8,11 +8,15 @@ inputs of its graph. Their shapes and addresses never change (static slots), so 
 nothing is recompiled during training. Recomputation wraps the whole layer with its compiled modules. Collectives inside
 a module are outside of its graphs. Experts that are units of their own are not compiled.
 
+The loss of a model of ``transformers`` is compiled too, if all its logits exist at once: PyTorch's operators convert
+them to fp32, and keep and make several tensors of that size. Inductor reads the logits, and writes their gradient.
+
 Layers whose activations are offloaded are not compiled. Offloading saves the outputs of matrix products, which it sees
 as operators in PyTorch's dispatcher. A compiled graph has fused kernels instead. Such a kernel may never write a
 product's output: it applies the bias and the activation function first.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -58,19 +62,41 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
 
     The forward raises :class:`CompileError` if it cannot be compiled.
     """
-    compiled = torch.compile(module.forward, backend=backend)
+    return _compiled(module.forward, f"module {name} ({type(module).__name__})", backend)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+
+def compile_loss(model: nn.Module, backend: str) -> Callable[[], None]:
+    """Compile the loss of a model of ``transformers``; return a function that restores it."""
+    owners: list[Any] = [each for each in model.modules() if isinstance(_loss_of(type(each)), property)]
+    before = [(owner, owner.loss_function) for owner in owners[:1]]  # those inside it have no head
+    for owner, loss in before:
+        owner.loss_function = _compiled(loss, f"the loss of {type(owner).__name__}", backend)
+
+    def undo() -> None:
+        for owner, loss in before:
+            owner.loss_function = loss
+
+    return undo
+
+
+def _loss_of(kind: type[nn.Module]) -> Any:
+    return getattr(kind, "loss_function", None)
+
+
+def _compiled(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:
+    compiled = torch.compile(function, backend=backend)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            what = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
+            why = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
             raise CompileError(
-                f"module {name} ({type(module).__name__}) cannot be compiled: {what}; leave out compile_blocks "
-                "(--compile), or fix the module"
+                f"{what} cannot be compiled: {why}; leave out compile_blocks (--compile), or fix it"
             ) from error
 
-    return forward
+    return call
 
 
 def allow_variants(num_modules: int) -> Callable[[], None]:

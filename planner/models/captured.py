@@ -18,7 +18,7 @@ from hwprofiles.quantity import Frozen
 from planner.models.adapters import Lora
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas.conversion import with_fp8_products
-from planner.models.formulas.ends import in_liger_head
+from planner.models.formulas.ends import with_loss_of
 from planner.models.formulas.kernel_sets import in_compiled_blocks, in_liger_modules
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
@@ -358,10 +358,9 @@ class CapturedModel(Frozen):
         if batch.kernels == "compiled":
             operators = in_compiled_blocks(operators)
         elif batch.kernels == "liger":
-            found = list(in_liger_modules(operators, batch.dtype_bytes))
-            if self.num_logits is not None:
-                in_liger_head(found, self.num_logits, batch.dtype_bytes)
-            operators = tuple(found)
+            operators = tuple(in_liger_modules(operators, batch.dtype_bytes))
+        if batch.kernels != "transformers" and self.num_logits is not None and batch.loss_tile_tokens is None:
+            operators = with_loss_of(operators, batch.kernels, self.num_logits, batch.dtype_bytes)
         for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
             source = (graph.add(_with_scratch(operator, batch) if batch.attention_scratch else operator, *source),)
         return graph

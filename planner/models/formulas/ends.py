@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import tiled, work
-from planner.models.formulas.kernel_sets import kernel_set, liger_tile, loss_with_gradient
+from planner.models.formulas.kernel_sets import KERNEL_SETS, kernel_set, liger_tile, loss_with_gradient
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
 from planner.models.kernels import Gemm, Work, each
 from planner.models.operators import Batch, Operator
@@ -98,7 +98,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     logits = work.with_memory(logits, rows * width * e, rows * (vocab + width) * e)
-    loss = _loss(batch, rows, vocab)
+    loss = kernel_set(batch).loss(rows, vocab, e, batch.tensor_parallel)
     if batch.loss_tile_tokens is not None:
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
     elif kernels.loss_tile:
@@ -129,8 +129,9 @@ def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Wo
     head = sum_input_gradient(batch, width) + Work(
         forward, forward + backward + adding, rows * (width * e + 8), rows * width * e + tile * vocab * value_bytes
     )
-    losses = repeated(lambda size: _loss(batch, size, vocab).forward)
-    return head, Work(losses, losses + repeated(lambda size: _loss(batch, size, vocab).backward))
+    loss = functools.partial(work.loss, vocab=vocab, e=e, num_ranks=batch.tensor_parallel)
+    losses = repeated(lambda size: loss(size).forward)
+    return head, Work(losses, losses + repeated(lambda size: loss(size).backward))
 
 
 def with_gradients(rows: int, width: int, vocab: int, e: int, *, frozen: bool = False) -> tuple[Work, Work]:
@@ -151,25 +152,32 @@ def with_gradients(rows: int, width: int, vocab: int, e: int, *, frozen: bool = 
     return head, Work(repeated(lambda size: loss_with_gradient(size, vocab, e).forward))
 
 
-def in_liger_head(operators: list[Operator], vocab: int, e: int) -> None:
-    """Replace a captured model's head, and the loss after it, by Liger's; see :func:`with_gradients`."""
-    number = max(
-        index
-        for index, operator in enumerate(operators)
+def with_loss_of(operators: Iterable[Operator], kernels: str, vocab: int, e: int) -> tuple[Operator, ...]:
+    """Return a captured model's operators with the loss, and Liger's head, of a kernel set.
+
+    The head is the last product that makes ``vocab`` values; the loss follows.
+    """
+    found = list(operators)
+    number, product = max(
+        (index, kernel)
+        for index, operator in enumerate(found)
         for kernel in operator.forward
         if isinstance(kernel, Gemm) and kernel.n == vocab
     )
-    product = next(kernel for kernel in operators[number].forward if isinstance(kernel, Gemm))
-    num_products = sum(isinstance(kernel, Gemm) for kernel in operators[number].backward)
-    made = with_gradients(product.m, product.k, vocab, e, frozen=num_products == 1)
-    for index, found in zip((number, number + 1), made, strict=True):
-        operators[index] = dataclasses.replace(
-            operators[index],
-            forward=found.forward,
-            backward=found.backward,
-            saved_bytes=found.saved_bytes,
-            workspace_bytes=found.workspace_bytes,
+    made: dict[int, Work] = {number + 1: KERNEL_SETS[kernels].loss(product.m, vocab, e, 1)}
+    if KERNEL_SETS[kernels].loss_tile:
+        num_products = sum(isinstance(kernel, Gemm) for kernel in found[number].backward)
+        both = with_gradients(product.m, product.k, vocab, e, frozen=num_products == 1)
+        made = dict(zip((number, number + 1), both, strict=True))
+    for index, done in made.items():
+        found[index] = dataclasses.replace(
+            found[index],
+            forward=done.forward,
+            backward=done.backward,
+            saved_bytes=done.saved_bytes,
+            workspace_bytes=done.workspace_bytes,
         )
+    return tuple(found)
 
 
 def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
@@ -181,10 +189,6 @@ def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
     if tensor_parallel > 1:
         return 12
     return dtype_bytes + 12
-
-
-def _loss(batch: Batch, rows: int, vocab: int) -> Work:
-    return kernel_set(batch, outside=True).loss(rows, vocab, batch.dtype_bytes, batch.tensor_parallel)
 
 
 def _token_weight(config: ModelConfig) -> str:

@@ -8,7 +8,8 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
 - ``compiled``: the same with attention, MLP and norms compiled, each by itself, as the executor does ([Note: Compiled
   modules] in :mod:`executor.module.compilation`). Inductor makes one kernel of the elementwise operations between two
   products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns. The
-  sum of an input's gradients is one. Residual sums, the last norm, head and loss are outside. What backward reads in
+  sum of an input's gradients is one. Residual sums, the last norm and the head are outside; the loss of whole logits is
+  compiled too. What backward reads in
   products is saved. What only its elementwise kernels read is made again in them, if that takes no product: silu and
   normalised values are (``min_cut_rematerialization_partition`` in ``torch/_functorch/partitioners.py``, with
   ``ban_if_materialized_backward``). A compiled graph saves its tensors when it ends, so recomputation runs its last
@@ -87,7 +88,7 @@ class KernelSet:
             tiles one by one, and add to the gradient of its weight; ``None``: all at once.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
         runs_last: whether recomputation runs the last product of an MLP; it never runs the residual sum.
-        outside: the name of the set that norm, head and loss after the layers have; ``None``: this one.
+        outside: the name of the set that the norm after the layers has; ``None``: this one.
     """
 
     rms_norm: Passes | None = None
@@ -120,6 +121,17 @@ def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
     return Work(each(rows * vocab, 3 * e))
 
 
+def compiled_loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return cross-entropy as Inductor makes it: one kernel reads the logits for maximum and sum, one makes gradients.
+
+    Ranks that share the vocabulary exchange these, outside of any graph.
+    """
+    if num_ranks > 1:
+        return work.loss(rows, vocab, e, num_ranks)
+    n = rows * vocab
+    return Work(each(n, 2 * e), each(n, 2 * e), e * n + 8 * rows, e * n)
+
+
 def liger_tile(rows: int, width: int, vocab: int) -> int:
     """Return the tokens whose logits take about as much as all inputs of the head."""
     return min(rows, 1 << (-(-rows // -(-vocab // width)) - 1).bit_length())
@@ -133,6 +145,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
         turned_back=False,
         activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
         joins={**_JOINS, 3: Passes((), (4,))},
+        loss=compiled_loss,
         call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
         runs_last=True,
         outside="transformers",
