@@ -14,6 +14,7 @@ from planner.models.kernels import Collective
 
 # Outputs along each side of the tile that one multiprocessor computes at a time.
 _TILE = 128
+_LEAST_PART = 8192  # of the inner side of a product whose tiles are too few: more parts would mostly add up
 _FP32 = 4
 _NARROW_HEAD = 64  # values; see :data:`hwprofiles.profile.AttentionType`
 
@@ -102,7 +103,7 @@ class KernelCosts:
             time_s = max(time_s, num_bytes / device.memory_bytes_per_s.value)
         else:
             if device.multiprocessors:
-                idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
+                idle = wave_factor(kernel.m, kernel.n, device.multiprocessors, k=kernel.k)
             else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                 idle = 1 + device.gemm_rows_half.value / kernel.m
             time_s = self._rank.read_s(curve, kernel.flop / kernel.count * idle, "GEMM") * kernel.count
@@ -141,13 +142,15 @@ def no_products(profile: HardwareProfile, dtype: ProductType) -> str:
     )
 
 
-def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1) -> float:
+def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1, k: int = 0) -> float:
     """Return the factor by which ``count`` products of (m, n) outputs are slower because tiles come in whole waves.
 
     Each multiprocessor computes one tile at a time, of 128 x 128 outputs, the most common size in cuBLAS. A partial
     tile or wave takes as long as a full one (NVIDIA, *Matrix Multiplication Background*, "Tile Quantization" and "Wave
-    Quantization").
+    Quantization"). If tiles are too few for all multiprocessors, those that would be idle take parts of a long inner
+    side ``k`` (split-K).
     """
     tiles = count * -(-m // _TILE) * -(-n // _TILE)
     waves = -(-tiles // multiprocessors)
-    return waves * multiprocessors * _TILE**2 / (m * n * count)
+    parts = min(max(multiprocessors / tiles, 1.0), max(k / _LEAST_PART, 1.0))
+    return waves * multiprocessors * _TILE**2 / (m * n * count * parts)

@@ -41,6 +41,8 @@ HELD_OUT = (
     ("in_memory_b200", "iteration", "Llama 3 and DeepSeek in memory on 8 B200: iteration time"),
     ("in_memory_b200", "peak GPU", "Llama 3 and DeepSeek in memory on 8 B200: peak memory"),
     ("in_memory_mpt", "iteration", "MPT in memory on 8 A100 or H100, packaged profiles: iteration time"),
+    ("reported", "iteration", "engines and trainers of twelve sources, packaged profiles: iteration time"),
+    ("reported", "peak GPU", "engines and trainers of twelve sources, packaged profiles: peak GPU memory"),
 )
 
 
@@ -74,7 +76,16 @@ def held_out() -> Iterator[tuple[str, ...]]:
     for file, quantity, words in HELD_OUT:
         row = summaries[file, quantity]
         errors = (percent(row[when][which]) for when in ("first_error", "error") for which in ("mean", "worst"))
-        yield words, str(row["num_cases"]), *errors
+        yield words, str(row["num_cases"]), *errors, percent(row["inside"], 0) if "inside" in row else ""
+
+
+def beside() -> Iterator[tuple[str, ...]]:
+    for row in result("published_beside.json")["rows"]:
+        if "ratio" not in row:
+            continue
+        machine, types = f"{row['devices']} x {row['hardware'].split('x8')[0]}", row["products"] or "bf16"
+        theirs, ours = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "ours"))
+        yield row["model"], machine, types, theirs, ours, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
 
 
 def engines_measured() -> Iterator[tuple[str, ...]]:
@@ -515,6 +526,7 @@ def audited() -> Iterator[tuple[str, ...]]:
 TABLES = (
     published,
     held_out,
+    beside,
     engines_measured,
     streamed,
     demo,

@@ -1,0 +1,139 @@
+"""Cases in the words of a request, attention kernels of other years, and the interval around a prediction."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles.paths import number, quantities
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile
+from planner.costs.scalable import all_scalables
+from planner.simulate.uncertainty import interval_s
+from ullage.rivals.cases import CaseError, Metric, load_cases
+from ullage.rivals.cases.attention import with_attention
+from ullage.rivals.cases.reported import ReportedCase
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "benchmarks" / "published" / "held_out" / "reported.json"
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "published_held_out.json").read_text(encoding="utf-8"))
+CASES = {case.id: case for case in load_cases(FILE)}
+SMALL = {
+    "id": "small",
+    "hardware": "a100-80",
+    "source": "made for this test",
+    "model": "qwen2.5-0.5b",
+    "engine": "deepspeed",
+    "micro_batch": 2,
+    "seq_len": 512,
+    "measured": {"iteration_ms": 1.0},
+}
+
+
+def iteration_s(**changes: object) -> float:
+    case = ReportedCase.model_validate(SMALL | changes)
+    return case.predict(load_profile(case.hardware)).values[Metric.ITERATION]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rp-a800x8-nvlink-zero-infinity-llama-3.1-8b",
+        "rp-a800x8-nvlink-megatron-tp-llama-3.1-8b",
+        "slideformer-ds-4090-8b-b16",
+        "torchtune-a100-3b-adamw8bit",
+    ],
+)
+def test_predictions_are_those_of_the_result_file(name: str) -> None:
+    case = CASES[name]
+    (row,) = (row for row in RESULTS["rows"] if row["id"] == name)
+    found = case.predict(load_profile(case.hardware)).values
+    for metric in case.measurements():
+        assert found[metric] == pytest.approx(row[metric.value]["predicted"], rel=1e-6)
+
+
+def test_every_case_can_be_expressed_and_every_run_has_a_result() -> None:
+    for case in CASES.values():
+        case.check()
+    assert {row["id"] for row in RESULTS["rows"] if row["file"] == "reported"} == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": "deepsped"}, "engine is 'deepsped', but must be one of deepspeed, fsdp"),
+        ({"deepspeed": {"stag": 3}}, "deepspeed.stag is not known"),
+        ({"devices": 3, "tensor_parallel": 2}, "must be a multiple of tensor_parallel 2"),
+        ({"engine": "fsdp", "updates_in_backward": True}, "clip needs the norm of all gradients"),
+        ({"kernels": "dataflow", "lora": "rank=4"}, "kernels is dataflow, which are not known of a captured model"),
+    ],
+)
+def test_others_are_refused_in_one_line(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(CaseError, match=reason) as refused:
+        iteration_s(**changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_reach_the_prediction() -> None:
+    kept, recomputed = iteration_s(activations="keep"), iteration_s(activations="recompute")
+    assert kept < recomputed
+    offloaded = {"deepspeed": {"stage": 3, "optimizer_device": "cpu"}}
+    assert kept < iteration_s(**offloaded) < iteration_s(deepspeed={**offloaded["deepspeed"], "pin_optimizer": False})
+    assert iteration_s(kernels="compiled") < kept
+    assert iteration_s(seq_len=8192, attention="triton") > iteration_s(seq_len=8192)
+
+
+def test_attention_of_other_years_has_its_share_of_the_rate() -> None:
+    before, after = (quantities(p) for p in (load_profile("h100"), with_attention(load_profile("h100"), "triton")))
+    for name, share in (("attention", 1 / 1.4), ("attention_backward", 0.5)):
+        rate = number(after[f"device.{name}.bf16"])
+        assert rate == pytest.approx(share * number(before["device.attention.bf16"]))
+    assert with_attention(load_profile("h100"), "flash-attention-2") == load_profile("h100")
+
+
+def bound_by(*keys: str) -> object:
+    """Return an iteration that takes as long as some of a machine's properties, one after another."""
+    paths = [s.paths[0] for s in all_scalables(load_profile("a100-80")) if s.key in keys]
+    return lambda machine: sum(1e12 / number(quantities(machine)[path]) for path in paths)
+
+
+def of_origin(origin: str) -> HardwareProfile:
+    """Return a machine with every number of one origin."""
+    data = load_profile("a100-80").model_dump(mode="json", exclude_none=True)
+
+    def mark(part: object) -> None:
+        if isinstance(part, dict):
+            if "provenance" in part:
+                part["provenance"] = Provenance(origin="assumed", source="made for this test").model_dump(mode="json")
+                part["provenance"]["origin"] = origin
+                part["provenance"] |= {"runs": ["a run"]} if origin == "fitted" else {}
+                part["provenance"] |= {"date": "2026-11-27", "num_samples": 3} if origin == "measured" else {}
+            for inner in part.values():
+                mark(inner)
+        elif isinstance(part, list):
+            for inner in part:
+                mark(inner)
+
+    mark(data)
+    return HardwareProfile.model_validate(
+        {key: value for key, value in data.items() if value is not None},
+    )
+
+
+@given(st.sets(st.sampled_from(["device-gemm", "host-link-down", "cpu-optimizer", "host-dram"]), min_size=1))
+def test_an_interval_is_around_the_prediction_and_as_wide_as_origins_say(keys: set[str]) -> None:
+    takes = bound_by(*keys)
+    widths = []
+    for origin in ("measured", "published", "assumed"):
+        machine = of_origin(origin)
+        predicted = takes(machine)  # type: ignore[operator]
+        low, high = interval_s(machine, takes, predicted)  # type: ignore[arg-type]
+        assert low < predicted < high
+        assert low * high == pytest.approx(predicted**2)
+        widths.append(math.log(high / low))
+    assert widths == sorted(widths)
+    assert widths[0] < 0.5 * widths[-1]
