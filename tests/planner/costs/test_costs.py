@@ -13,6 +13,7 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import list_profiles, load_profile
+from planner.costs.kernels import wave_factor
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
@@ -417,3 +418,16 @@ def test_a_large_product_in_fp8_is_never_slower_than_in_bf16(m: int, n: int, k: 
     kernels = (Gemm(m, n, k, fp8=True), Gemm(m, n, k), Gemm(m, n, 2 * k, fp8=True))  # prices know them by identity
     own_s, in_bf16_s, longer_s = (cost.compute_s([kernel]) for kernel in kernels)
     assert own_s < min(in_bf16_s, longer_s)
+
+
+@given(st.integers(1, 2048), st.integers(1, 2048), st.integers(1, 400_000), st.integers(1, 400_000))
+def test_few_tiles_share_a_long_inner_side(m: int, n: int, shorter: int, longer: int) -> None:
+    """Then nothing idles, but a product never gets faster as it grows."""
+    shorter, longer = sorted((shorter, longer))
+    times = [k * wave_factor(m, n, 108, k=k) for k in (shorter, longer)]
+    assert times[0] <= times[1] * (1 + 1e-12)
+    tiles = -(-m // 128) * -(-n // 128)
+    endless = wave_factor(m, n, 108, k=10**9)
+    whole = tiles if tiles < 108 else -(-tiles // 108) * 108  # in whole waves
+    assert endless == pytest.approx(whole * 128**2 / (m * n))
+    assert wave_factor(m, n, 108, k=8192) == wave_factor(m, n, 108), "a side that is not long is not split"
