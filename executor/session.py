@@ -99,9 +99,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             contextlib.ExitStack() as failing,
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
         ):
-            absent = take_off_meta(model, failing)
+            absent, absent_buffers = take_off_meta(model, failing)
             mesh = Mesh(decisions.degrees, ranks.rank if ranks else 0)
-            shards = shards_of(model, units, mesh, absent.parameters)
+            shards = shards_of(model, units, mesh, absent)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
@@ -133,7 +133,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 options=options,
                 failing=failing,
             )
-            self.runtime.state.absent |= absent.buffers
+            self.runtime.state.absent |= absent_buffers
             self.schedule = self.runtime.loop.schedule
             _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
             self.driver = driver = IterationDriver(

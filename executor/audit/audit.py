@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from executor.audit.cases import Case, cases, recomputed_modules
 from executor.audit.tensors import (
-    Held,
     aliased,
     gradients_of,
     host_copy,
@@ -314,7 +313,9 @@ class Audit:
         if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
             case.why_not = "it is given a weight"
             return forward(*args, **kwargs)
-        held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        held: dict[int, Any] = {
+            id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
+        }
         held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
@@ -368,7 +369,11 @@ class Audit:
             The whole gradients of its parameters, by name; and the largest value of a gradient.
         """
         leaves, structure = case.call
-        made = {id(leaf): leaf.made(device) for leaf in leaves if isinstance(leaf, Held)}
+        made = {
+            id(leaf): leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        }
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None

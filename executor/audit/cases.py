@@ -40,7 +40,7 @@ class Case:
     calls: int = 0
     plain: Callable[..., Any] | None = None
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    call: Any = None  # arguments: leaves, of which tensors are (values, requires_grad), and structure
+    call: Any = None  # arguments: leaves, of which tensors are on the host, and structure
     state: tuple[ForwardState, Snapshot] | None = None
     random: tuple[Tensor, ...] = ()
     autocast: Callable[[], Any] = contextlib.nullcontext

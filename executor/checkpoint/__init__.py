@@ -5,13 +5,13 @@ from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
-from executor.checkpoint.format.manifest import Manifest, Part, tensors_of
+from executor.checkpoint.format.manifest import Manifest, tensors_of
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import checkpoint_at, place_at
 from executor.checkpoint.places.place import newest_of
-from executor.checkpoint.source import RankInfo, Slice
+from executor.checkpoint.source import Slice
 
 __all__ = [
     "Checkpoint",
@@ -27,8 +27,6 @@ __all__ = [
     "Levels",
     "Manifest",
     "Outcome",
-    "Part",
-    "RankInfo",
     "ReadRequest",
     "ShardWriter",
     "Slice",

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numba as nb
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.devices.meter import MemoryMeter
+from executor.devices.meter import CudaMeter, MemoryMeter
 from executor.direct_io import forget_pages, pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
@@ -25,20 +25,7 @@ Array = npt.NDArray[Any]
 Event = object
 """Made by :meth:`Backend.record_event`: a time on the host's clock, or an event on a stream."""
 
-
-class Meter(Protocol):
-    """Measures dynamic device memory."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held at one time."""
-
-    @property
-    def peak_bytes_of(self) -> Mapping[int, int]:
-        """Most bytes held during each task of the caller's lanes, by the task's index."""
-
-    def set_task(self, task: int | None) -> None:
-        """Set the task that runs from now on; ``None`` for none."""
+Meter = MemoryMeter | CudaMeter
 
 
 class Backend(Protocol):
@@ -113,7 +100,7 @@ class Backend(Protocol):
             scale: factor of the gradient.
         """
 
-    def meter(self) -> contextlib.AbstractContextManager["Meter"]:
+    def meter(self) -> contextlib.AbstractContextManager[Meter]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
     def expect_many_shapes(self) -> None:

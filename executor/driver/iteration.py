@@ -242,7 +242,7 @@ class IterationDriver:
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """See :class:`executor.callbacks.HeadCallbacks`."""
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
         made_in = self._loop.iteration
 
         @contextlib.contextmanager

@@ -4,6 +4,7 @@ Loops over all parameters run unguarded ([Note: Guarded parameters]), because th
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import final
 
 import torch
@@ -59,7 +60,9 @@ class UserGradients:
                 if iteration in [part.arrived for part in parts]:
                     whole = parts[0].shard.whole
                     if name not in self._stand_ins:
-                        self._stand_ins[name] = OffloadedGradient(whole, name, self)
+                        self._stand_ins[name] = OffloadedGradient(
+                            whole, name, partial(self.gradient_norm, name), partial(self.scale_gradient, name)
+                        )
                     whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:

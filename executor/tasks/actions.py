@@ -1,7 +1,8 @@
 """Performs the tasks of a schedule, except the compute tasks, which the caller runs itself."""
 
+import math
 from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
@@ -19,13 +20,6 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
 """Tasks that serve forward and backward, outside the update. All others handle the sum of all gradients too."""
-
-
-class _Short(NamedTuple):
-    """An iteration whose compute tasks do not all run as planned."""
-
-    num_micro_batches: int  # number that have run
-    first_task: int  # the first one that may be skipped
 
 
 @final
@@ -55,7 +49,8 @@ class Actions:
         self._team = team
         self._collectives = collectives
         self._snapshots = snapshots
-        self._short: dict[int, _Short] = {}
+        # Iterations whose compute tasks do not all run: micro-batches that do, and the first task that may be skipped.
+        self._short: dict[int, tuple[int, int]] = {}
         self._deferred_from: tuple[int, int] | None = None  # iteration, and its first task that may be deferred
         self._deferred: list[Task] = []
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
@@ -123,7 +118,7 @@ class Actions:
             num_issued: number of the iteration's tasks that have been issued as planned.
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
-        self._short[iteration] = _Short(num_micro_batches, num_issued)
+        self._short[iteration] = num_micro_batches, num_issued
 
     @staticmethod
     def _is_deferred(task: Task, iteration: int, since: int, first: int) -> bool:
@@ -131,12 +126,12 @@ class Actions:
 
     def _is_skipped(self, task: Task, iteration: int) -> bool:
         """Return whether a task serves only micro-batches that do not run; see [Note: Short groups]."""
-        short = self._short.get(iteration)
-        if short is None or task.index < short.first_task:
+        num_micro_batches, first_task = self._short.get(iteration, (0, math.inf))
+        if task.index < first_task:
             return False
         if task.op is Op.SCATTER:
             assert self._collectives is not None
-            return self._collectives.first_summed(task) >= short.num_micro_batches
+            return self._collectives.first_summed(task) >= num_micro_batches
         return task.op in _SERVE_COMPUTING and task.phase is not Phase.UPDATE
 
     def read(self, unit: UnitState) -> None:

@@ -15,7 +15,6 @@ from executor.checkpoint import (
     FolderPlace,
     Layout,
     Manifest,
-    Part,
     ReadRequest,
     ShardWriter,
     boxes,
@@ -46,9 +45,11 @@ def entries(folder: str) -> tuple[Entry, ...]:
     )
 
 
-def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Part:
+def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Manifest:
     """Return what a rank has written, as an engine says it."""
-    return Part(files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written]))
+    return Manifest(
+        step=0, files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written])
+    )
 
 
 def save(store: FolderPlace, step: int, files: Files | None = None) -> Path:

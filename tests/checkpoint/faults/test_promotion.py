@@ -28,7 +28,6 @@ from executor.checkpoint import (
     Levels,
     Manifest,
     Outcome,
-    Part,
     newest_of,
     place_at,
 )
@@ -299,7 +298,7 @@ def test_another_run_in_the_same_place_is_refused(tmp_path):
         lower.put(Checkpoint(save(other, 7)))
         path = save(upper, 7 if kind == "folder" else 8)
         manifest = Checkpoint(path).manifest
-        made = Manifest.of(7, [Part(files=manifest.files, tensors=manifest.tensors)], {"seed": 9})
+        made = Manifest.of(7, [manifest], {"seed": 9})
         with pytest.raises(CheckpointError, match="is there already, and whole; another run writes here"):
             lower.put(Checkpoint(path, made))
         assert len(lower.folders()) == 1
