@@ -87,7 +87,6 @@ class Backend(Protocol):
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """Take one optimizer step on the device.
 
@@ -95,9 +94,8 @@ class Backend(Protocol):
             state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy does not
                 have them.
             gradients: consecutive parts of the gradient.
-            rule: the optimizer and its hyper-parameters.
+            rule: the optimizer, its hyper-parameters, and the factor of the gradient.
             step: number of this step, from 1.
-            scale: factor of the gradient.
         """
 
     def meter(self) -> contextlib.AbstractContextManager[Meter]:
@@ -198,13 +196,12 @@ class HostBackend:
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
         begin = 0
         for gradient in gradients:
             part = cut(state, begin, begin + len(gradient))
-            update_on_host(part, gradient, rule, step, scale, self._team)
+            update_on_host(part, gradient, rule, step, self._team)
             begin += len(gradient)
 
     @contextlib.contextmanager
@@ -241,7 +238,6 @@ def update_on_host(
     gradient: torch.Tensor,
     rule: Rule,
     step: int,
-    scale: float,
     team: WorkerTeam | None,
     memory: torch.Tensor | None = None,
 ) -> None:
@@ -250,9 +246,8 @@ def update_on_host(
     Args:
         state: master copy, the optimizer's buffers, and the target of new bf16 weights, if there is one.
         gradient: of the same length.
-        rule: the optimizer and its hyper-parameters.
+        rule: the optimizer, its hyper-parameters, and the factor of the gradient.
         step: number of this step, from 1.
-        scale: factor of the gradient.
         team: threads to run on; ``None`` for the calling thread.
         memory: uint8 workspace for rules that need one; ``None``: they allocate it.
     """
@@ -260,7 +255,7 @@ def update_on_host(
     count = 1 + len(rule.entry.buffers)
     weight_out = arrays[count] if len(arrays) > count else None
     more = () if rule.entry.others is None else (memory,)
-    rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, scale, team, *more)
+    rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, rule.scale, team, *more)
 
 
 def add_on_host(sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:

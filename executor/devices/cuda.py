@@ -307,10 +307,9 @@ class CudaBackend:
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """Take one step with a kernel of Triton, or with torch's."""
-        update_on_device(state, gradients, rule, step, scale)
+        update_on_device(state, gradients, rule, step)
 
     @contextlib.contextmanager
     def meter(self) -> Iterator[CudaMeter]:
@@ -378,7 +377,7 @@ def fused() -> ModuleType | None:
         return None
     values = [torch.zeros(BLOCK, device="cuda") for _ in range(4)]
     try:
-        found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1, 1.0)
+        found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1)
     except Exception as error:  # noqa: BLE001 - whatever it is, there is another way
         warnings.warn(f"updates on the GPU take several times longer: Triton fails with {error!r}", stacklevel=2)
         return None
@@ -390,7 +389,6 @@ def update_on_device(
     gradients: Sequence[torch.Tensor],
     rule: Rule,
     step: int,
-    scale: float,
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
@@ -399,11 +397,11 @@ def update_on_device(
     """
     whole = state[0]
     if whole.device.type == "cuda" and (kernels := fused()) and kernels.can_update(state, gradients, rule):
-        kernels.update(state, gradients, rule, step, scale)
+        kernels.update(state, gradients, rule, step)
         return
     count = 1 + len(rule.entry.buffers)
     # A 1-D tensor makes the product float32; a Python number would keep the gradient's type.
-    factor = torch.full((1,), scale, dtype=torch.float32, device=whole.device)
+    factor = torch.full((1,), rule.scale, dtype=torch.float32, device=whole.device)
     num_params = rule.chunk_params(UPDATED_AT_ONCE if isinstance(whole, SplitMaster) else _CHUNK_PARAMS)
     for begin in range(0, len(whole), num_params):
         chunk = cut(state, begin, min(begin + num_params, len(whole)))

@@ -82,7 +82,13 @@ class Group:
             own.copy_(values[self.rank * len(own) : (self.rank + 1) * len(own)])
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        num_received: Sequence[int],
+        num_sent: Sequence[int],
+        *,
+        on_host: bool = False,
     ) -> None:
         """Send every rank its rows of ``sent``, and receive the rows for this rank, in the order of ranks.
 
@@ -91,14 +97,13 @@ class Group:
             sent: ``[sum(num_sent), ...]``, contiguous.
             num_received: rows from each rank.
             num_sent: rows for each rank.
+            on_host: whether they are in host memory.
         """
-        self._all_to_all(self._device, received, sent, num_received, num_sent)
-
-    def all_to_all_on_host(
-        self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
-    ) -> None:
-        """Do the same in host memory. See :meth:`all_to_all`."""
-        self._all_to_all(self._hosts, received, sent, num_received, num_sent)
+        if (group := self._hosts if on_host else self._device) is None:
+            received.copy_(sent)
+            return
+        counts = list(num_received), list(num_sent)
+        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def all_gather_on_host(self, own: torch.Tensor) -> torch.Tensor:
         """All-gather every rank's ``own``, ``[n]``, and return them concatenated in host memory, ``[size * n]``."""
@@ -148,20 +153,6 @@ class Group:
     def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
         return dict(zip(self._ranks, self.all_gather_on_host(digest).view(self.size, -1), strict=True))
-
-    def _all_to_all(
-        self,
-        group: dist.ProcessGroup | None,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        num_received: Sequence[int],
-        num_sent: Sequence[int],
-    ) -> None:
-        if group is None:
-            received.copy_(sent)
-            return
-        counts = list(num_received), list(num_sent)
-        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if (group := self._device) is not None:

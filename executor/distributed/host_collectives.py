@@ -1,6 +1,6 @@
 """Collectives over host memory, between iterations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -8,7 +8,6 @@ import numpy.typing as npt
 import torch
 
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import ParameterShard, unshard
 
 
 @final
@@ -47,7 +46,3 @@ class HostCollectives:
         if self._ranks is None:
             return values
         return np.array(self._ranks.all_reduce(values.ravel().tolist())).reshape(values.shape) / self.size
-
-    def unshard(self, parts: Sequence[tuple[ParameterShard, torch.Tensor]]) -> torch.Tensor:
-        """Return a whole tensor from the ranks' shards. See :func:`executor.distributed.shards.unshard`."""
-        return unshard(parts, self._ranks)

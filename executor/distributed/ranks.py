@@ -15,7 +15,6 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, Self, final
 
 import torch
@@ -31,14 +30,8 @@ from planner.optimizers import OPTIMIZERS
 
 _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
 _GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # all processes on one machine share it, and no others
 _TEXT_BYTES: Final = 256
 _HASH_RANGE: Final = 1 << 20  # float64 sums the squares of smaller numbers exactly, over thousands of ranks
-
-
-def this_machine() -> str:
-    """Return a name that all processes on this machine share, and no others."""
-    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
 
 
 @final

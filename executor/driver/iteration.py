@@ -1,6 +1,7 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
 import contextlib
+import dataclasses
 import itertools
 import warnings
 import zlib
@@ -25,7 +26,6 @@ from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.packed import as_real
-from executor.tasks.updates import ParameterUpdate
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -559,7 +559,8 @@ class IterationDriver:
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 name, shape = self._of_parameter[id(parameter)]
-                updates[name] = ParameterUpdate(rule.of_parameter(number, shape), self.gradients.scale(name))
+                of_parameter = rule.of_parameter(number, shape)
+                updates[name] = dataclasses.replace(of_parameter, scale=self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
             ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())

@@ -104,7 +104,7 @@ class Runtime:
         self.storage = Storage(options.storage_dir, rank)
         failing.callback(self.storage.close)
         self.state = state = ModelState(units, decisions, shards, self.gpu, self.host, self.storage, ranks, written)
-        failing.callback(state.give_back)
+        failing.callback(state.give_back_last)
         self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
         self.snapshots = None
         if takes_snapshots:
@@ -525,11 +525,10 @@ class Runtime:
         if frozen.is_sharded and not self.parked:
             self._fill_slot(unit)
             return frozen.device[own].to("cpu", copy=True)
-        frozen.read()
-        stored = frozen.stored
         if not frozen.is_sharded:
-            return stored[own] if frozen.file is None else stored[own].clone()
-        return self._gathered_on_host(unit, stored)[own]
+            return frozen.own_bytes(parameter)
+        frozen.read()
+        return self._gathered_on_host(unit, frozen.stored)[own]
 
     def _gathered_on_host(self, unit: UnitState, own: torch.Tensor) -> torch.Tensor:
         if self._gathered[0] != (what := f"{unit.name} {own.dtype}"):  # trained or frozen, which are bytes

@@ -155,7 +155,7 @@ class Naming:
 
     def of_files(self, found: Collection[str]) -> tuple[list[Conversion], list[str]]:
         """Return the conversions from tensors of files to those of the base model, and unused names in files."""
-        expected = dict.fromkeys(self.in_base.values())
+        expected = {plain: self.tensors[name] for name, plain in self.in_base.items()}
         if not _is_of_transformers(self.base):
             there = [Conversion(name, [("", name)]) for name in found if name in expected]
             return there, [name for name in found if name not in expected]

@@ -25,6 +25,9 @@ class AdamWParams:
 
     Attributes:
         decoupled_weight_decay: weight decay is applied to the weight (AdamW), not added to the gradient (Adam).
+        seed: of stochastic rounding; ``None`` without it.
+        parameter: the parameter's number in the optimizer, on which random bits depend too.
+        start: position in the parameter of the first value, likewise.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -36,27 +39,12 @@ class AdamWParams:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = True
+    seed: int | None = None
+    parameter: int = 0
+    start: int = 0
 
     def __post_init__(self) -> None:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
-
-
-@dataclass(frozen=True, slots=True)
-class SeededAdamWParams(AdamWParams):
-    """Hyper-parameters of AdamW, and what random bits depend on.
-
-    Attributes:
-        seed: of the rounding.
-        parameter: the parameter's number in the optimizer.
-        start: position in the parameter of the first value.
-
-    Raises:
-        ValueError: as those of AdamW.
-    """
-
-    seed: int = 0
-    parameter: int = 0
-    start: int = 0
 
 
 def adamw_factors(params: AdamWParams, step: int) -> tuple[np.float32, ...]:

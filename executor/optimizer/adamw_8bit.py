@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.adamw_bf16 import round_weights_into, seeds_of
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at
 from executor.optimizer.blocks import (
@@ -88,12 +88,12 @@ def _update_split(
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else (_ZERO, _ZERO)
+    seeds = seeds_of(params, step) if params.seed is not None else (_ZERO, _ZERO)
     return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
 
 
 adamw_8bit_step: Final = HostStep(
-    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=SeededAdamWParams
+    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=True
 )
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
 scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, SeededAdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float32_to_bf16_by, noise_at, noise_key
 from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
 from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
@@ -28,16 +28,17 @@ BYTES_PER_PARAM: Final = 20
 _SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
-def _key(params: SeededAdamWParams, step: int) -> int:
+def _key(params: AdamWParams, step: int) -> int:
+    assert params.seed is not None
     return noise_key(params.seed, params.seed >> 32, params.parameter, step)
 
 
-def seeds_of(params: SeededAdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
+def seeds_of(params: AdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
     """Return the key of random bits, and the position of the first value."""
     return np.uint32(_key(params, step)), np.uint32(params.start & MASK)
 
 
-def _kernel_args(params: SeededAdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     return seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)
 
 
@@ -76,9 +77,7 @@ def _update_split(
         close_chunk(halves, begin, values)
 
 
-adamw_bf16_step: Final = HostStep(
-    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=SeededAdamWParams
-)
+adamw_bf16_step: Final = HostStep(_update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), and the
 master copy may be, see [Note: Stochastic rounding]."""
 
@@ -87,7 +86,7 @@ def adamw_bf16_(
     master: torch.Tensor,
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
-    params: SeededAdamWParams,
+    params: AdamWParams,
     step: int,
 ) -> None:
     """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`.
@@ -117,7 +116,7 @@ def round_weights_into(
         return
     noise, shifted = (values.view(torch.int32) for values in scratch)
     _noise_into(noise, shifted, params.start, _key(params, step))
-    _round_into(master, weight, noise.mul_(_signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    _round_into(master, weight, noise.mul_(signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 
 
 def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int) -> None:
@@ -126,14 +125,14 @@ def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int)
     ``shifted``, int32, is overwritten.
     """
     torch.arange(len(bits), dtype=torch.int32, out=bits)
-    bits.add_(_signed(start & MASK)).bitwise_xor_(_signed(key))
+    bits.add_(signed(start & MASK)).bitwise_xor_(signed(key))
 
     def mix(shift: int) -> None:
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(MASK >> shift))
 
     for shift, factor in zip((16, 13), MIXERS, strict=True):
         mix(shift)
-        bits.mul_(_signed(factor))
+        bits.mul_(signed(factor))
     mix(16)
 
 
@@ -144,5 +143,6 @@ def _round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor)
     target.masked_fill_(values.isnan(), torch.nan)
 
 
-def _signed(bits: int) -> int:
+def signed(bits: int) -> int:
+    """Return the int32 with the bits of a uint32."""
     return bits - (1 << 32) if bits >> 31 else bits

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
@@ -77,3 +78,22 @@ lion_step: Final = HostStep(_update, _update_split, ("exp_avg",), _kernel_args)
 
 If c is not finite, p becomes NaN. A plain sign would hide that: sign(NaN) is 0, sign(infinity) is 1.
 """
+
+
+def lion_(
+    master: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...],
+    gradient: torch.Tensor,
+    params: LionParams,
+    step: int,  # noqa: ARG001 - all have it
+) -> None:
+    """Take one step with torch's operators, each of which rounds once. See :data:`lion_step`."""
+    (exp_avg,) = buffers
+    average = exp_avg * params.beta1
+    average += gradient * (1 - params.beta1)
+    direction = average.sign()
+    direction += average - average
+    master *= 1 - params.lr * params.weight_decay
+    master -= direction.mul_(params.lr)
+    exp_avg *= params.beta2
+    exp_avg += gradient * (1 - params.beta2)

@@ -107,6 +107,7 @@ def muon(
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
     params: MuonParams,
+    step: int = 1,  # noqa: ARG001 - all have it
     memory: torch.Tensor | None = None,
 ) -> None:
     """Take one step of Muon, for whole matrices of ``params.shape`` one after another.
@@ -122,6 +123,7 @@ def muon(
         buffers: the momentum alone, float32, flat.
         gradient: float32, scaled; overwritten.
         params: hyper-parameters.
+        step: number of this step.
         memory: see :func:`newton_schulz`.
     """
     assert params.shape is not None
@@ -156,7 +158,7 @@ def muon_step(
     grad: GradientArray,
     weight_out: Bf16Array | None,
     params: MuonParams,
-    step: int,  # noqa: ARG001 - all have it
+    step: int,
     grad_scale: float = 1.0,
     team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
     memory: torch.Tensor | None = None,
@@ -179,7 +181,7 @@ def muon_step(
         master = whole[cut] if isinstance(whole, SplitMaster) else as_tensor(whole[cut])
         gradient = memory[: 4 * num_params].view(torch.float32).copy_(as_tensor(grad[cut]))
         gradient.mul_(float(np.float32(grad_scale)))
-        muon(master, (as_tensor(buffer[cut]),), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
+        muon(master, (as_tensor(buffer[cut]),), gradient, params, step, memory[4 * num_params :].view(torch.bfloat16))
         if weight_out is not None:
             assert isinstance(master, torch.Tensor)
             as_tensor(weight_out[cut]).copy_(master)

@@ -13,8 +13,9 @@ instructions, three times slower. So it gets one array, for which numba compiles
 """
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
 import numpy as np
@@ -59,8 +60,8 @@ class HostStep(Generic[_Params]):
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
         buffer_dtype: of the buffers: ``float32``, ``uint16`` for bf16 bits, or ``uint8`` for codes.
         scales: names of float32 state that comes last, with one value for each :data:`BLOCK` parameters.
-        seeded: the class of hyper-parameters with seeds. With these the master copy may be bf16 bits, which is the
-            weight itself. A kernel of such a step also takes, last, where its piece begins.
+        seeded: whether hyper-parameters may have a seed. With one the master copy may be bf16 bits, which is the weight
+            itself. A kernel of such a step also takes, last, where its piece begins.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class HostStep(Generic[_Params]):
         buffer_dtype: str = "float32",
         *,
         scales: tuple[str, ...] = (),
-        seeded: type | None = None,
+        seeded: bool = False,
     ) -> None:
         self._kernel = kernel
         self._split_kernel = split_kernel
@@ -143,7 +144,7 @@ class HostStep(Generic[_Params]):
 
         def update(start: int, stop: int) -> None:
             begin, end = max(BLOCK * (first + start), master.start), min(BLOCK * (first + stop), master.stop)
-            *buffers, grad = cut_range(arrays, begin - master.start, end - master.start, len(master))
+            _, *buffers, grad = cut((master, *arrays), begin - master.start, end - master.start)
             self._split_kernel(halves, begin, end, tuple(buffers), grad, args, begin - master.start)
 
         num_blocks = -(-master.stop // BLOCK) - first
@@ -166,7 +167,7 @@ class HostStep(Generic[_Params]):
                     raise ValueError("weight_out is given, but a split master copy has the weight; pass None")
             elif array is not None:
                 length = -(-num_params // BLOCK) if name in self._scales else num_params
-                rounds = name == self._names[0] and self._seeded is not None and isinstance(params, self._seeded)
+                rounds = name == self._names[0] and self._seeded and getattr(params, "seed", None) is not None
                 _check_array(name, array, (dtype, _BITS) if rounds else (dtype,), length)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
@@ -195,13 +196,9 @@ def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:
 
     Those that are shorter than the first have one value for each :data:`BLOCK` of its. Then ``start`` is a multiple.
     """
-    if start == 0 and stop >= len(arrays[0]):
+    num_params = len(arrays[0])
+    if start == 0 and stop >= num_params:
         return tuple(arrays)
-    return cut_range(arrays, start, stop, len(arrays[0]))
-
-
-def cut_range(arrays: Sequence[Any], start: int, stop: int, num_params: int) -> tuple[Any, ...]:
-    """Return the same, given how many parameters the arrays are of."""
     blocks = slice(start // BLOCK, -(-stop // BLOCK))
     return tuple(
         each if each is None or not len(each) else each[start:stop] if len(each) == num_params else each[blocks]
@@ -223,6 +220,13 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
         value = getattr(params, name)
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 0 and less than 1")
+
+
+def read(kind: Callable[..., _Params], group: Mapping[str, Any], **given: Any) -> _Params:
+    """Return hyper-parameters of a parameter group of ``torch.optim``, whose keys are their names; and of ``given``."""
+    known = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **given}
+    found = {name: known[name] for name in inspect.signature(kind).parameters if name in known}
+    return kind(**{name: value.item() if hasattr(value, "item") else value for name, value in found.items()})
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:

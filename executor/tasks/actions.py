@@ -166,7 +166,7 @@ class Actions:
 
     def _scatter(self, task: Task, _iteration: int) -> None:
         assert self._collectives is not None
-        self._collectives.reduce_scatter(task)
+        self._collectives.reduce(self._state.units[task.unit], task.micro_batch)
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -1,5 +1,6 @@
 """Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -22,19 +23,12 @@ from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Op, Task
 
 
-class ParameterUpdate(NamedTuple):
-    """The rule of one parameter's update in one iteration, and the factor of its gradient."""
-
-    rule: Rule
-    scale: float  # factor of its gradient
-
-
 class _Run(NamedTuple):
     """A range of a unit's flat parameters that all have the same update."""
 
     start: int
     stop: int
-    update: ParameterUpdate
+    rule: Rule
     step: int
     shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
 
@@ -52,9 +46,9 @@ class _Step(NamedTuple):
 
     def part(self, shard: ParameterShard) -> MatrixPart:
         """Return the part of a shared matrix that it is."""
-        rule, scale = self.run.update
+        rule = self.run.rule
         assert isinstance(rule.params, MuonParams)
-        return MatrixPart(shard, rule.params, scale, *self.gradients, *self.state)
+        return MatrixPart(shard, rule.params, rule.scale, *self.gradients, *self.state)
 
 
 @final
@@ -76,13 +70,13 @@ class UpdateTasks:
         self._master_is_weight = decisions.precision.master_is_weight
         self._weight_in_state = decisions.precision.weight_in_state
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
-        self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
+        self._rules: dict[int, Mapping[str, Rule]] = {}  # by iteration, then by parameter
         # Streamed pieces that are in a slot: the tensors of their state there, and their weights.
         self._in_slot: dict[tuple[str, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
 
-    def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
+    def begin(self, iteration: int, rules: Mapping[str, Rule]) -> None:
         """Set how each parameter is updated in an iteration. Call it before the iteration's first update is issued."""
-        self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
+        self._rules = {i: known for i, known in self._rules.items() if i == iteration - 1} | {iteration: rules}
 
     def update(self, task: Task, iteration: int) -> None:
         """Update a piece on the lane that the plan chose."""
@@ -172,18 +166,18 @@ class UpdateTasks:
         """Take steps one after another, and at last those of matrices that ranks share, together."""
         memory = self._state.update_memory if on_host else None
         for run, gradients, state in steps:
-            rule, scale = run.update
             if run.shard is not None:
                 continue
             if on_host:
-                update_on_host(state, gradients[0], rule, run.step, scale, self._team, memory)
+                update_on_host(state, gradients[0], run.rule, run.step, self._team, memory)
             else:
-                self._backend.update(state, gradients, rule, run.step, scale)
+                self._backend.update(state, gradients, run.rule, run.step)
         shared = [step.part(step.run.shard) for step in steps if step.run.shard is not None]
         if shared:
             assert self._matrices is not None
-            exchange = self._matrices.all_to_all_on_host if on_host else self._matrices.all_to_all
-            update_matrices(shared, self._matrices, exchange, memory)
+            update_matrices(
+                shared, self._matrices, functools.partial(self._matrices.all_to_all, on_host=on_host), memory
+            )
 
     def _restore_dropped(
         self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
@@ -246,14 +240,13 @@ class UpdateTasks:
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""
-        updates = self._updates[iteration]
+        rules = self._rules[iteration]
         for parameter in unit.parameters:
-            if parameter.arrived != iteration or parameter.shard.name not in updates:
+            if parameter.arrived != iteration or parameter.shard.name not in rules:
                 continue
-            update = updates[parameter.shard.name]
-            rule = update.rule.counting(parameter.numbers, parameter.step)
+            rule = rules[parameter.shard.name].counting(parameter.numbers, parameter.step)
             for part in parameter.parts_in(piece):
-                here = update._replace(rule=rule.at(part.start - parameter.start))
+                here = rule.at(part.start - parameter.start)
                 is_shared = self._matrices is not None and piece.kind == "muon" and parameter.shard.dim is not None
                 yield (
                     parameter,
@@ -264,7 +257,7 @@ class UpdateTasks:
         """Yield the ranges of a piece that are updated. Adjacent ranges with the same update are merged."""
         open_run: _Run | None = None
         for _, run in self._parameter_runs(unit, piece, iteration):
-            same = open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step)
+            same = open_run and (open_run.stop, open_run.rule, open_run.step) == (run.start, run.rule, run.step)
             if open_run and same and open_run.shard is run.shard is None:
                 open_run = open_run._replace(stop=run.stop)
                 continue
