@@ -20,7 +20,7 @@ from numba import njit
 from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float32_to_bf16_by, noise_at, noise_key
 from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 20
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
@@ -54,30 +54,22 @@ def _update(
     factors: Any,
     begin: Any,
 ) -> None:
-    key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin))
-    for i in range(master.size):
-        g = as_float32(grad[i]) * grad_scale
-        m, v = bf16_to_float32(exp_avg[i]), bf16_to_float32(exp_avg_sq[i])
-        p, m, v = advanced(as_float32(master[i]), m, v, g, factors)
-        noise = noise_at(np.uint32(first + np.uint32(i)), key)
-        exp_avg[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
-        exp_avg_sq[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
-        store_master(master, i, p, noise)
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any, start: Any, stop: Any, buffers: Any, grad: Any, args: Any, position: Any
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args, position + max(begin - start, 0))  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (ms, vs), gs, offset = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
+        key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin + offset))
+        for i in range(ps.size):
+            g = as_float32(gs[i]) * grad_scale
+            p, m, v = advanced(as_float32(ps[i]), bf16_to_float32(ms[i]), bf16_to_float32(vs[i]), g, factors)
+            noise = noise_at(np.uint32(first + np.uint32(i)), key)
+            ms[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
+            vs[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
+            store_master(ps, i, p, noise)
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
-adamw_bf16_step: Final = HostStep(_update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
+adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), and the
 master copy may be, see [Note: Stochastic rounding]."""
 

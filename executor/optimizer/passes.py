@@ -53,8 +53,7 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with the result of ``kernel_args``.
-        split_kernel: the same for split masters, see [Note: Chunks] in :mod:`executor.optimizer.split`.
+            with the result of ``kernel_args``; see also [Note: Chunks] in :mod:`executor.optimizer.split`.
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
@@ -67,7 +66,6 @@ class HostStep(Generic[_Params]):
     def __init__(
         self,
         kernel: Callable[..., object],
-        split_kernel: Callable[..., object],
         buffers: tuple[str, ...],
         kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
         has_buffers: Callable[[_Params], bool] = lambda _: True,
@@ -77,7 +75,6 @@ class HostStep(Generic[_Params]):
         seeded: bool = False,
     ) -> None:
         self._kernel = kernel
-        self._split_kernel = split_kernel
         self._names = ("master", *buffers, *scales)
         self._kernel_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
         self._has_buffers = has_buffers
@@ -118,40 +115,24 @@ class HostStep(Generic[_Params]):
         held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
         args = self._kernel_args(params, step, grad_scale)
-        if isinstance(master, SplitMaster):
-            self._take_split(master, (*held[1:], grad), args, team)
-            return
         in_place = weight_out is not None and np.may_share_memory(weight_out, grad)  # then they are the same
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
-
-        grain = BLOCK if self._scales else 1
+        halves = master.halves() if isinstance(master, SplitMaster) else None
+        first, last = (master.start, master.stop) if isinstance(master, SplitMaster) else (0, len(grad))
+        grain = BLOCK if self._scales or halves else 1  # threads have whole blocks
+        before = first // grain
 
         def update(start: int, stop: int) -> None:
-            position = (grain * start,) if self._seeded else ()
-            self._kernel(*cut(arrays, grain * start, min(grain * stop, len(grad))), *args, *position)
+            begin, end = max(grain * (before + start), first), min(grain * (before + stop), last)
+            whole, *others = cut(arrays, begin - first, end - first)
+            position = (begin - first,) if self._seeded else ()
+            self._kernel((*halves, begin, end) if halves else whole, *others, *args, *position)
 
-        num_grains = -(-len(grad) // grain)
+        num_grains = -(-last // grain) - before
         if team is None:
             update(0, num_grains)
         else:
             team.run(update, num_grains)
-
-    def _take_split(
-        self, master: SplitMaster, arrays: tuple[Any, ...], args: tuple[object, ...], team: WorkerTeam | None
-    ) -> None:
-        """Take the step with split weights. Threads have whole blocks of them."""
-        halves, first = master.halves(), master.start // BLOCK
-
-        def update(start: int, stop: int) -> None:
-            begin, end = max(BLOCK * (first + start), master.start), min(BLOCK * (first + stop), master.stop)
-            _, *buffers, grad = cut((master, *arrays), begin - master.start, end - master.start)
-            self._split_kernel(halves, begin, end, tuple(buffers), grad, args, begin - master.start)
-
-        num_blocks = -(-master.stop // BLOCK) - first
-        if team is None:
-            update(0, num_blocks)
-        else:
-            team.run(update, num_blocks)
 
     def _check(
         self,
