@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -132,6 +133,23 @@ def copied_cache(cache: Any) -> Any:
         elif hasattr(value, "get_seq_length"):
             setattr(result, name, copied_cache(value))
     return result
+
+
+class Saved(torch.autograd.Function):
+    """Saves tensors for the backward of a later node, which finds them at ``grad_fn``, and passes them on."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return aliases. Those of tensors that need no gradient need none."""
+        ctx.save_for_backward(*tensors)
+        found = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*itertools.compress(found, [not needed for needed in ctx.needs_input_grad]))
+        return found
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pass gradients on."""
+        return gradients
 
 
 class _WithGradient(torch.autograd.Function):

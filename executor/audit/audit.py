@@ -441,18 +441,13 @@ class Audit:
         """
         with contextlib.ExitStack() as stack:
             for module in case.module.modules():
-                own = vars(module)
-                plain = self._own_forwards.get(module)
-                if "forward" in own and own["forward"] is not plain:
-                    stack.callback(own.__setitem__, "forward", own["forward"])
-                    if plain is None:
-                        del own["forward"]
-                    else:
-                        own["forward"] = plain
+                if "forward" in vars(module):
+                    plain = self._own_forwards.get(module, functools.partial(type(module).forward, module))
+                    stack.callback(replace_attribute(module, "forward", plain))
                 for name in ("_forward_pre_hooks", "_forward_hooks"):
-                    hooks = own[name]
-                    stack.callback(own.__setitem__, name, hooks)
-                    own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
+                    hooks = vars(module)[name]
+                    theirs = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
+                    stack.callback(replace_attribute(module, name, theirs))
             found = {name: of_ranks[0].whole for name, of_ranks in case.shards.items()}
             if self._divides or any(shard.leaf is not shard.whole for of in case.shards.values() for shard in of):
                 found = {n: nn.Parameter(case.weights[n].to(device), p.requires_grad) for n, p in found.items()}

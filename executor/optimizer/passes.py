@@ -12,8 +12,8 @@ got both as two arrays, LLVM's code would notice at run time that they overlap a
 instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
+import dataclasses
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar, final
@@ -34,6 +34,7 @@ GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
+_NOT_IN_GROUPS: Final = frozenset({"decoupled_weight_decay", "seed", "parameter", "start", "shape"})
 _FLOAT32: Final[np.dtype[Any]] = np.dtype("float32")
 _BITS: Final[np.dtype[Any]] = np.dtype("uint16")  # of bf16
 
@@ -203,11 +204,21 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
             raise ValueError(f"{name} is {value}, but must be at least 0 and less than 1")
 
 
-def read(kind: Callable[..., _Params], group: Mapping[str, Any], **given: Any) -> _Params:
-    """Return hyper-parameters of a parameter group of ``torch.optim``, whose keys are their names; and of ``given``."""
-    known = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)), **given}
-    found = {name: known[name] for name in inspect.signature(kind).parameters if name in known}
-    return kind(**{name: value.item() if hasattr(value, "item") else value for name, value in found.items()})
+def read(kind: type[_Params], group: Mapping[str, Any], **given: Any) -> _Params:
+    """Return hyper-parameters of a parameter group of ``torch.optim``, whose keys are their names; and of ``given``.
+
+    Raises:
+        KeyError: the group has not all of them.
+        TypeError: one is no number.
+    """
+    fields: tuple[Any, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known = {**group, **given}
+    if any(field.name == "beta1" for field in fields):
+        known["beta1"], known["beta2"] = group["betas"]
+    found = [field for field in fields if field.name in known or field.name not in _NOT_IN_GROUPS]
+    # Of the default's type: a group may have tensors.
+    values = ((f.name, known[f.name] if f.default is None else type(f.default)(known[f.name])) for f in found)
+    return kind(**dict(values))
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:

@@ -48,7 +48,6 @@ class Actions:
         self._backend = backend
         self._team = team
         self._collectives = collectives
-        self._snapshots = snapshots
         # Iterations whose compute tasks do not all run: micro-batches that do, and the first task that may be skipped.
         self._short: dict[int, tuple[int, int]] = {}
         self._deferred_from: tuple[int, int] | None = None  # iteration, and its first task that may be deferred
@@ -59,7 +58,6 @@ class Actions:
             Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
             Op.FETCH: lambda task, _iteration: self.fetch(state.units[task.unit]),
             Op.GATHER: lambda task, _iteration: self.all_gather(state.units[task.unit]),
-            Op.SCATTER: self._scatter,
             Op.FLUSH: self.gradients.flush,
             Op.LOAD: self.updates.load,
             Op.UPDATE: self.updates.update,
@@ -73,9 +71,13 @@ class Actions:
             Op.EVICT: lambda task, _iteration: offloaded.evict(task.unit),
             Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
             Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit),
-            Op.SNAPSHOT: self._snapshot,
-            Op.GATE: self._gate,
         }
+
+        if collectives is not None:
+            self._by_op[Op.SCATTER] = lambda task, _: collectives.reduce(state.units[task.unit], task.micro_batch)
+        if snapshots is not None:
+            self._by_op[Op.SNAPSHOT] = lambda task, iteration: snapshots.take((task.unit, task.piece), iteration)
+            self._by_op[Op.GATE] = lambda task, _iteration: snapshots.release((task.unit, task.piece))
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
@@ -164,10 +166,6 @@ class Actions:
         """Wait for all work that the caller's thread has issued to the device."""
         self._backend.event_time_s(self._backend.record_event(Lane.COMPUTE))
 
-    def _scatter(self, task: Task, _iteration: int) -> None:
-        assert self._collectives is not None
-        self._collectives.reduce(self._state.units[task.unit], task.micro_batch)
-
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
         if task.piece in unit.changed:  # frozen weights are on the device already
@@ -179,11 +177,3 @@ class Actions:
         unit = self._state.units[task.unit]
         reads = unit.is_trained(unit.pieces[task.piece])
         self._state.nvme.swap_in((unit.name, task.piece), task.slot, reads=reads)
-
-    def _snapshot(self, task: Task, iteration: int) -> None:
-        if self._snapshots is not None:
-            self._snapshots.take((task.unit, task.piece), iteration)
-
-    def _gate(self, task: Task, _iteration: int) -> None:
-        if self._snapshots is not None:
-            self._snapshots.release((task.unit, task.piece))
