@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from executor.audit import Audit
+from executor.audit.audit import Audit
 from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Backend, Meter

@@ -31,7 +31,9 @@ import torch
 
 from benchmarks.cpu.adamw import COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
 from benchmarks.origin import origin, write_result
-from executor.optimizer import BYTES_PER_PARAM, AdamWParams, WorkerTeam, adamw_8bit, adamw_bf16
+from executor.optimizer import adamw_8bit, adamw_bf16
+from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams
+from executor.optimizer.workers import WorkerTeam
 
 ROUNDED = " --master bf16"
 _LESS = 6  # bytes per parameter, where the master copy is bf16

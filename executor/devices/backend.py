@@ -13,11 +13,11 @@ import torch
 
 from executor.devices.meter import CudaMeter, MemoryMeter
 from executor.direct_io import forget_pages, pages
-from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.passes import as_float32, cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
 
 Array = npt.NDArray[Any]

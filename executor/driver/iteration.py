@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from executor.audit import Audit
+from executor.audit.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.on_demand import OnDemand, check_second_order, why_not

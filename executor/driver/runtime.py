@@ -22,8 +22,8 @@ from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
-from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
+from executor.optimizer.workers import WorkerTeam
 from executor.options import Options
 from executor.packed import with_own_storage
 from executor.tasks.actions import Actions

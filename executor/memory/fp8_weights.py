@@ -17,9 +17,9 @@ from numba import njit
 from executor.devices.backend import as_array
 from executor.distributed.groups import Group
 from executor.memory.pieces import DTYPES
-from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
 from executor.optimizer.passes import as_float32
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions.fp8 import CAST_AT_ONCE, Fp8Weights
 
 _LARGEST_E4M3: Final = 448.0

@@ -18,9 +18,10 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from executor.optimizer import AdagradParams, AdamWParams, SgdParams
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.muon import as_tensor
 from executor.optimizer.passes import Bf16Array, BufferArray, GradientArray, cut
+from executor.optimizer.sgd import AdagradParams, SgdParams
 from executor.optimizer.split import SplitMaster, opened
 from executor.optimizer.workers import WorkerTeam
 

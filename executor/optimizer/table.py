@@ -16,25 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.optimizer import (
-    AdagradParams,
-    AdamWParams,
-    LionParams,
-    SgdParams,
-    adagrad_step,
-    adamw_step,
-    device,
-    lion_step,
-    sgd_step,
-)
-from executor.optimizer.adamw import MOMENTS
+from executor.optimizer import device
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.device import OwnParams, OwnStep
-from executor.optimizer.lion import lion_
+from executor.optimizer.lion import LionParams, lion_, lion_step
 from executor.optimizer.muon import MuonParams, muon, muon_step
 from executor.optimizer.passes import read
 from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, read_seeded, rounds
+from executor.optimizer.sgd import AdagradParams, SgdParams, adagrad_step, sgd_step
 from executor.optimizer.split import SplitMaster
 from planner.optimizers import ELEMENTWISE, OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 

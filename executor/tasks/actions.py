@@ -10,7 +10,7 @@ from executor.memory.activations import OffloadedActivations
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
 from executor.memory.units import UnitState
-from executor.optimizer import WorkerTeam
+from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.gradients import GradientTasks
 from executor.tasks.snapshots import Snapshots

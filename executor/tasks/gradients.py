@@ -9,7 +9,7 @@ import torch
 from executor.devices.backend import Backend
 from executor.memory.state import ModelState
 from executor.memory.units import FlatGradient, ParameterState, UnitState
-from executor.optimizer import WorkerTeam
+from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from planner.decisions import Decisions
 from planner.schedule.tasks import Task

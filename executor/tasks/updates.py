@@ -14,11 +14,11 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Piece, State, as_state
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
-from executor.optimizer import WorkerTeam
 from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Op, Task
 

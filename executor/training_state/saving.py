@@ -7,18 +7,12 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointEngine,
-    CheckpointError,
-    DamagedError,
-    Files,
-    Flusher,
-    Level,
-    Levels,
-    Outcome,
-)
+from executor.checkpoint.engine import CheckpointEngine, Outcome
+from executor.checkpoint.files.flusher import Flusher
 from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.places.place import candidates, parse_name
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import restore

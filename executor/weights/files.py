@@ -3,30 +3,20 @@
 import contextlib
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from executor.memory.stream import DTYPES
 from hwprofiles.files import read_json
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
 CHUNK_BYTES: Final = 64 << 20
 """If a tensor is stored as in the model, at most this much of it, or one row, is in memory at once."""
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class WeightsError(ValueError):

@@ -12,14 +12,13 @@ import torch
 from safetensors import SafetensorError
 
 from executor.checkpoint.files.system_calls import Files, remove_tree, write_all
-from executor.checkpoint.format.layout import Box, Dtype, Entry, layout
-from executor.weights.files import CHUNK_BYTES, DTYPES, INDEX, WEIGHTS
+from executor.checkpoint.format.layout import Box, Entry, layout
+from executor.memory.stream import NAMES
+from executor.weights.files import CHUNK_BYTES, INDEX, WEIGHTS
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Limit of bytes of one file. A larger tensor has a file of its own."""
 _REMEDY: Final = "give a new folder on a drive with room that this user may write"
-
-_NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
 
 
 @final
@@ -151,7 +150,7 @@ def check_new(folder: Path) -> None:
 
 def _entry(name: str, like: torch.Tensor) -> Entry:
     shape = tuple(like.shape)
-    return Entry(name, _NAMES[like.dtype], shape, Box(0, like.numel(), (0,) * len(shape), shape))
+    return Entry(name, NAMES[like.dtype], shape, Box(0, like.numel(), (0,) * len(shape), shape))
 
 
 def _shards(shapes: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[list[str]]:

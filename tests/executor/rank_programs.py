@@ -37,15 +37,17 @@ from training import (
 from virtual.watch import watched
 
 import ullage
-from executor.audit import AuditError
-from executor.checkpoint import Checkpoint, Level
+from executor.audit.audit import AuditError
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
 from executor.prepare import prepare_session
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
-from executor.weights import load, save
+from executor.weights.loading import load
+from executor.weights.saving import save
 from planner.decisions import Decisions
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config

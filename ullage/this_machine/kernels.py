@@ -10,9 +10,10 @@ import torch
 from executor.devices.backend import as_array, sum_of_squares
 from executor.devices.cuda import fused, update_on_device
 from executor.memory.pieces import state_buffers
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
+from executor.optimizer.workers import WorkerTeam
 from hwprofiles.calibrate import Kernels
 from hwprofiles.profile import NarrowUpdate
 from ullage.this_machine.probe import host_times

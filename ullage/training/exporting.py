@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from executor.checkpoint import Checkpoint, DamagedError
+from executor.checkpoint.files.system_calls import DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
+from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import whole_name
 from executor.training_state.restoring import read_whole

@@ -9,8 +9,11 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, CheckpointError, FolderPlace, Manifest, newest_of
-from executor.checkpoint.places.folder import JoinedDraft
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.folder import FolderPlace, JoinedDraft
+from executor.checkpoint.places.place import newest_of
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 

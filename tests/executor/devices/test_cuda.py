@@ -20,7 +20,7 @@ from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, 
 import ullage
 from executor.devices import cuda, sums
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
-from executor.optimizer import AdamWParams
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam

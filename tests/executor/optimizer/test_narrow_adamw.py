@@ -20,9 +20,10 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.table import entry_of
+from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
 from ullage import AdamW8bit, AdamWBf16
 
