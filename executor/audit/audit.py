@@ -38,9 +38,7 @@ from executor.audit.tensors import (
     keeping,
     on_host,
     outputs_inside,
-    random_states,
     referred_to,
-    restored_random,
     sampled,
     targets_of,
     watch_inputs,
@@ -319,9 +317,9 @@ class Audit:
         held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
-        case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
-        case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
+        state = ForwardState(case.module, case.path, torch_too=True)
+        case.state = state, (before := state.save(given, whole=True))
+        case.autocast = same_autocast(next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)))
         edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
         begun = torch._C._autograd._get_sequence_nr()
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
@@ -345,9 +343,7 @@ class Audit:
             case.why_not = "its output is not an ordinary tensor"
         elif any(view._version != version for view, version in views):
             case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
-        elif not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]) and (
-            self._compiles or self._undivided
-        ):
+        elif (self._compiles or self._undivided) and state.has_drawn(before):
             who = "it is compiled, and draws" if self._compiles else "ranks divide it, and draw"
             case.why_not = f"{who} other random numbers"
         return output
@@ -381,7 +377,6 @@ class Audit:
         trained = sorted(arrived) if case.calls == 1 else []
         with (
             self._plain(case, device) as leaves_of,
-            restored_random(case.random, device),
             state.restored(before),
             torch.enable_grad(),
             case.autocast(),

@@ -30,22 +30,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     return torch.from_numpy(pages(values.nbytes)).view(values.dtype).view(values.shape).copy_(values)
 
 
-@contextlib.contextmanager
-def restored_random(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    """Return a context with these states of torch's global generators; see :func:`random_states`."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
-        yield
-
-
-def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's global generators: of the host, and of a GPU if the model is there."""
-    on_host = torch.get_rng_state()
-    return (on_host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_host,)
-
-
 def watch_inputs(
     edges: Mapping[GradientEdge, int], targets: list[Tensor], begun: int, store: dict[int, Tensor]
 ) -> None:

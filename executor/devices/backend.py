@@ -309,12 +309,6 @@ def _add_bf16(target: Any, bits: Any) -> None:
 
 
 @nb.njit(nogil=True, cache=True)
-def _scale_f32(values: Any, factor: Any) -> None:
-    for i in range(values.size):
-        values[i] *= factor
-
-
-@nb.njit(nogil=True, cache=True)
 def _scale_bf16(bits: Any, factor: Any) -> None:
     for i in range(bits.size):
         bits[i] = float32_to_bf16(bf16_to_float32(bits[i]) * factor)
@@ -322,7 +316,10 @@ def _scale_bf16(bits: Any, factor: Any) -> None:
 
 def _scale(values: Array, factor: np.float32) -> None:
     """Multiply a flat array in place, in float32, as torch does. A uint16 array holds bits of bf16."""
-    (_scale_bf16 if values.dtype == np.uint16 else _scale_f32)(values, factor)
+    if values.dtype == np.uint16:
+        _scale_bf16(values, factor)
+    else:
+        np.multiply(values, factor, out=values)
 
 
 def sum_of_squares(values: Array) -> float:

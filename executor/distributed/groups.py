@@ -61,13 +61,10 @@ class Group:
         else:
             self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
 
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum over all ranks, in their own type, with the same bits on all ranks."""
-        self._reduce(values, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the maximum over all ranks, element by element."""
-        self._reduce(values, dist.ReduceOp.MAX)
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Replace ``values`` by the sum or maximum over all ranks, in their own type, with the same bits everywhere."""
+        if (group := self._device) is not None:
+            self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
         """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
@@ -153,7 +150,3 @@ class Group:
     def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
         return dict(zip(self._ranks, self.all_gather_on_host(digest).view(self.size, -1), strict=True))
-
-    def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if (group := self._device) is not None:
-            self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))

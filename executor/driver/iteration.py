@@ -142,7 +142,7 @@ class IterationDriver:
             self._begin()
         if self.trains and unit in self._evaluated:
             raise OutOfOrderError(f"the model reached {unit} with gradients, but the plan expects it without them")
-        self.progress.forward(unit)
+        self.progress.reach(Op.FORWARD, unit)
         if (state := self._units.get(unit)) is not None:
             state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
             if state.is_resident:

@@ -9,6 +9,7 @@ is a sum over tiles. Any other operation computes all logits first.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -63,24 +64,20 @@ Watcher = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tens
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class TiledHead:
     """Computes a head's logits, a tile at a time.
 
     Attributes:
+        module, num_tokens, on_backward, on_logits: see :func:`tile_head`.
         watcher: computes what is needed of the logits; ``None``: nothing looks on.
     """
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        num_tokens: int,
-        on_backward: Callable[[nn.Module], None],
-        on_logits: Callable[[nn.Module], Reading],
-    ) -> None:
-        self.module = module
-        self.num_tokens = num_tokens
-        self._on_backward, self._on_logits = on_backward, on_logits
-        self.watcher: Watcher | None = None
+    module: nn.Linear
+    num_tokens: int
+    on_backward: Callable[[nn.Module], None]
+    on_logits: Callable[[nn.Module], Reading]
+    watcher: Watcher | None = None
 
     def linear(self, hidden: Tensor) -> Tensor:
         """Return whole logits."""
@@ -96,12 +93,12 @@ class TiledHead:
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are computed when they are used."""
-        return TiledLogits(_Recipe(self, hidden, (), self._on_logits(self.module), torch.is_grad_enabled()))
+        return TiledLogits(_Recipe(self, hidden, (), self.on_logits(self.module), torch.is_grad_enabled()))
 
     def _reporting(self, result: Tensor) -> Tensor:
         """Hook a result, so that the callback runs when backward reaches it; return the result."""
         if result.requires_grad:
-            result.register_hook(lambda _gradient: self._on_backward(self.module))  # type: ignore[no-untyped-call]
+            result.register_hook(lambda _gradient: self.on_backward(self.module))  # type: ignore[no-untyped-call]
         return result
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Final, final
 
+import torch
+
 from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
 from executor.memory.activations import OffloadedActivations
@@ -81,8 +83,9 @@ class Actions:
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
-        if self._deferred_from is not None and self._is_deferred(task, iteration, *self._deferred_from):
-            self.updates.set_aside(task)
+        since, first = self._deferred_from or (-1, 0)
+        if iteration == since and task.index >= first and task.phase is Phase.UPDATE:
+            self.updates.move_gradients(task, torch.device("cpu"))
             self._deferred.append(task)
         elif not self._short or not self._is_skipped(task, iteration):
             self._by_op[task.op](task, iteration)
@@ -101,7 +104,7 @@ class Actions:
         self._deferred_from, tasks, self._deferred = None, self._deferred, []
         for task in sorted(tasks, key=lambda task: task.index):
             with self._backend.lane(task.lane):
-                self.updates.take_back(task)
+                self.updates.move_gradients(task, self._backend.device)
                 self._by_op[task.op](task, iteration)
                 self._backend.event_time_s(self._backend.record_event(task.lane))
 
@@ -121,10 +124,6 @@ class Actions:
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
         self._short[iteration] = num_micro_batches, num_issued
-
-    @staticmethod
-    def _is_deferred(task: Task, iteration: int, since: int, first: int) -> bool:
-        return iteration == since and task.index >= first and task.phase is Phase.UPDATE
 
     def _is_skipped(self, task: Task, iteration: int) -> bool:
         """Return whether a task serves only micro-batches that do not run; see [Note: Short groups]."""

@@ -24,31 +24,28 @@ from planner.schedule.tasks import Lane, Op, Task
 
 
 class _Run(NamedTuple):
-    """A range of a unit's flat parameters that all have the same update."""
+    """A range of a unit's flat parameters that all have the same update, and with what it is updated."""
 
     start: int
     stop: int
     rule: Rule
     step: int
     shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
+    gradients: Sequence[torch.Tensor] = ()  # consecutive parts
+    state: Sequence[torch.Tensor | SplitMaster] = ()  # master copy, buffers and target of weights
+
+    def taking(self, piece: Piece, gradients: Sequence[torch.Tensor], state: Sequence[Any]) -> "_Run":
+        """Return it with its range of a piece's state, and with its gradients."""
+        return self._replace(gradients=gradients, state=self.of(piece, state))
 
     def of(self, piece: Piece, state: Sequence[Any]) -> tuple[Any, ...]:
         """Return the same range of a piece's state, master copy first, or of other tensors of it."""
         return cut(state, self.start - piece.start, self.stop - piece.start)
 
-
-class _Step(NamedTuple):
-    """The update of a range: consecutive parts of its gradient; its master copy, buffers and target of weights."""
-
-    run: _Run
-    gradients: Sequence[torch.Tensor]
-    state: Sequence[torch.Tensor | SplitMaster]
-
     def part(self, shard: ParameterShard) -> MatrixPart:
         """Return the part of a shared matrix that it is."""
-        rule = self.run.rule
-        assert isinstance(rule.params, MuonParams)
-        return MatrixPart(shard, rule.params, rule.scale, *self.gradients, *self.state)
+        assert isinstance(self.rule.params, MuonParams)
+        return MatrixPart(shard, self.rule.params, self.rule.scale, *self.gradients, *self.state)
 
 
 @final
@@ -89,19 +86,12 @@ class UpdateTasks:
         else:
             self._update_streamed(unit, piece, iteration)
 
-    def set_aside(self, task: Task) -> None:
-        """Move the gradients that an update would read and free on the device to the host; see :meth:`take_back`."""
-        self._move_gradients(task, "cpu")
-
-    def take_back(self, task: Task) -> None:
-        """Move the gradients of a deferred update to the device again."""
-        self._move_gradients(task, self._backend.device)
-
-    def _move_gradients(self, task: Task, device: torch.device | str) -> None:
+    def move_gradients(self, task: Task, device: torch.device) -> None:
+        """Move the gradients that an update reads and frees on the device: to the host if it waits, and back again."""
         unit = self._state.units[task.unit]
         if task.op is Op.UPDATE:
             for (name, piece), gradient in list(unit.device_gradients.items()):
-                if piece == task.piece and gradient.device != torch.device(device):
+                if piece == task.piece and gradient.device != device:
                     unit.device_gradients[name, piece] = gradient.to(device)
                     if gradient.is_cuda:
                         self._backend.record_stream(gradient)
@@ -145,7 +135,7 @@ class UpdateTasks:
         rounds = weights is not None and not self._weight_in_state
         state = [*held, *([weights] if weights is not None and rounds else [])]
         runs = list(self._runs(unit, piece, iteration))
-        self._take([_Step(run, run.of(piece, [gradient]), run.of(piece, state)) for run in runs], on_host=True)
+        self._take([run.taking(piece, run.of(piece, [gradient]), state) for run in runs], on_host=True)
         num_updated = sum(run.stop - run.start for run in runs)
         if num_updated:
             unit.changed.add(piece.index)
@@ -162,17 +152,17 @@ class UpdateTasks:
         elif piece.in_place:
             self._restore_dropped(unit, piece, weights, master, iteration)
 
-    def _take(self, steps: Sequence[_Step], *, on_host: bool = False) -> None:
+    def _take(self, runs: Sequence[_Run], *, on_host: bool = False) -> None:
         """Take steps one after another, and at last those of matrices that ranks share, together."""
         memory = self._state.update_memory if on_host else None
-        for run, gradients, state in steps:
+        for run in runs:
             if run.shard is not None:
                 continue
             if on_host:
-                update_on_host(state, gradients[0], run.rule, run.step, self._team, memory)
+                update_on_host(run.state, run.gradients[0], run.rule, run.step, self._team, memory)
             else:
-                self._backend.update(state, gradients, run.rule, run.step)
-        shared = [step.part(step.run.shard) for step in steps if step.run.shard is not None]
+                self._backend.update(run.state, run.gradients, run.rule, run.step)
+        shared = [run.part(run.shard) for run in runs if run.shard is not None]
         if shared:
             assert self._matrices is not None
             update_matrices(
@@ -192,16 +182,16 @@ class UpdateTasks:
     def _update_on_device(self, unit: UnitState, piece: Piece, state: State, iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         targets = (unit.own(piece),) if unit.on_device and not (self._master_is_weight or piece.splits) else ()
-        singles, steps = self._parameter_runs(unit, piece, iteration), list[_Step]()
+        singles, runs = self._parameter_runs(unit, piece, iteration), list[_Run]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
                 parameter, single = next(singles)
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
-            steps.append(_Step(run, gradients, run.of(piece, (*state, *targets))))
-        self._take(steps)
-        self._release_gradients(unit, [gradient for step in steps for gradient in step.gradients])
+            runs.append(run.taking(piece, gradients, (*state, *targets)))
+        self._take(runs)
+        self._release_gradients(unit, [gradient for run in runs for gradient in run.gradients])
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
@@ -229,7 +219,7 @@ class UpdateTasks:
         state = as_state(tensors, splits=piece.splits)
         if piece.leaves:
             runs = self._runs(unit, piece, iteration)
-            self._take([_Step(run, run.of(piece, [weights]), run.of(piece, state)) for run in runs])
+            self._take([run.taking(piece, run.of(piece, [weights]), state) for run in runs])
         else:
             self._update_on_device(unit, piece, state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
