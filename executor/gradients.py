@@ -65,7 +65,8 @@ class OffloadedGradient(torch.Tensor):
         others = [*args[1:], *(kwargs or {}).values()]
         if any(isinstance(other, (list, tuple)) for other in others):
             others = tree_leaves(others)
-        if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
+        are_ours = [[isinstance(one, OffloadedGradient) for one in given] for given in (own, others)]
+        if all(are_ours[0]) and not any(are_ours[1]):
             if operation in _NORMS and _is_plain_norm(others):
                 norms = [gradient.norm_of_gradient() for gradient in own]
                 return norms if several else norms[0]
@@ -100,10 +101,6 @@ def _factor(given: Any) -> float:
     if last is None or last[0]() is not given or last[1] != given._version:
         last = _last_factor = weakref.ref(given), given._version, float(given)
     return last[2]
-
-
-def _has_gradient(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, OffloadedGradient) for leaf in leaves)
 
 
 def _is_plain_norm(others: list[Any]) -> bool:

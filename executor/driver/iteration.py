@@ -498,11 +498,10 @@ class IterationDriver:
 
         See [Note: Short groups] and [Note: On demand].
         """
-        if self.progress.has_left:
-            with self._clipping:
+        with self._clipping:
+            if self.progress.has_left:
                 self._end_on_demand()
-        elif num_complete := self.progress.num_complete:
-            with self._clipping:
+            elif num_complete := self.progress.num_complete:
                 self._end_after(num_complete)
 
     def _end_on_demand(self) -> None:
