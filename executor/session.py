@@ -23,9 +23,8 @@ from executor.devices.cores import take_cores
 from executor.devices.cuda import fused
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.distributed.experts import split_experts
-from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
-from executor.distributed.ranks import Ranks
+from executor.distributed.ranks import HostCollectives, Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver

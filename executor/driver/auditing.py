@@ -6,7 +6,7 @@ import torch
 
 from executor.audit.audit import Audit, AuditError
 from executor.audit.cases import stored_gradients
-from executor.distributed.host_collectives import HostCollectives
+from executor.distributed.ranks import HostCollectives
 from executor.driver.runtime import Runtime
 
 

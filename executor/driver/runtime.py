@@ -11,8 +11,7 @@ import torch
 from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
-from executor.distributed.host_collectives import HostCollectives
-from executor.distributed.ranks import Ranks
+from executor.distributed.ranks import HostCollectives, Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
