@@ -114,8 +114,7 @@ def _orthogonalize(part: MatrixPart, of_ranks: Sequence[torch.Tensor], operands:
     whole = operands[: math.prod(shape)].view(shape)
     for rank, values in enumerate(of_ranks):
         _of_rank(part.shard, rank, whole).copy_(_unfused(part.shard, values))
-    params = part.params
-    result = newton_schulz(whole, params.ns_coefficients, params.eps, params.ns_steps, operands)
+    result = newton_schulz(whole, part.params, operands)
     for rank, values in enumerate(of_ranks):
         _unfused(part.shard, values).copy_(_of_rank(part.shard, rank, result))
 

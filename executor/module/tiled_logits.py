@@ -278,31 +278,13 @@ def _whole(value: Any) -> Any:
     return value
 
 
-_PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "grad_fn",
-    "is_leaf",
-    "is_cuda",
-    "is_meta",
-)
-_METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "get_device",
-    "__len__",
-)
 _KNOWN_WITHOUT_VALUES: Final = frozenset(
-    {getattr(Tensor, name) for name in (*_PROPERTIES, *_METHODS)} | {torch.is_floating_point, torch.numel}
+    {
+        *(torch.is_floating_point, torch.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.is_cuda, Tensor.is_meta),
+        *(Tensor.requires_grad, Tensor.grad_fn, Tensor.is_leaf),
+    }
 )
 """Attributes that are known before logits are computed."""
 

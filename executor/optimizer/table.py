@@ -54,6 +54,7 @@ class OptimizerEntry:
         others: the entry of groups without ``use_muon``: of parameters that are no hidden matrices. ``None`` if this
             one takes all.
         own: takes the steps, if this is no optimizer of :data:`ENTRIES`.
+        numbers: keys of numbers in a parameter's state, beside ``step``.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -68,11 +69,7 @@ class OptimizerEntry:
     converts: tuple[str, ...] = ()
     others: "OptimizerEntry | None" = None
     own: OwnStep | None = None
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Keys of numbers in a parameter's state, beside ``step``."""
-        return self.own.numbers if self.own else ()
+    numbers: tuple[str, ...] = ()
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
         """Return the entry of parameters that are planned as ``kind``."""
@@ -293,6 +290,7 @@ def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         counts_steps=own.counts_steps,
         refused=("differentiable", "capturable"),
         own=own,
+        numbers=own.numbers,
     )
 
 

@@ -147,7 +147,7 @@ def test_products_are_near_those_of_float64(shape):
     for _ in range(5):
         gram = exact @ exact.T
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
-    found = newton_schulz(torch.from_numpy(matrix), (a, b, c), 1e-7, 5).double().numpy()
+    found = newton_schulz(torch.from_numpy(matrix), MuonParams(ns_coefficients=(a, b, c))).double().numpy()
     assert np.linalg.norm(found - exact, 2) < 15 * 5 * 2**-9
     assert np.all(np.abs(np.linalg.svd(exact, compute_uv=False) - 0.95) < 0.3)
 
