@@ -428,11 +428,11 @@ def left(rank: int, _size: int, task: Task, decisions: Decisions):
             moved[unit] = sum(tensor.num_bytes for tensor in segment.offloaded(unit))
             again.extend(str(product.function) for product in segment.products_of[unit] if not product.is_offloaded)
 
-        def adding_up(values: torch.Tensor) -> None:
+        def adding_up(values: torch.Tensor, *op: object) -> None:
             nonlocal sums
             task_ = session.driver.progress.task
             sums += task_ is not None and task_.op is Op.REMAKE
-            all_reduce(values)
+            all_reduce(values, *op)
 
         activations.offload, group.all_reduce = leaving, adding_up
         train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
