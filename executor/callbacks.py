@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -11,25 +12,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-
-class HeadCallbacks(Protocol):
-    """Callbacks of a head with tiled logits; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`."""
-
-    def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Return a function that makes a context. Inside it, the head's weights are those of this forward.
-
-        Entering the context raises OutOfOrderError if these weights are gone by then.
-        """
-
-    def on_backward(self, unit: str) -> None:
-        """Backward has reached a unit."""
+_Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-class ModuleCallbacks(HeadCallbacks, Protocol):
+class ModuleCallbacks(Protocol):
     """Callbacks of the hooks on a model; see [Note: Module boundaries] in :mod:`executor.module.binding`."""
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
+
+    def on_backward(self, unit: str) -> None:
+        """Backward has reached a unit."""
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
@@ -48,6 +41,13 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
 
     def on_output(self) -> None:
         """Backward has reached a tensor that the model's own forward returned."""
+
+    def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """A head with tiled logits has run; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`.
+
+        Return a function that makes a context. Inside it, the head's weights are those of this forward. Entering it
+        raises OutOfOrderError if these weights are gone by then.
+        """
 
     @property
     def call(self) -> int:
@@ -132,6 +132,46 @@ def copied_cache(cache: Any) -> Any:
             setattr(result, name, value.copy())
         elif hasattr(value, "get_seq_length"):
             setattr(result, name, copied_cache(value))
+    return result
+
+
+class Saved(torch.autograd.Function):
+    """Saves tensors for the backward of a later node, which finds them at ``grad_fn``, and passes them on."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return aliases. Those of tensors that need no gradient need none."""
+        ctx.save_for_backward(*tensors)
+        found = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*itertools.compress(found, [not needed for needed in ctx.needs_input_grad]))
+        return found
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pass gradients on."""
+        return gradients
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, forward: _Function, backward: _Function) -> torch.Tensor:
+        ctx.backward_of = backward
+        result = forward(values)
+        if result is values:
+            ctx.mark_dirty(values)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.backward_of(gradient), None, None
+
+
+def with_gradient(values: torch.Tensor, forward: _Function, backward: _Function) -> torch.Tensor:
+    """Return ``forward(values)``, which may be ``values`` changed in place; autograd keeps no tensor for backward.
+
+    ``backward`` returns the gradient of ``values``, given that of the result.
+    """
+    result: torch.Tensor = _WithGradient.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 

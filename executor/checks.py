@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -159,9 +159,7 @@ def check_saved_state(own: OptimizerEntry, name: str, shape: torch.Size, saved: 
         return
     wanted = _saved_keys(own, values)
     if values and values.keys() != wanted:
-        if other := next(
-            (e.torch_class.__name__ for e in _all_entries() if values.keys() == _saved_keys(e, values)), ""
-        ):
+        if other := next((e.torch_class.__name__ for e in ENTRIES if values.keys() == _saved_keys(e, values)), ""):
             raise ValueError(
                 f"the state of {name} has {_listed(values)}: it is of {other}, but the optimizer is "
                 f"{own.torch_class.__name__}, whose state has {_listed(wanted)}; make the optimizer that was saved"
@@ -174,13 +172,6 @@ def check_saved_state(own: OptimizerEntry, name: str, shape: torch.Size, saved: 
     for key, value in saved.items():
         if value is not None and key not in own.numbers:
             _check_value(name, key, value, shape, is_code=SCALES.get(key) in saved)
-
-
-def _all_entries() -> Iterator[OptimizerEntry]:
-    for entry in ENTRIES:
-        yield entry
-        if entry.others is not None:
-            yield entry.others
 
 
 def _saved_keys(entry: OptimizerEntry, saved: Mapping[str, Any]) -> set[str]:

@@ -2,10 +2,14 @@
 
 import math
 import weakref
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+Norm = Callable[[], torch.Tensor]
+Scale = Callable[[float], None]
 
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
@@ -16,33 +20,29 @@ class GradientError(RuntimeError):
     """An operation on a gradient that is impossible, because the executor has offloaded the gradient."""
 
 
-class GradientOwner(Protocol):
-    """Computes norms of offloaded gradients, and scales them."""
-
-    def gradient_norm(self, name: str) -> torch.Tensor:
-        """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
-
-    def scale_gradient(self, name: str, factor: float) -> None:
-        """Record a factor for a parameter's gradient. Its update applies it."""
-
-
 class OffloadedGradient(torch.Tensor):
     """A stand-in for an offloaded gradient. It has a norm and can be scaled, as clipping by norm needs.
 
     ``torch.nn.utils.clip_grad_norm_`` works on it unchanged. The norm comes from recorded sums of squares, and the
     update applies the factor. The norm is float32 even if the gradient is bf16. Division multiplies by the inverse:
     this is exact for powers of two, and may differ in the last bit otherwise.
+
+    Args:
+        like: the parameter.
+        name: its name.
+        norm: returns the 2-norm of its gradient, a float32 scalar on its device.
+        scale: records a factor for its gradient. Its update applies it.
     """
 
-    def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
+    def __new__(cls, like: torch.Tensor, name: str, norm: Norm, scale: Scale) -> Self:  # noqa: ARG004
         """Make a tensor without storage."""
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, like: torch.Tensor, name: str, owner: GradientOwner) -> None:
+    def __init__(self, like: torch.Tensor, name: str, norm: Norm, scale: Scale) -> None:
         super().__init__()
         assert self.shape == like.shape
         self.name_of_parameter = name
-        self.owner = owner
+        self.norm_of_gradient, self.scale_gradient = norm, scale
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
@@ -58,22 +58,24 @@ class OffloadedGradient(torch.Tensor):
         """
         operation: str = func._schema.name
         if operation == "aten::detach":
-            return OffloadedGradient(args[0], args[0].name_of_parameter, args[0].owner)
+            given = args[0]
+            return OffloadedGradient(given, given.name_of_parameter, given.norm_of_gradient, given.scale_gradient)
         several = "_foreach_" in operation
         own = list(args[0]) if several else [args[0]]
         others = [*args[1:], *(kwargs or {}).values()]
         if any(isinstance(other, (list, tuple)) for other in others):
             others = tree_leaves(others)
-        if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
+        are_ours = [[isinstance(one, OffloadedGradient) for one in given] for given in (own, others)]
+        if all(are_ours[0]) and not any(are_ours[1]):
             if operation in _NORMS and _is_plain_norm(others):
-                norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
+                norms = [gradient.norm_of_gradient() for gradient in own]
                 return norms if several else norms[0]
             if operation in _SCALES | _DIVIDES and len(others) == 1:
                 factor = _factor(others[0])
                 if operation in _DIVIDES:
                     factor = 1 / factor if factor else math.copysign(math.inf, factor)
                 for gradient in own:
-                    gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
+                    gradient.scale_gradient(factor)
                 return None if several else own[0]
         if "_amp_" in operation:
             raise GradientError(
@@ -87,13 +89,7 @@ class OffloadedGradient(torch.Tensor):
         )
 
 
-class _LastFactor(NamedTuple):
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    value: float
-
-
-_last_factor: _LastFactor | None = None
+_last_factor: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # a tensor, its version and its value
 
 
 def _factor(given: Any) -> float:
@@ -102,13 +98,9 @@ def _factor(given: Any) -> float:
     if not isinstance(given, torch.Tensor):
         return float(given)
     last = _last_factor
-    if last is None or last.tensor() is not given or last.version != given._version:
-        last = _last_factor = _LastFactor(weakref.ref(given), given._version, float(given))
-    return last.value
-
-
-def _has_gradient(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, OffloadedGradient) for leaf in leaves)
+    if last is None or last[0]() is not given or last[1] != given._version:
+        last = _last_factor = weakref.ref(given), given._version, float(given)
+    return last[2]
 
 
 def _is_plain_norm(others: list[Any]) -> bool:

@@ -23,15 +23,8 @@ from planner.models.quantization import in_grains
 _WRAPPERS: Final = frozenset({"Int8Tensor", "NF4Tensor"})  # classes of torchao
 
 
-class _Place(NamedTuple):
-    """An attribute that holds a tensor."""
-
-    owner: Any
-    name: str
-
-    def get(self) -> torch.Tensor:
-        held: torch.Tensor = getattr(self.owner, self.name)
-        return held
+_Place = tuple[Any, str]
+"""An attribute that holds a tensor: its owner, and its name."""
 
 
 class StoredParameter(NamedTuple):
@@ -67,7 +60,7 @@ class StoredParameter(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that it consists of."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be guarded
-            return tuple(places[0].get() for places in self._places())
+            return tuple(getattr(*places[0]) for places in self._places())
 
     def tables(self) -> tuple[torch.Tensor, ...]:
         """Return the tables that decode its values."""
@@ -97,14 +90,14 @@ class StoredParameter(NamedTuple):
     def living_in(self, held: torch.Tensor) -> Iterator[None]:
         """Let it live in other bytes for a while, each of its tensors with a storage of its own."""
         with torch._C.DisableTorchFunctionSubclass():
-            before = [(place, place.get()) for places in self._places() for place in places]
-        before += [(place := _Place(level, "code"), place.get()) for level in self._levels()]
+            before = [(place, getattr(*place)) for places in self._places() for place in places]
+        before += [((level, "code"), level.code) for level in self._levels()]
         self.live_in(held)
         self.own_tables()
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 for places in self._places():
-                    view = with_own_storage(places[0].get())
+                    view = with_own_storage(getattr(*places[0]))
                     for place in places:
                         setattr(*place, view)
             yield
@@ -127,14 +120,14 @@ class StoredParameter(NamedTuple):
     def _places(self) -> list[list[_Place]]:
         """Return the attributes that hold each tensor."""
         if is_traceable_wrapper_subclass(self.parameter):
-            return [[_Place(self.parameter, name)] for name in self.parameter.__tensor_flatten__()[0]]
-        own = _Place(self.parameter, "data")
+            return [[(self.parameter, name)] for name in self.parameter.__tensor_flatten__()[0]]
+        own = self.parameter, "data"
         if (state := _state(self.parameter)) is not None:
-            nested = [[_Place(state.state2, "absmax")], [_Place(state, "offset")]] if state.nested else []
-            return [[own], [_Place(state, "absmax")], *nested]
+            nested = [[(state.state2, "absmax")], [(state, "offset")]] if state.nested else []
+            return [[own], [(state, "absmax")], *nested]
         if self.is_quantized:  # the first forward moves them from the parameter to the module
             holder = self.parameter if self.parameter.SCB is not None else self.module.state  # type: ignore[attr-defined]
-            return [[own, _Place(holder, "CB")], [_Place(holder, "SCB")]]
+            return [[own, (holder, "CB")], [(holder, "SCB")]]
         return [[own]]
 
 

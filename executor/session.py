@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from executor.audit import Audit
+from executor.audit.audit import Audit
 from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Backend, Meter
@@ -23,9 +23,8 @@ from executor.devices.cores import take_cores
 from executor.devices.cuda import fused
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.distributed.experts import split_experts
-from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
-from executor.distributed.ranks import Ranks
+from executor.distributed.ranks import HostCollectives, Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
@@ -34,7 +33,6 @@ from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory, Moved
 from executor.memory.pieces import DTYPES, as_state, state_buffers, state_tensors
-from executor.memory.state import without_weights
 from executor.memory.stream import whole_state
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
@@ -45,7 +43,6 @@ from executor.module.quantized import bind_quantized, check_products
 from executor.optimizer.passes import BLOCK
 from executor.optimizer.table import OptimizerEntry, Rule
 from executor.options import Options, backend_of
-from executor.packed import with_own_storage
 from planner.decisions import Decisions, Precision
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
@@ -99,9 +96,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             contextlib.ExitStack() as failing,
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
         ):
-            absent = take_off_meta(model, failing)
+            absent, absent_buffers = take_off_meta(model, failing)
             mesh = Mesh(decisions, ranks.rank if ranks else 0)
-            shards = shards_of(model, units, mesh, absent.parameters)
+            shards = shards_of(model, units, mesh, absent)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             self.audit = Audit(
@@ -133,7 +130,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 options=options,
                 failing=failing,
             )
-            self.runtime.state.absent |= absent.buffers
+            self.runtime.state.absent |= absent_buffers
             self.schedule = self.runtime.loop.schedule
             _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
             self.driver = driver = IterationDriver(
@@ -444,7 +441,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.runtime.make_current(runtime.doing)
             self.driver.visibility.release()
             if give_back:
-                self._give_back()
+                runtime.state.give_back(runtime.stored_weights)
             if self._ranks is not None:
                 self._ranks.all.barrier()
             self._on_all_ranks = self._has_left = True
@@ -456,7 +453,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     runtime.machine.check()
                 return
             self.driver.visibility.release()
-            runtime.state.give_back(in_iteration=True)
+            runtime.state.give_back_last(in_iteration=True)
             self._has_left = True
 
     def _end(self) -> None:
@@ -464,7 +461,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.driver.visibility.release()
         try:
             if not self._has_left:
-                self.runtime.state.give_back(lost=True)
+                self.runtime.state.give_back(None)
                 self._has_left = True
         finally:
             self.runtime.is_closed = True
@@ -474,17 +471,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo_all()
             if self._ranks is not None:
                 self._ranks.close(on_all_ranks=self._on_all_ranks)
-
-    def _give_back(self) -> None:
-        """Give the model its weights, where they are kept."""
-        for name, shard in self.runtime.state.shards().items():
-            if name in self.runtime.state.absent:
-                shard.whole.data = without_weights(shard, self.runtime.state.dtype)
-            elif shard.stored.is_quantized:
-                shard.stored.live_in(self.runtime.stored_weights(name))
-                shard.stored.own_tables()
-            else:
-                shard.whole.data = shard.in_model(with_own_storage(self.runtime.stored_weights(name)))
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -537,4 +523,4 @@ def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, sp
     gradient = torch.zeros(BLOCK, dtype=DTYPES[precision.gradient_bytes], device=backend.device)
     has_weights = not (precision.master_is_weight or splits)
     for weights in ((), (torch.zeros_like(gradient),)) if has_weights else ((),):
-        backend.update((*state, *weights), [gradient], rule, 1, 1.0)
+        backend.update((*state, *weights), [gradient], rule, 1)

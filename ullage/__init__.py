@@ -8,13 +8,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.audit import AuditError as AuditError
-    from executor.checkpoint import Checkpoint as Checkpoint
-    from executor.checkpoint import CheckpointError as CheckpointError
-    from executor.checkpoint import DamagedError as DamagedError
-    from executor.checkpoint import Level as Level
-    from executor.checkpoint import Outcome as Outcome
-    from executor.checkpoint import checkpoint_at as checkpoint_at
+    from executor.audit.audit import AuditError as AuditError
+    from executor.checkpoint.engine import Outcome as Outcome
+    from executor.checkpoint.files.system_calls import CheckpointError as CheckpointError
+    from executor.checkpoint.files.system_calls import DamagedError as DamagedError
+    from executor.checkpoint.format.reader import Checkpoint as Checkpoint
+    from executor.checkpoint.levels import Level as Level
+    from executor.checkpoint.places.locating import checkpoint_at as checkpoint_at
     from executor.devices.lanes import LaneError as LaneError
     from executor.distributed.shards import BindingError as BindingError
     from executor.distributed.watchdog import RankError as RankError
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from executor.training_state.restoring import restore as restore
     from executor.training_state.saving import Checkpoints as Checkpoints
     from executor.training_state.saving import Resumed as Resumed
-    from executor.weights import Loaded as Loaded
-    from executor.weights import WeightsError as WeightsError
-    from executor.weights import load as load
-    from executor.weights import save as save
+    from executor.weights.files import WeightsError as WeightsError
+    from executor.weights.loading import Loaded as Loaded
+    from executor.weights.loading import load as load
+    from executor.weights.saving import save as save
     from hwprofiles.machine import OtherMachineError as OtherMachineError
     from hwprofiles.profile import HardwareProfile as HardwareProfile
     from hwprofiles.registry import ProfileError as ProfileError
@@ -74,8 +74,12 @@ for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 _MODULES = {
-    "executor.audit": ("AuditError",),
-    "executor.checkpoint": ("Checkpoint", "checkpoint_at", "CheckpointError", "DamagedError", "Level", "Outcome"),
+    "executor.audit.audit": ("AuditError",),
+    "executor.checkpoint.engine": ("Outcome",),
+    "executor.checkpoint.files.system_calls": ("CheckpointError", "DamagedError"),
+    "executor.checkpoint.format.reader": ("Checkpoint",),
+    "executor.checkpoint.levels": ("Level",),
+    "executor.checkpoint.places.locating": ("checkpoint_at",),
     "executor.devices.lanes": ("LaneError",),
     "executor.distributed.shards": ("BindingError",),
     "executor.distributed.watchdog": ("RankError",),
@@ -89,7 +93,9 @@ _MODULES = {
     "executor.training_state.restoring": ("restore",),
     "executor.training_state.saving": ("Checkpoints", "Resumed"),
     "executor.session": ("Session",),
-    "executor.weights": ("load", "Loaded", "save", "WeightsError"),
+    "executor.weights.files": ("WeightsError",),
+    "executor.weights.loading": ("load", "Loaded"),
+    "executor.weights.saving": ("save",),
     "hwprofiles.machine": ("OtherMachineError",),
     "hwprofiles.profile": ("HardwareProfile",),
     "hwprofiles.registry": ("load_profile", "ProfileError"),

@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from benchmarks.origin import origin, write_result
-from executor.optimizer import BYTES_PER_PARAM, AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step
+from executor.optimizer.workers import WorkerTeam
 
 GOALS = {"ours_of_copy": 0.9, "ours_over_torch": 1.7, "ours_over_deepspeed": 1.0, "in_place_over_ours": 0.9}
 PARAMS = AdamWParams(lr=1e-4)

@@ -24,8 +24,8 @@ from benchmarks.cpu.peers import calibrated
 from benchmarks.cpu.saving import Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
-from executor.checkpoint import Checkpoint
 from executor.checkpoint.files.system_calls import Files, write_all
+from executor.checkpoint.format.reader import Checkpoint
 from executor.direct_io import enable_direct_io, pages
 from planner.checkpoints.policy import CHUNK_BYTES, NUM_THREADS
 from planner.plan.planning import default_precision

@@ -10,7 +10,7 @@ import torch
 
 import ullage
 from benchmarks.cpu.saving import Training, torch_save
-from executor.checkpoint import Checkpoint, ReadRequest
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 
 Tensors = Mapping[str, torch.Tensor]
 

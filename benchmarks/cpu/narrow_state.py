@@ -31,8 +31,9 @@ import torch
 
 from benchmarks.cpu.adamw import COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
 from benchmarks.origin import origin, write_result
-from executor.optimizer import BYTES_PER_PARAM, WorkerTeam, adamw_8bit, adamw_bf16
-from executor.optimizer.adamw import SeededAdamWParams
+from executor.optimizer import adamw_8bit, adamw_bf16
+from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams
+from executor.optimizer.workers import WorkerTeam
 
 ROUNDED = " --master bf16"
 _LESS = 6  # bytes per parameter, where the master copy is bf16
@@ -42,13 +43,13 @@ BITSANDBYTES = "bitsandbytes"
 KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list[Any]]]] = {
     "adamw-bf16": (
         adamw_bf16.adamw_bf16_step,
-        SeededAdamWParams(PARAMS.lr),
+        AdamWParams(PARAMS.lr, seed=0),
         adamw_bf16.BYTES_PER_PARAM,
         lambda count: [np.zeros(count, np.uint16) for _ in range(2)],
     ),
     "adamw-8bit": (
         adamw_8bit.adamw_8bit_step,
-        SeededAdamWParams(PARAMS.lr),
+        AdamWParams(PARAMS.lr, seed=0),
         adamw_8bit.BYTES_PER_PARAM,
         lambda count: [
             np.zeros(size, kind) for size, kind in ((count, np.uint8), (count // 256, np.float32)) for _ in "mv"

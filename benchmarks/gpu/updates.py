@@ -10,6 +10,7 @@ the chain is torch's own fused AdamW, which computes in float64.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -49,7 +50,7 @@ class Update:
         make: Any = entry.torch_class
         options = {"bf16_stochastic_round": True} if precision.rounds else {}
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16 if precision.rounds else torch.float32))
-        self._rule: Rule = entry.rule(make([parameter], **options).param_groups[0])
+        self._rule: Rule = dataclasses.replace(entry.rule(make([parameter], **options).param_groups[0]), scale=0.5)
         self._precision, self._num_params, self._optimizer = precision, num_params, optimizer
         self._gradient = torch.randn(num_params, device="cuda", generator=self._generator()).bfloat16()
         self.num_bytes = precision.update_bytes_per_param(optimizer, splits=precision.splits)
@@ -79,7 +80,7 @@ class Update:
             nonlocal step
             step += 1
             with mock.patch.object(cuda, "fused", lambda: found):
-                cuda.update_on_device(state, [self._gradient], self._rule, step, 0.5)
+                cuda.update_on_device(state, [self._gradient], self._rule, step)
 
         return call, state
 

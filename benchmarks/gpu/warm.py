@@ -5,7 +5,7 @@ The server that stages are forked from imports it last, so sixteen processes do 
 
 import numpy as np
 
-from executor.optimizer import AdamWParams, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.models import resolve_model

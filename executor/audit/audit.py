@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from executor.audit.cases import Case, cases, recomputed_modules
 from executor.audit.tensors import (
-    Held,
     aliased,
     gradients_of,
     host_copy,
@@ -39,9 +38,7 @@ from executor.audit.tensors import (
     keeping,
     on_host,
     outputs_inside,
-    random_states,
     referred_to,
-    restored_random,
     sampled,
     targets_of,
     watch_inputs,
@@ -314,13 +311,15 @@ class Audit:
         if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
             case.why_not = "it is given a weight"
             return forward(*args, **kwargs)
-        held: dict[int, Any] = {id(leaf): Held.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        held: dict[int, Any] = {
+            id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
+        }
         held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
-        case.state = (state := ForwardState(case.module, case.path)), state.save(given, whole=True)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] or [torch.empty(0)]
-        case.random, case.autocast = random_states(tensors[0].device), same_autocast(tensors[0])
+        state = ForwardState(case.module, case.path, torch_too=True)
+        case.state = state, (before := state.save(given, whole=True))
+        case.autocast = same_autocast(next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)))
         edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
         begun = torch._C._autograd._get_sequence_nr()
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
@@ -344,9 +343,7 @@ class Audit:
             case.why_not = "its output is not an ordinary tensor"
         elif any(view._version != version for view, version in views):
             case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
-        elif not torch.equal(case.random[-1], random_states(tensors[0].device)[-1]) and (
-            self._compiles or self._undivided
-        ):
+        elif (self._compiles or self._undivided) and state.has_drawn(before):
             who = "it is compiled, and draws" if self._compiles else "ranks divide it, and draw"
             case.why_not = f"{who} other random numbers"
         return output
@@ -368,7 +365,11 @@ class Audit:
             The whole gradients of its parameters, by name; and the largest value of a gradient.
         """
         leaves, structure = case.call
-        made = {id(leaf): leaf.made(device) for leaf in leaves if isinstance(leaf, Held)}
+        made = {
+            id(leaf): leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
+        }
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None
@@ -376,7 +377,6 @@ class Audit:
         trained = sorted(arrived) if case.calls == 1 else []
         with (
             self._plain(case, device) as leaves_of,
-            restored_random(case.random, device),
             state.restored(before),
             torch.enable_grad(),
             case.autocast(),
@@ -436,18 +436,13 @@ class Audit:
         """
         with contextlib.ExitStack() as stack:
             for module in case.module.modules():
-                own = vars(module)
-                plain = self._own_forwards.get(module)
-                if "forward" in own and own["forward"] is not plain:
-                    stack.callback(own.__setitem__, "forward", own["forward"])
-                    if plain is None:
-                        del own["forward"]
-                    else:
-                        own["forward"] = plain
+                if "forward" in vars(module):
+                    plain = self._own_forwards.get(module, functools.partial(type(module).forward, module))
+                    stack.callback(replace_attribute(module, "forward", plain))
                 for name in ("_forward_pre_hooks", "_forward_hooks"):
-                    hooks = own[name]
-                    stack.callback(own.__setitem__, name, hooks)
-                    own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
+                    hooks = vars(module)[name]
+                    theirs = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
+                    stack.callback(replace_attribute(module, name, theirs))
             found = {name: of_ranks[0].whole for name, of_ranks in case.shards.items()}
             if self._divides or any(shard.leaf is not shard.whole for of in case.shards.values() for shard in of):
                 found = {n: nn.Parameter(case.weights[n].to(device), p.requires_grad) for n, p in found.items()}

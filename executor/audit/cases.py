@@ -40,9 +40,8 @@ class Case:
     calls: int = 0
     plain: Callable[..., Any] | None = None
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    call: Any = None  # arguments: leaves, of which tensors are (values, requires_grad), and structure
+    call: Any = None  # arguments: leaves, of which tensors are on the host, and structure
     state: tuple[ForwardState, Snapshot] | None = None
-    random: tuple[Tensor, ...] = ()
     autocast: Callable[[], Any] = contextlib.nullcontext
     leaving: list[int] = dataclasses.field(default_factory=list)
     outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
@@ -67,7 +66,7 @@ class Case:
 
     def forget_call(self) -> None:
         """Free what was copied of a call."""
-        self.calls, self.plain, self.call, self.state, self.random = 0, None, None, None, ()
+        self.calls, self.plain, self.call, self.state = 0, None, None, None
         self.leaving, self.outputs, self.output_gradients, self.input_gradients = [], [], {}, {}
 
 

@@ -1,7 +1,6 @@
 """What an audit copies of a module's run under a plan: arguments, results, gradients, random numbers."""
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -29,39 +28,6 @@ def host_copy(tensor: Tensor) -> Tensor:
     if values.nbytes < _LARGE_BYTES or not values.is_contiguous():
         return values.to("cpu", copy=True)
     return torch.from_numpy(pages(values.nbytes)).view(values.dtype).view(values.shape).copy_(values)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """An argument: its values on the host, and whether it needs a gradient."""
-
-    values: Tensor
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Held":
-        """Return a copy of a tensor."""
-        return cls(host_copy(tensor), tensor.requires_grad)
-
-    def made(self, device: torch.device) -> Tensor:
-        """Return a leaf with its values."""
-        return self.values.to(device, copy=True).requires_grad_(self.requires_grad)
-
-
-@contextlib.contextmanager
-def restored_random(states: tuple[Tensor, ...], device: torch.device) -> Iterator[None]:
-    """Return a context with these states of torch's global generators; see :func:`random_states`."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], device)
-        yield
-
-
-def random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Return the states of torch's global generators: of the host, and of a GPU if the model is there."""
-    on_host = torch.get_rng_state()
-    return (on_host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_host,)
 
 
 def watch_inputs(

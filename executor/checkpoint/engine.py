@@ -33,13 +33,12 @@ from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
-from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
+from executor.checkpoint.format.manifest import Manifest, TensorRecord, tensors_of
 from executor.checkpoint.places.folder import Draft, FolderPlace, JoinedDraft
 from executor.checkpoint.source import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     Key,
-    RankInfo,
     Source,
     _path,
     boxes_of,
@@ -76,6 +75,8 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
+        rank, size: this rank's number, and the number of ranks.
+        nonce: of this run, the same on all ranks.
         patience_s: longest time that rank 0 and the other ranks wait for each other.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
@@ -86,14 +87,16 @@ class CheckpointEngine:
         place: FolderPlace,
         flusher: Flusher,
         *,
-        rank_info: RankInfo | None = None,
+        rank: int = 0,
+        size: int = 1,
+        nonce: str = "",
         patience_s: float = 120.0,
         on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
         self._place = place
         self._flusher = flusher
-        self._rank_info = rank_info or RankInfo()
+        self._rank, self._size, self._nonce = rank, size, nonce
         self._patience_s = patience_s
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
@@ -103,7 +106,7 @@ class CheckpointEngine:
             held = boxes_of(source, grain)
             for key, slices in source.slices.items():
                 self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
-        entries = files_of(source, self._rank_info.rank)
+        entries = files_of(source, rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # checkpoints that the schedule is taking, by turn
         self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # leases of pieces that have not been released
@@ -249,17 +252,16 @@ class CheckpointEngine:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (self._patience_s if self._rank_info.rank else 0.0)
+        patience_s = self._flusher.patience_s + (self._patience_s if self._rank else 0.0)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        rank, nonce = self._rank_info.rank, self._rank_info.nonce
         draft: Draft | JoinedDraft
-        if rank == 0:
-            draft = self._place.begin(step, folders, nonce)
+        if self._rank == 0:
+            draft = self._place.begin(step, folders, self._nonce)
         else:
-            draft = JoinedDraft(self._place.root, step, folders, nonce, self._patience_s)
+            draft = JoinedDraft(self._place.root, step, folders, self._nonce, self._patience_s)
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
@@ -267,7 +269,7 @@ class CheckpointEngine:
         except OSError as error:
             _abandon((draft, writers))
             if isinstance(draft, JoinedDraft):
-                draft.send_error(rank, str(error))
+                draft.send_error(self._rank, str(error))
             raise
         return draft, writers
 
@@ -278,7 +280,7 @@ class CheckpointEngine:
             value_bytes = ITEM_BYTES[self._source.dtype(state)]
             for index, start, stop in self._runs[key, self._source.grain(state)]:
                 held = values[value_bytes * start : value_bytes * stop]
-                writer = capture.writers[_path(state, self._rank_info.rank, index)]
+                writer = capture.writers[_path(state, self._rank, index)]
                 if isinstance(held, np.ndarray):
                     leases += writer.lease(held)
                 else:
@@ -318,13 +320,13 @@ class CheckpointEngine:
 
     def _finish(self, capture: "_Capture") -> Path | None:
         assert capture.draft is not None
-        part = Part(files=tuple(writer.finish() for writer in capture.writers.values()), tensors=self._tensors)
-        extra = json.loads(capture.extra)
+        files = tuple(writer.finish() for writer in capture.writers.values())
+        part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.send_part(self._rank_info.rank, part, extra)
+            capture.draft.send_part(self._rank, part)
             return None
-        parts, extras = capture.draft.collect(self._rank_info.size, part, extra, self._patience_s)
-        return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
+        parts = capture.draft.collect(self._size, part, self._patience_s)
+        return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": [part.extra for part in parts]}))
 
     @functools.cached_property
     def _tensors(self) -> dict[str, TensorRecord]:
@@ -334,7 +336,7 @@ class CheckpointEngine:
         if capture.draft is not None:
             _abandon((capture.draft, capture.writers))
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.send_error(self._rank_info.rank, str(capture.error))
+            capture.draft.send_error(self._rank, str(capture.error))
 
 
 _Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]

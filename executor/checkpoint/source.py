@@ -70,20 +70,6 @@ class Source(Protocol):
         """Copies a slice of a tensor into a buffer, and returns when the copy has ended."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankInfo:
-    """This rank's number and run.
-
-    Attributes:
-        rank, size: this rank's number, and the number of ranks.
-        nonce: nonce of this run, the same on all ranks.
-    """
-
-    rank: int = 0
-    size: int = 1
-    nonce: str = ""
-
-
 def _path(state: str, rank: int, index: int) -> str:
     """Return the path of the file for boxes with this index, see [Note: Boxes]."""
     more = f"-{index}" if index else ""

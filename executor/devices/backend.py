@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numba as nb
@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.devices.meter import MemoryMeter
+from executor.devices.meter import CudaMeter, MemoryMeter
 from executor.direct_io import forget_pages, pages
-from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.passes import as_float32, cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
 
 Array = npt.NDArray[Any]
@@ -25,20 +25,7 @@ Array = npt.NDArray[Any]
 Event = object
 """Made by :meth:`Backend.record_event`: a time on the host's clock, or an event on a stream."""
 
-
-class Meter(Protocol):
-    """Measures dynamic device memory."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held at one time."""
-
-    @property
-    def peak_bytes_of(self) -> Mapping[int, int]:
-        """Most bytes held during each task of the caller's lanes, by the task's index."""
-
-    def set_task(self, task: int | None) -> None:
-        """Set the task that runs from now on; ``None`` for none."""
+Meter = MemoryMeter | CudaMeter
 
 
 class Backend(Protocol):
@@ -100,7 +87,6 @@ class Backend(Protocol):
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """Take one optimizer step on the device.
 
@@ -108,12 +94,11 @@ class Backend(Protocol):
             state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy does not
                 have them.
             gradients: consecutive parts of the gradient.
-            rule: the optimizer and its hyper-parameters.
+            rule: the optimizer, its hyper-parameters, and the factor of the gradient.
             step: number of this step, from 1.
-            scale: factor of the gradient.
         """
 
-    def meter(self) -> contextlib.AbstractContextManager["Meter"]:
+    def meter(self) -> contextlib.AbstractContextManager[Meter]:
         """Return a context that measures all device memory except that of :meth:`empty`."""
 
     def expect_many_shapes(self) -> None:
@@ -211,13 +196,12 @@ class HostBackend:
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
         begin = 0
         for gradient in gradients:
             part = cut(state, begin, begin + len(gradient))
-            update_on_host(part, gradient, rule, step, scale, self._team)
+            update_on_host(part, gradient, rule, step, self._team)
             begin += len(gradient)
 
     @contextlib.contextmanager
@@ -254,7 +238,6 @@ def update_on_host(
     gradient: torch.Tensor,
     rule: Rule,
     step: int,
-    scale: float,
     team: WorkerTeam | None,
     memory: torch.Tensor | None = None,
 ) -> None:
@@ -263,9 +246,8 @@ def update_on_host(
     Args:
         state: master copy, the optimizer's buffers, and the target of new bf16 weights, if there is one.
         gradient: of the same length.
-        rule: the optimizer and its hyper-parameters.
+        rule: the optimizer, its hyper-parameters, and the factor of the gradient.
         step: number of this step, from 1.
-        scale: factor of the gradient.
         team: threads to run on; ``None`` for the calling thread.
         memory: uint8 workspace for rules that need one; ``None``: they allocate it.
     """
@@ -273,7 +255,7 @@ def update_on_host(
     count = 1 + len(rule.entry.buffers)
     weight_out = arrays[count] if len(arrays) > count else None
     more = () if rule.entry.others is None else (memory,)
-    rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, scale, team, *more)
+    rule.entry.host(arrays[:count], as_array(gradient), weight_out, rule.params, step, rule.scale, team, *more)
 
 
 def add_on_host(sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
@@ -327,12 +309,6 @@ def _add_bf16(target: Any, bits: Any) -> None:
 
 
 @nb.njit(nogil=True, cache=True)
-def _scale_f32(values: Any, factor: Any) -> None:
-    for i in range(values.size):
-        values[i] *= factor
-
-
-@nb.njit(nogil=True, cache=True)
 def _scale_bf16(bits: Any, factor: Any) -> None:
     for i in range(bits.size):
         bits[i] = float32_to_bf16(bf16_to_float32(bits[i]) * factor)
@@ -340,7 +316,10 @@ def _scale_bf16(bits: Any, factor: Any) -> None:
 
 def _scale(values: Array, factor: np.float32) -> None:
     """Multiply a flat array in place, in float32, as torch does. A uint16 array holds bits of bf16."""
-    (_scale_bf16 if values.dtype == np.uint16 else _scale_f32)(values, factor)
+    if values.dtype == np.uint16:
+        _scale_bf16(values, factor)
+    else:
+        np.multiply(values, factor, out=values)
 
 
 def sum_of_squares(values: Array) -> float:

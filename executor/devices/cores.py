@@ -17,7 +17,8 @@ from typing import Final, Literal, Self
 
 import torch
 
-from executor.distributed.ranks import Ranks, this_machine
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import this_machine
 from hwprofiles.machine import num_issuing_cores
 
 CoreChoice = tuple[int, ...] | Literal["auto", "free"]

@@ -12,11 +12,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
 from executor.devices.backend import Event, as_array, sum_of_squares
+from executor.devices.meter import CudaMeter
 from executor.devices.sums import BUFFER_BYTES, NUM_BUFFERS, HostSums
 from executor.direct_io import pages
 from executor.optimizer.adamw import AdamWParams
@@ -281,7 +282,7 @@ class CudaBackend:
         """Copy to pinned buffers; a thread adds from there, see [Note: Sums] in :mod:`executor.devices.sums`."""
         if self._sums is None:
             self._sums = HostSums(self.empty(NUM_BUFFERS * BUFFER_BYTES, on_device=False), team.num_threads)
-        self._sums.add(sums, lambda: _Event(self._pool, self._stream()))
+        self._sums.add(sums, lambda: _Event(self._pool, self._stream()).wait)
 
     def settle(self) -> None:
         """Wait for that thread."""
@@ -306,15 +307,14 @@ class CudaBackend:
         gradients: Sequence[torch.Tensor],
         rule: Rule,
         step: int,
-        scale: float,
     ) -> None:
         """Take one step with a kernel of Triton, or with torch's."""
-        update_on_device(state, gradients, rule, step, scale)
+        update_on_device(state, gradients, rule, step)
 
     @contextlib.contextmanager
-    def meter(self) -> "Iterator[_CudaMeter]":
+    def meter(self) -> Iterator[CudaMeter]:
         """Read the counts of torch's allocator."""
-        with _CudaMeter() as meter:
+        with CudaMeter() as meter:
             yield meter
         torch.cuda.reset_peak_memory_stats()
         stats = torch.cuda.memory_stats()
@@ -377,7 +377,7 @@ def fused() -> ModuleType | None:
         return None
     values = [torch.zeros(BLOCK, device="cuda") for _ in range(4)]
     try:
-        found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1, 1.0)
+        found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1)
     except Exception as error:  # noqa: BLE001 - whatever it is, there is another way
         warnings.warn(f"updates on the GPU take several times longer: Triton fails with {error!r}", stacklevel=2)
         return None
@@ -389,7 +389,6 @@ def update_on_device(
     gradients: Sequence[torch.Tensor],
     rule: Rule,
     step: int,
-    scale: float,
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
@@ -398,11 +397,11 @@ def update_on_device(
     """
     whole = state[0]
     if whole.device.type == "cuda" and (kernels := fused()) and kernels.can_update(state, gradients, rule):
-        kernels.update(state, gradients, rule, step, scale)
+        kernels.update(state, gradients, rule, step)
         return
     count = 1 + len(rule.entry.buffers)
     # A 1-D tensor makes the product float32; a Python number would keep the gradient's type.
-    factor = torch.full((1,), scale, dtype=torch.float32, device=whole.device)
+    factor = torch.full((1,), rule.scale, dtype=torch.float32, device=whole.device)
     num_params = rule.chunk_params(UPDATED_AT_ONCE if isinstance(whole, SplitMaster) else _CHUNK_PARAMS)
     for begin in range(0, len(whole), num_params):
         chunk = cut(state, begin, min(begin + num_params, len(whole)))
@@ -422,45 +421,3 @@ def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: 
         if len(target):
             torch.mul(gradient[max(-at, 0) :][: len(target)], factor, out=target)
         at += len(gradient)
-
-
-class _CudaMeter:
-    """The peak of device memory, above the memory in use when the context was entered.
-
-    It counts torch's "active" bytes. They include memory of freed tensors that another stream still uses, which torch
-    does not count as allocated.
-    """
-
-    def __enter__(self) -> Self:
-        torch.cuda.reset_peak_memory_stats()
-        self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
-        self._peak_bytes = 0
-        self._is_open = True
-        self._task: int | None = None
-        self.peak_bytes_of: dict[int, int] = {}
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        torch.cuda.synchronize()
-        self._peak_bytes, self._is_open = self.peak_bytes, False
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held at one time inside the context."""
-        return max(self._peak_bytes, self._now_bytes()) if self._is_open else self._peak_bytes
-
-    def set_task(self, task: int | None) -> None:
-        """See :class:`executor.devices.backend.Meter`.
-
-        It waits for no stream, because memory is taken when work is issued.
-        """
-        if self._task is not None:
-            self.peak_bytes_of[self._task] = self._now_bytes()
-        self._peak_bytes = self.peak_bytes
-        torch.cuda.reset_peak_memory_stats()
-        self._task = task
-
-    def _now_bytes(self) -> int:
-        """Return the peak since the last reset."""
-        peak_bytes: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - self._base_bytes
-        return peak_bytes

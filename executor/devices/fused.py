@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from executor.optimizer.adamw import AdamWParams, SeededAdamWParams, adamw_factors
-from executor.optimizer.adamw_bf16 import seeds_of
+from executor.optimizer.adamw import AdamWParams, adamw_factors
+from executor.optimizer.adamw_bf16 import seeds_of, signed
 from executor.optimizer.bf16 import MIXERS, SPREAD
 from executor.optimizer.blocks import LEAST_SCALE, SIGNED, UNSIGNED, borders
 from executor.optimizer.passes import BLOCK, cut
@@ -251,7 +251,6 @@ def update(
     gradients: Sequence[torch.Tensor],
     rule: Rule,
     step: int,
-    scale: float,
 ) -> None:
     """Take one step on the current stream, with a kernel for each gradient; see :func:`can_update`.
 
@@ -260,14 +259,15 @@ def update(
     assert isinstance(rule.params, AdamWParams)
     in_gradient = rule.params.weight_decay and not rule.params.decoupled_weight_decay
     l2 = rule.params.weight_decay if in_gradient else None
-    factors = float(scale), l2, *map(float, adamw_factors(rule.params, step))
+    factors = float(rule.scale), l2, *map(float, adamw_factors(rule.params, step))
     begin, num_buffers = 0, len(rule.entry.buffers)
     for gradient in gradients:
         end = begin + len(gradient)
         if end > begin:
             params = rule.at(begin).params
-            seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else (0, 0)
-            _launch(cut(state, begin, end), num_buffers, gradient, tuple(map(_signed, map(int, seeds))), factors)
+            assert isinstance(params, AdamWParams)
+            seeds = seeds_of(params, step) if params.seed is not None else (0, 0)
+            _launch(cut(state, begin, end), num_buffers, gradient, tuple(map(signed, map(int, seeds))), factors)
         begin = end
 
 
@@ -296,10 +296,6 @@ def _launch(
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 32) if bits >> 31 else bits
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Measures dynamic memory on the host."""
+"""Measure dynamic device memory: most bytes held at one time, and during each task of the caller's lanes."""
 
 import threading
 import weakref
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,3 +103,43 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known.discard(key)
             if self._late_bytes.pop(key, None) is None:
                 self.held_bytes -= num_bytes
+
+
+@final
+class CudaMeter:
+    """Measures device memory above that in use when the context was entered. See :class:`MemoryMeter` for attributes.
+
+    It counts torch's "active" bytes. They include memory of freed tensors that another stream still uses, which torch
+    does not count as allocated.
+    """
+
+    def __enter__(self) -> Self:
+        torch.cuda.reset_peak_memory_stats()
+        self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
+        self._peak_bytes = 0
+        self._is_open = True
+        self._task: int | None = None
+        self.peak_bytes_of: dict[int, int] = {}
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        torch.cuda.synchronize()
+        self._peak_bytes, self._is_open = self.peak_bytes, False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time inside the context."""
+        return max(self._peak_bytes, self._now_bytes()) if self._is_open else self._peak_bytes
+
+    def set_task(self, task: int | None) -> None:
+        """Set the task that runs from now on. It waits for no stream, because memory is taken when work is issued."""
+        if self._task is not None:
+            self.peak_bytes_of[self._task] = self._now_bytes()
+        self._peak_bytes = self.peak_bytes
+        torch.cuda.reset_peak_memory_stats()
+        self._task = task
+
+    def _now_bytes(self) -> int:
+        """Return the peak since the last reset."""
+        peak_bytes: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - self._base_bytes
+        return peak_bytes

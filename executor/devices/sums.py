@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -25,23 +25,11 @@ BUFFER_BYTES: Final = 64 << 20
 NUM_BUFFERS: Final = 4
 
 
-class Arrival(Protocol):
-    """The end of a copy."""
+_Wait = Callable[[], object]
+"""Lets the calling thread wait until a copy has ended."""
 
-    def wait(self) -> None:
-        """Let the calling thread wait until a copy has ended."""
-
-
-class _Progress:
-    """What has been copied, or is on its way, and not been added yet."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.num_pending = 0
-        self.failure: BaseException | None = None
-
-
-_Copied = queue.SimpleQueue[tuple[list[Pair], Arrival, torch.Tensor] | None]
+_Copied = queue.Queue[tuple[list[Pair], _Wait, torch.Tensor] | None]
+"""What has been copied, or is on its way."""
 
 
 class HostSums:
@@ -56,13 +44,13 @@ class HostSums:
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in memory.view(NUM_BUFFERS, -1):
             self._free.put(buffer)
-        self._copied: _Copied = queue.SimpleQueue()
-        self._progress = _Progress()
-        args = self._copied, self._free, self._progress, num_threads
+        self._copied: _Copied = queue.Queue()
+        self._failures: list[BaseException] = []
+        args = self._copied, self._free, self._failures, num_threads
         threading.Thread(target=_add, args=args, name="adding gradients", daemon=True).start()
         weakref.finalize(self, self._copied.put, None)
 
-    def add(self, sums: Sequence[Pair], arrival: Callable[[], Arrival]) -> None:
+    def add(self, sums: Sequence[Pair], arrival: Callable[[], _Wait]) -> None:
         """Copy gradients on the current stream, and let them be added. Waits only for a buffer.
 
         Args:
@@ -76,8 +64,6 @@ class HostSums:
                 end += len(values)
                 passed.append((total, space[end - len(values) : end]))
                 passed[-1][1].copy_(values, non_blocking=True)
-            with self._progress.changed:
-                self._progress.num_pending += 1
             self._copied.put((passed, arrival(), buffer))
 
     def settle(self) -> None:
@@ -86,30 +72,28 @@ class HostSums:
         Raises:
             BaseException: whatever adding failed with.
         """
-        progress = self._progress
-        if progress.num_pending:
-            with progress.changed:
-                progress.changed.wait_for(lambda: not progress.num_pending)
-        if progress.failure is not None:
-            raise progress.failure
+        if self._copied.unfinished_tasks:
+            self._copied.join()
+        if self._failures:
+            raise self._failures[0]
 
 
-def _add(copied: _Copied, free: "queue.SimpleQueue[torch.Tensor]", progress: _Progress, num_threads: int) -> None:
+def _add(
+    copied: _Copied, free: "queue.SimpleQueue[torch.Tensor]", failures: list[BaseException], num_threads: int
+) -> None:
     """Add what has been copied, in that order, until there is a ``None``. After a failure, nothing is added."""
     with WorkerTeam(num_threads) as team:
         while (found := copied.get()) is not None:
-            passed, arrival, buffer = found
+            passed, wait, buffer = found
             try:
-                if progress.failure is None:
-                    arrival.wait()
+                if not failures:
+                    wait()
                     add_on_host(passed, team)
             except BaseException as error:  # noqa: BLE001 - whoever reads a sum raises it
-                progress.failure = error
-            del found, passed, arrival  # which keep an event from being used again, and the sums' memory
+                failures.append(error)
+            del found, passed, wait  # which keep an event from being used again, and the sums' memory
             free.put(buffer)
-            with progress.changed:
-                progress.num_pending -= 1
-                progress.changed.notify_all()
+            copied.task_done()
 
 
 def batches(sums: Sequence[Pair], num_items: int) -> Iterator[list[Pair]]:

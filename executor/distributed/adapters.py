@@ -141,19 +141,15 @@ def bind_adapted_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Let adapters of parameters show adapted weights, see [Note: Adapted parameters]; yield functions that undo it."""
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
-            yield replace_attribute(module, "_activate_lora", _Showing(module))
+            yield replace_attribute(module, "_activate_lora", _showing(module._activate_lora))
             yield replace_attribute(module, "_remove_parametrizations", lambda: None)
 
 
-class _Showing:
-    """Takes the place of a wrapper's ``_activate_lora``."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self._activate, self._base = wrapper._activate_lora, wrapper.get_base_layer()
+def _showing(activate: Any) -> Callable[[list[str]], contextlib.AbstractContextManager[None]]:
+    """Return what takes the place of a wrapper's ``_activate_lora``, a context: there the module reads its results."""
 
     @contextlib.contextmanager
-    def __call__(self, adapters: list[str]) -> Iterator[None]:
-        """Return a context in which the module reads adapted weights."""
+    def show_adapted(adapters: list[str]) -> Iterator[None]:
         undo: list[Callable[[], None]] = []
 
         def show(base: nn.Module, name: str, proxy: nn.Module) -> None:
@@ -164,8 +160,10 @@ class _Showing:
         try:
             with contextlib.ExitStack() as stack:
                 with mock.patch.object(parametrize, "register_parametrization", show):
-                    stack.enter_context(self._activate(adapters))
+                    stack.enter_context(activate(adapters))
                 yield
         finally:
             for each in reversed(undo):
                 each()
+
+    return show_adapted

@@ -71,6 +71,7 @@ def split_experts(
         banks.setdefault(path, []).append(_Bank(unit.name, *found[0].rows, of["gate_up_proj"], of["down_proj"]))
         before[path] = sender
     undo = []
+    group = group if group is not None and group.size > 1 else None
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
         _check(path, module, of_layer)
@@ -94,19 +95,15 @@ def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
 
 
 @final
+@dataclasses.dataclass(frozen=True)
 class _Experts:
-    """The forward of a module of experts; see [Note: Separate experts]."""
+    """The forward of a module of experts; see [Note: Separate experts]. ``_group`` is ``None`` if it has one rank."""
 
-    def __init__(
-        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, callbacks: ModuleCallbacks
-    ) -> None:
-        self._module = module
-        self._banks = banks
-        self._before = before
-        self._group = group if group is not None and group.size > 1 else None
-        self._callbacks = callbacks
-        self._num_own = banks[-1].stop
-        self._num_ranks = self._group.size if self._group else 1
+    _module: nn.Module
+    _banks: Sequence[_Bank]
+    _before: str
+    _group: Group | None
+    _callbacks: ModuleCallbacks
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -114,7 +111,8 @@ class _Experts:
         """Return each token's sum of experts' outputs, weighted by its routing weights, ``[tokens, hidden]``."""
         num_tokens, top = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1))
-        counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
+        num_ranks = self._group.size if self._group else 1
+        counts = torch.bincount(ids, minlength=num_ranks * self._banks[-1].stop)
         visits = hidden_states[order // top]
         made = self._compute_on_all_ranks(visits, counts) if self._group else self._compute(visits, counts.tolist())
         weighted = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -126,14 +124,15 @@ class _Experts:
     def _compute_on_all_ranks(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts, and receive the outputs."""
         assert self._group is not None
-        every = [self._num_own] * self._num_ranks
+        num_own, num_ranks = self._banks[-1].stop, self._group.size
+        every = [num_own] * num_ranks
         theirs = torch.empty_like(counts)  # tokens of every rank for every expert of this one
         self._group.all_to_all(theirs, counts, every, every)
-        num_sent, num_received = torch.stack((counts, theirs)).view(2, self._num_ranks, -1).sum(-1).tolist()
-        experts = torch.arange(self._num_own, device=counts.device).repeat(self._num_ranks)
+        num_sent, num_received = torch.stack((counts, theirs)).view(2, num_ranks, -1).sum(-1).tolist()
+        experts = torch.arange(num_own, device=counts.device).repeat(num_ranks)
         order = torch.sort(experts.repeat_interleave(theirs), stable=True).indices
         received = all_to_all(visits, self._group, num_sent, num_received)[order]
-        made = self._compute(received, theirs.view(self._num_ranks, -1).sum(0).tolist())
+        made = self._compute(received, theirs.view(num_ranks, -1).sum(0).tolist())
         return all_to_all(made[_inverse(order)], self._group, num_received, num_sent)
 
     def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -61,13 +61,10 @@ class Group:
         else:
             self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
 
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum over all ranks, in their own type, with the same bits on all ranks."""
-        self._reduce(values, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the maximum over all ranks, element by element."""
-        self._reduce(values, dist.ReduceOp.MAX)
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Replace ``values`` by the sum or maximum over all ranks, in their own type, with the same bits everywhere."""
+        if (group := self._device) is not None:
+            self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
         """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
@@ -82,7 +79,13 @@ class Group:
             own.copy_(values[self.rank * len(own) : (self.rank + 1) * len(own)])
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        num_received: Sequence[int],
+        num_sent: Sequence[int],
+        *,
+        on_host: bool = False,
     ) -> None:
         """Send every rank its rows of ``sent``, and receive the rows for this rank, in the order of ranks.
 
@@ -91,14 +94,13 @@ class Group:
             sent: ``[sum(num_sent), ...]``, contiguous.
             num_received: rows from each rank.
             num_sent: rows for each rank.
+            on_host: whether they are in host memory.
         """
-        self._all_to_all(self._device, received, sent, num_received, num_sent)
-
-    def all_to_all_on_host(
-        self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
-    ) -> None:
-        """Do the same in host memory. See :meth:`all_to_all`."""
-        self._all_to_all(self._hosts, received, sent, num_received, num_sent)
+        if (group := self._hosts if on_host else self._device) is None:
+            received.copy_(sent)
+            return
+        counts = list(num_received), list(num_sent)
+        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def all_gather_on_host(self, own: torch.Tensor) -> torch.Tensor:
         """All-gather every rank's ``own``, ``[n]``, and return them concatenated in host memory, ``[size * n]``."""
@@ -148,21 +150,3 @@ class Group:
     def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
         return dict(zip(self._ranks, self.all_gather_on_host(digest).view(self.size, -1), strict=True))
-
-    def _all_to_all(
-        self,
-        group: dist.ProcessGroup | None,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        num_received: Sequence[int],
-        num_sent: Sequence[int],
-    ) -> None:
-        if group is None:
-            received.copy_(sent)
-            return
-        counts = list(num_received), list(num_sent)
-        self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
-
-    def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if (group := self._device) is not None:
-            self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))

@@ -73,15 +73,19 @@ def update_matrices(
     sent = values[len(values) - sum(num_sent) :]
     received, operands = values[: sum(num_received)], values[sum(num_received) : len(values) - sum(num_sent)]
 
+    def send(target: torch.Tensor, values: torch.Tensor, *counts: Sequence[int]) -> None:
+        in_bytes = ([values.itemsize * count for count in each] for each in counts)
+        exchange(target.view(torch.uint8), values.view(torch.uint8), *in_bytes)  # gloo does not take all types
+
     order = [parts[i] for share in of_ranks for i in share]
     places = torch.split(sent, [part.size for part in order])
     for part, place in zip(order, places, strict=True):
         gradient = memory[: 4 * part.size].view(torch.float32).copy_(part.gradient).mul_(part.scale)
         place.copy_(momentum_update(part.momentum, gradient, part.params))
-    exchange(_as_bytes(received), _as_bytes(sent), *_in_bytes(num_received, num_sent))
+    send(received, sent, num_received, num_sent)
     for i, of_matrix in zip(of_ranks[group.rank], _by_matrix(received, parts, of_ranks[group.rank]), strict=True):
         _orthogonalize(parts[i], of_matrix, operands)
-    exchange(_as_bytes(sent), _as_bytes(received), *_in_bytes(num_sent, num_received))
+    send(sent, received, num_sent, num_received)
     for part, place in zip(order, places, strict=True):
         apply_update(part.master, place, part.params)
         if part.weight_out is not None:
@@ -110,8 +114,7 @@ def _orthogonalize(part: MatrixPart, of_ranks: Sequence[torch.Tensor], operands:
     whole = operands[: math.prod(shape)].view(shape)
     for rank, values in enumerate(of_ranks):
         _of_rank(part.shard, rank, whole).copy_(_unfused(part.shard, values))
-    params = part.params
-    result = newton_schulz(whole, params.ns_coefficients, params.eps, params.ns_steps, operands)
+    result = newton_schulz(whole, part.params, operands)
     for rank, values in enumerate(of_ranks):
         _unfused(part.shard, values).copy_(_of_rank(part.shard, rank, result))
 
@@ -127,11 +130,3 @@ def _of_rank(shard: ParameterShard, rank: int, whole: torch.Tensor) -> torch.Ten
 def _unfused(shard: ParameterShard, values: torch.Tensor) -> torch.Tensor:
     assert shard.dim is not None
     return torch.unflatten(values.view(shard.shape), shard.dim, (shard.num_fused, -1))
-
-
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.uint8)  # gloo does not take all types
-
-
-def _in_bytes(*counts: Sequence[int]) -> tuple[list[int], ...]:
-    return tuple([torch.bfloat16.itemsize * count for count in each] for each in counts)

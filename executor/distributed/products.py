@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
+from executor.callbacks import Saved
 from executor.distributed.groups import Group
 
 _GROUPS: Final = weakref.WeakValueDictionary[int, Group]()  # custom operators take only numbers and tensors
@@ -46,7 +47,7 @@ def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tenso
     Raises:
         RankError: a rank has failed.
     """
-    result: torch.Tensor = _SummedProduct.apply(*_SaveFactors.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _SummedProduct.apply(*Saved.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,21 +61,6 @@ def summed_product_operator(
     if bias is not None:
         result += bias
     return result
-
-
-class _SaveFactors(torch.autograd.Function):
-    """Saves its inputs for backward; see [Note: Factors first]."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(values, matrix)
-        found = values.view_as(values), matrix.view_as(matrix)
-        ctx.mark_non_differentiable(*itertools.compress(found, [not needed for needed in ctx.needs_input_grad]))
-        return found
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradients
 
 
 class _SummedProduct(torch.autograd.Function):

@@ -155,28 +155,21 @@ def _divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> list[Undo]
 
 
 def _copy_input(modules: list[nn.Module], group: Group, no_compile: NoCompile) -> list[Undo]:
-    hook = no_compile(_InputCopy(modules[-1], group).before)
-    return [module.register_forward_pre_hook(hook).remove for module in modules]
+    """Call :func:`copy_to_group` once for several modules with the same input, of which the last one runs last."""
+    given = made = None
 
-
-@final
-class _InputCopy:
-    """Calls :func:`copy_to_group` once for several modules with the same input. ``last`` is the last one to run."""
-
-    def __init__(self, last: nn.Module, group: Group) -> None:
-        self._last = last
-        self._group = group
-        self._given: torch.Tensor | None = None
-        self._made: torch.Tensor | None = None
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal given, made
         values, *others = args
-        if self._given is not values or self._made is None:
-            self._given, self._made = values, copy_to_group(values, self._group)
-        made = self._made
-        if module is self._last:
-            self._given = self._made = None
-        return made, *others
+        if given is not values or made is None:
+            given, made = values, copy_to_group(values, group)
+        copied = made
+        if module is modules[-1]:
+            given = made = None
+        return copied, *others
+
+    hook = no_compile(before)
+    return [module.register_forward_pre_hook(hook).remove for module in modules]
 
 
 def _row_parallel_forward(

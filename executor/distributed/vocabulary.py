@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -156,7 +157,7 @@ class _CrossEntropy(torch.autograd.Function):
         most, at = scores.max(-1)
         own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # log-sum-exp of this rank's shard
         whole = own.clone()
-        group.all_reduce_max(whole)
+        group.all_reduce(whole, dist.ReduceOp.MAX)
         sums = (own - whole).exp_()
         group.all_reduce(sums)
         whole += sums.log_()

@@ -41,6 +41,7 @@ TIMEOUT: Final = dt.timedelta(minutes=30)
 LANE_THREAD: Final = "lane "
 """Prefix of the names of lane threads. All other threads are the caller's."""
 
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # all processes on one machine share it, and no others
 _FAILED: Final = "failed"
 _TOGETHER: Final = "make all ranks prepare equally often, and end together"
 
@@ -290,6 +291,11 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
     )
 
 
+def this_machine() -> str:
+    """Return a name that all processes on this machine share, and no others."""
+    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
+
+
 def _siblings() -> set[int]:
     """Return the numbers of the running processes that this one's parent has started, itself among them."""
     found = set()
@@ -306,7 +312,6 @@ def _namespace() -> str:
     if not hasattr(os, "pidfd_open"):
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""

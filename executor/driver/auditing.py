@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from executor.audit import Audit, AuditError
+from executor.audit.audit import Audit, AuditError
 from executor.audit.cases import stored_gradients
-from executor.distributed.host_collectives import HostCollectives
+from executor.distributed.ranks import HostCollectives
 from executor.driver.runtime import Runtime
 
 

@@ -1,6 +1,7 @@
 """One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
 
 import contextlib
+import dataclasses
 import itertools
 import warnings
 import zlib
@@ -10,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from executor.audit import Audit
+from executor.audit.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.on_demand import OnDemand, check_second_order, why_not
@@ -25,7 +26,6 @@ from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.packed import as_real
-from executor.tasks.updates import ParameterUpdate
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -142,7 +142,7 @@ class IterationDriver:
             self._begin()
         if self.trains and unit in self._evaluated:
             raise OutOfOrderError(f"the model reached {unit} with gradients, but the plan expects it without them")
-        self.progress.forward(unit)
+        self.progress.reach(Op.FORWARD, unit)
         if (state := self._units.get(unit)) is not None:
             state.spent.clear()  # in this stream's order, its updates have ended: see [Note: Spent]
             if state.is_resident:
@@ -242,7 +242,7 @@ class IterationDriver:
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """See :class:`executor.callbacks.HeadCallbacks`."""
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
         made_in = self._loop.iteration
 
         @contextlib.contextmanager
@@ -498,11 +498,10 @@ class IterationDriver:
 
         See [Note: Short groups] and [Note: On demand].
         """
-        if self.progress.has_left:
-            with self._clipping:
+        with self._clipping:
+            if self.progress.has_left:
                 self._end_on_demand()
-        elif num_complete := self.progress.num_complete:
-            with self._clipping:
+            elif num_complete := self.progress.num_complete:
                 self._end_after(num_complete)
 
     def _end_on_demand(self) -> None:
@@ -559,7 +558,8 @@ class IterationDriver:
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 name, shape = self._of_parameter[id(parameter)]
-                updates[name] = ParameterUpdate(rule.of_parameter(number, shape), self.gradients.scale(name))
+                of_parameter = rule.of_parameter(number, shape)
+                updates[name] = dataclasses.replace(of_parameter, scale=self.gradients.scale(name))
         self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
             ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())

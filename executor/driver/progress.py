@@ -47,7 +47,7 @@ class Progress:
         *,
         backward_begins: Callable[[int], None],
         backward_ended: Callable[[int], None],
-        unbroken: contextlib.AbstractContextManager[None],
+        unbroken: contextlib.AbstractContextManager[object],
     ) -> None:
         self.task: Task | None = None
         self.has_left = False
@@ -143,7 +143,7 @@ class Progress:
         self._left.clear()
 
     def end_early(self) -> None:
-        """Skip the micro-batches that are missing. Raises as :meth:`forward`."""
+        """Skip the micro-batches that are missing. Raises as :meth:`reach`."""
         while (expected := self._loop.expected()) is not None and expected.op is not Op.CLIP:
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
@@ -163,24 +163,15 @@ class Progress:
         """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
         return self.task is not None and unit not in self._left
 
-    def forward(self, unit: str) -> None:
-        """Forward has reached a unit.
-
-        Raises:
-            OutOfOrderError: the plan does not expect it here.
-            LaneError: a task failed on some lane.
-        """
-        self._reach(Op.FORWARD, unit)
-
     def recompute(self, unit: str) -> None:
-        """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
+        """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`reach`."""
         op = self._recompute_ops[unit]
         if not self.is_at(op, unit):
             self.enter_backward()
-            self._reach(op, unit)
+            self.reach(op, unit)
 
     def backward(self, unit: str) -> None:
-        """Backward has reached a unit. Raises as :meth:`forward`.
+        """Backward has reached a unit. Raises as :meth:`reach`.
 
         A plan brings no weights for the backward of units that neither train nor come after one that does. Backward
         reaches them all the same if the batch itself needs gradients.
@@ -198,12 +189,18 @@ class Progress:
         self.recomputed(unit)
 
     def recomputed(self, unit: str) -> None:
-        """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`forward`."""
+        """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`reach`."""
         if not self.is_at(Op.BACKWARD, unit):
             self.enter_backward()
-            self._reach(Op.BACKWARD, unit)
+            self.reach(Op.BACKWARD, unit)
 
-    def _reach(self, op: Op, unit: str) -> None:
+    def reach(self, op: Op, unit: str) -> None:
+        """Forward, recomputation or backward has reached a unit.
+
+        Raises:
+            OutOfOrderError: the plan does not expect it here.
+            LaneError: a task failed on some lane.
+        """
         self._skip_to(op, unit)
         try:
             if unit in self._unused:

@@ -11,8 +11,7 @@ import torch
 from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
-from executor.distributed.host_collectives import HostCollectives
-from executor.distributed.ranks import Ranks
+from executor.distributed.ranks import HostCollectives, Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
@@ -22,8 +21,8 @@ from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
 from executor.module.visibility import WeightVisibility
-from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
+from executor.optimizer.workers import WorkerTeam
 from executor.options import Options
 from executor.packed import with_own_storage
 from executor.tasks.actions import Actions
@@ -104,7 +103,7 @@ class Runtime:
         self.storage = Storage(options.storage_dir, rank)
         failing.callback(self.storage.close)
         self.state = state = ModelState(units, decisions, shards, self.gpu, self.host, self.storage, ranks, written)
-        failing.callback(state.give_back)
+        failing.callback(state.give_back_last)
         self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
         self.snapshots = None
         if takes_snapshots:
@@ -525,11 +524,10 @@ class Runtime:
         if frozen.is_sharded and not self.parked:
             self._fill_slot(unit)
             return frozen.device[own].to("cpu", copy=True)
-        frozen.read()
-        stored = frozen.stored
         if not frozen.is_sharded:
-            return stored[own] if frozen.file is None else stored[own].clone()
-        return self._gathered_on_host(unit, stored)[own]
+            return frozen.own_bytes(parameter)
+        frozen.read()
+        return self._gathered_on_host(unit, frozen.stored)[own]
 
     def _gathered_on_host(self, unit: UnitState, own: torch.Tensor) -> torch.Tensor:
         if self._gathered[0] != (what := f"{unit.name} {own.dtype}"):  # trained or frozen, which are bytes

@@ -1,6 +1,7 @@
 """Calls that change a session: if one does not complete, the session has failed."""
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, final
 
 from planner.schedule.loop import OutOfOrderError
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
 
 
 @final
-class Unbroken(contextlib.AbstractContextManager[None]):
+@dataclasses.dataclass(frozen=True)
+class Unbroken(contextlib.AbstractContextManager["Unbroken"]):
     """A context for a part of a call that changes the session: if it does not complete, the session has failed.
 
     [Note: Interrupted] A signal's handler may raise anywhere (Ctrl-C, time limits). Calls that only read can then be
@@ -19,28 +21,22 @@ class Unbroken(contextlib.AbstractContextManager[None]):
     call says so. In forward and backward, weights and state of the last step are still whole where updates begin at the
     step: then lanes finish them, and ``close()`` gives the weights back.
 
-    Args:
+    Attributes:
         runtime: of the session.
         call: the call, in words.
         keeps: whether weights and state stay those of the last step.
         expected: errors that leave everything as it was, or are followed by a call that sets it.
     """
 
-    def __init__(
-        self, runtime: "Runtime", call: str, *, keeps: bool = False, expected: tuple[type[BaseException], ...] = ()
-    ) -> None:
-        self._runtime = runtime
-        self._call = call
-        self._keeps = keeps
-        self._expected: tuple[type[BaseException], ...] = (OutOfOrderError, *expected)
-
-    def __enter__(self) -> None:
-        return None
+    runtime: "Runtime"
+    call: str
+    keeps: bool = False
+    expected: tuple[type[BaseException], ...] = ()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is None:
             return
-        if not isinstance(error, self._expected):
-            self._runtime.fail(self._call, error, keeps=self._keeps)
-        elif isinstance(error, OutOfOrderError) and self._runtime.inside_iteration and self._runtime.ranks is not None:
-            self._runtime.ranks.report_failure(error)  # others wait for the tasks that this rank does not reach
+        if not isinstance(error, (OutOfOrderError, *self.expected)):
+            self.runtime.fail(self.call, error, keeps=self.keeps)
+        elif isinstance(error, OutOfOrderError) and self.runtime.inside_iteration and self.runtime.ranks is not None:
+            self.runtime.ranks.report_failure(error)  # others wait for the tasks that this rank does not reach

@@ -179,10 +179,6 @@ class Arena:
         self._released.clear()
         return sum(done.values())
 
-    def clear(self) -> None:
-        """Drop all blocks. A block's memory is freed with its last view."""
-        self._blocks.clear()
-
     def _error(self, name: str, num_bytes: int) -> DeviceMemoryError:
         return DeviceMemoryError(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
 

@@ -134,6 +134,11 @@ class ForwardState:
             or any(repr(_get_state(generator)) != repr(state) for generator, state in before.random)
         )
 
+    def has_drawn(self, before: "Snapshot") -> bool:
+        """Return whether torch's global generator has drawn since: that of the current GPU, if there is one."""
+        *_, last = _of_torch()
+        return any(not torch.equal(one.get_state(), state) for one, state in before.random if one is last)
+
     def has_set_attributes(self, before: "Snapshot") -> bool:
         """Return whether an attribute or an entry of a container has become another object."""
         return any(_differs(holder, contents) for holder, contents in before.holders)

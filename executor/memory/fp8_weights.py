@@ -12,14 +12,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from numba import njit
 
 from executor.devices.backend import as_array
 from executor.distributed.groups import Group
 from executor.memory.pieces import DTYPES
-from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits
 from executor.optimizer.passes import as_float32
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions.fp8 import CAST_AT_ONCE, Fp8Weights
 
 _LARGEST_E4M3: Final = 448.0
@@ -94,7 +95,7 @@ class Fp8Copy:
         values = as_array(weights)
         largest = largest_bits(values, own, team)
         if self.group is not None:
-            self.group.all_reduce_max(torch.from_numpy(largest))
+            self.group.all_reduce(torch.from_numpy(largest), dist.ReduceOp.MAX)
         scales = as_array(self._host_scales)
         scales[:] = scales_of(largest)
         cast_to_fp8(values, scales, own, as_array(self.host[self.sizes.scales_bytes :]), team)
@@ -111,7 +112,7 @@ class Fp8Copy:
             if len(values):
                 largest[i] = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
         if self.group is not None:
-            self.group.all_reduce_max(largest.view(torch.int32))  # NaN is the largest
+            self.group.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX)  # NaN is the largest
         self.scales.copy_(_LARGEST_E4M3 / largest.double().clamp_(min=_SMALLEST_DIVISOR))
         out = self._own(self._block)
         for scale, part in zip(torch.split(self.scales, 1), own, strict=True):

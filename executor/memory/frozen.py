@@ -96,6 +96,12 @@ class FrozenWeights:
         if self.file is not None:
             self.file.read(self.name, whole_blocks(self.host))
 
+    def own_bytes(self, parameter: FrozenParameter) -> torch.Tensor:
+        """Return the bytes of a parameter that the rank holds whole; those from NVMe in memory of their own."""
+        self.read()
+        held = self.stored[parameter.start : parameter.stop]
+        return held if self.file is None else held.clone()
+
     def set_values(self, values_of: Callable[[FrozenParameter], Iterable[torch.Tensor]]) -> None:
         """Set the parameters, wherever they are kept.
 

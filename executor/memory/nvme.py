@@ -7,6 +7,7 @@ block.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -30,30 +31,29 @@ Key = tuple[str, int]
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True)
 class UnreadBytes:
     """A range of bytes that are somewhere else. It is sliced like a tensor, and read only when it is copied.
 
-    Args:
+    Attributes:
         read_range: reads the bytes between its first two arguments; the others are those of :meth:`read`.
         start, stop: the range.
     """
 
-    def __init__(
-        self, read_range: Callable[[int, int, torch.Tensor, torch.Tensor], None], start: int, stop: int
-    ) -> None:
-        self._read_range = read_range
-        self._start, self._stop = start, stop
+    read_range: Callable[[int, int, torch.Tensor, torch.Tensor], None]
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self.stop - self.start
 
     def __getitem__(self, part: slice) -> "UnreadBytes":
         start, stop, _ = part.indices(len(self))
-        return UnreadBytes(self._read_range, self._start + start, self._start + stop)
+        return UnreadBytes(self.read_range, self.start + start, self.start + stop)
 
     def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
         """Read the current version into ``target``, uint8, through ``scratch``, uint8, which has whole blocks."""
-        self._read_range(self._start, self._stop, target, scratch)
+        self.read_range(self.start, self.stop, target, scratch)
 
 
 @final

@@ -26,7 +26,8 @@ from typing import Any, Final, Literal, final
 import torch
 
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
-from executor.distributed.ranks import Ranks, this_machine
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import this_machine
 from planner.schedule.tasks import MemoryClass
 
 _FAILED: Final = "failed"

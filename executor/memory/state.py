@@ -17,13 +17,13 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.fp8_weights import Fp8Copy
-from executor.memory.frozen import FrozenParameter, FrozenWeights, take_frozen
+from executor.memory.frozen import FrozenParameter, take_frozen
 from executor.memory.nvme import StoredState
 from executor.memory.nvme_files import Storage
 from executor.memory.pieces import DTYPES, TIES, Part, Piece, State, StateBuffer, pieces_of, state_buffers
 from executor.memory.units import Holding, ParameterState, UnitState
 from executor.optimizer.split import SplitMaster, opened
-from executor.packed import as_real
+from executor.packed import as_real, with_own_storage
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
@@ -117,7 +117,7 @@ class ModelState:
         try:
             self._move_all_in(units, assigned.of_unit, shards)
         except BaseException:
-            self.give_back()
+            self.give_back_last()
             raise
 
     def _move_all_in(
@@ -139,7 +139,25 @@ class ModelState:
                     if shard.leaf is not shard.whole and not left[shard.name]:
                         shard.whole.data = without_values(shard.whole_shape, self.dtype)
 
-    def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
+    def give_back(self, weights: Callable[[str], torch.Tensor] | None) -> None:
+        """Give the model its weights.
+
+        Args:
+            weights: returns a parameter's weights, or the bytes of a quantized one, in the memory that is to hold them.
+                ``None``: they are not those of one step, or only all ranks together have them. Parameters become NaN.
+        """
+        for name, shard in self.shards().items():
+            if weights is None or name in self.absent:
+                if not shard.stored.is_wrapper:  # a wrapper's class does not take other values
+                    dtype = self.dtype if name in self.by_parameter else shard.whole.dtype
+                    shard.whole.data = without_weights(shard, dtype)
+            elif shard.stored.is_quantized:
+                shard.stored.live_in(weights(name))
+                shard.stored.own_tables()
+            elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
+                shard.whole.data = shard.in_model(with_own_storage(weights(name)))
+
+    def give_back_last(self, *, in_iteration: bool = False) -> None:
         """Give the model the weights of the last step if a session cannot begin, or ends during an iteration.
 
         Weights stay in the memory that holds them, with two exceptions that take new memory: weights on NVMe, and all
@@ -149,32 +167,15 @@ class ModelState:
         Args:
             in_iteration: whether an iteration is under way. Updates of the last step have ended, and none of this
                 iteration has begun.
-            lost: whether the weights are not those of one step, or only all ranks together have them. Parameters become
-                NaN.
         """
-        for held in self.by_parameter.values():
-            shard = held[0][1].shard
-            if lost or self._ranks is not None or shard.name in self.absent:
-                shard.whole.data = without_weights(shard, self.dtype)
-            elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
-                parts = [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held]
-                shard.whole.data = shard.in_model(unshard(parts, None))
-        for frozen in (unit.frozen for unit in self.units.values() if unit.frozen is not None):
-            self._give_frozen_back(frozen, lost=lost)
 
-    def _give_frozen_back(self, frozen: FrozenWeights, *, lost: bool) -> None:
-        """Make frozen parameters views of the memory that holds them. Those on NVMe get new memory."""
-        stored = frozen.stored
-        if frozen.file is not None and not lost:
-            frozen.read()
-            stored = stored.clone()
-        for parameter in frozen.parameters:
-            shard = parameter.shard
-            if lost or self._ranks is not None or shard.name in self.absent or not shard.is_whole:
-                if not shard.stored.is_wrapper:  # a wrapper's class does not take other values
-                    shard.whole.data = without_values(shard.whole.shape, shard.whole.dtype)
-            else:
-                parameter.live_in(stored[parameter.start : parameter.stop])
+        def weights(name: str) -> torch.Tensor:
+            trained, frozen = self.by_parameter.get(name, ()), self.frozen_by_parameter.get(name, ())
+            parts = [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in trained]
+            parts += [(p.shard, p.of(unit.frozen.own_bytes(p))) for unit, p in frozen if unit.frozen is not None]
+            return unshard(parts, None)
+
+        self.give_back(weights if self._ranks is None else None)
 
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
         if not from_masters and not unit.on_nvme:

@@ -20,8 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from executor.checkpoint import ReadRequest
 from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.format.layout import Dtype
+from executor.checkpoint.format.reader import ReadRequest
 from executor.checkpoint.source import MASTER
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import unshard
@@ -37,6 +38,20 @@ from planner.optimizers import Optimizer
 
 STAGED_BYTES: Final = 256 << 20
 """Approximate host memory for state that is being copied to a device."""
+
+DTYPES: Final[Mapping[Dtype, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of tensors, by their names in safetensors."""
+
+NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}
 
 _Held = tuple[UnitState, Piece]
 

@@ -13,7 +13,6 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.fp8_weights import Fp8Copy
 from executor.memory.frozen import FrozenWeights
 from executor.memory.pieces import Part, Piece, State, as_state
-from executor.optimizer.passes import BLOCK
 from planner.decisions import Place
 from planner.optimizers import Optimizer
 
@@ -62,13 +61,6 @@ class ParameterState:
     def parts_in(self, piece: Piece) -> Iterator[Part]:
         """Yield the parts that lie in a piece."""
         return (part for part in self.parts if part.piece.index == piece.index)
-
-    def state_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return a part of a state of the shard, flat, by value or by block."""
-        start, stop = part.start - self.start, part.stop - self.start
-        return (
-            values[start:stop] if len(values) == self.stop - self.start else values[start // BLOCK : -(-stop // BLOCK)]
-        )
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
         """Return the values of a part, given the shard's flat ``values``."""

@@ -172,7 +172,15 @@ def bind(
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
     if decisions.loss_tile_tokens is not None:
-        undo.append(tile_head(model, decisions.loss_tile_tokens, unit_of, callbacks))
+        at_first = unit_of
+        undo.append(
+            tile_head(
+                model,
+                decisions.loss_tile_tokens,
+                lambda head: callbacks.on_backward(at_first[head]),
+                lambda head: callbacks.on_logits(at_first[head]),
+            )
+        )
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 from unittest import mock
 
 import torch
@@ -14,20 +14,8 @@ from executor.memory.state import without_values
 _LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
-class Absent(NamedTuple):
-    """Parameters and buffers that have a shape but no values.
-
-    Attributes:
-        parameters: ``id`` of each parameter.
-        buffers: names of the buffers that files of weights hold.
-    """
-
-    parameters: frozenset[int]
-    buffers: frozenset[str]
-
-
-def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
-    """Move parameters from the meta device to the host, without memory; return what has no values.
+def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> tuple[frozenset[int], frozenset[str]]:
+    """Move parameters from the meta device to the host, without memory.
 
     Buffers that ``transformers`` computes from a configuration, such as rotary frequencies, get their values. So do
     adapters that ``peft`` initialises without reading the weights (LoRA by default).
@@ -35,6 +23,9 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
     Args:
         model: changed in place; its parameters stay the same objects.
         failing: gets callbacks that move parameters back to the meta device.
+
+    Returns:
+        What has a shape but no values: ``id`` of each parameter, and names of the buffers that files of weights hold.
 
     Raises:
         ValueError: neither files nor ``transformers`` have the values of a buffer.
@@ -47,7 +38,7 @@ def take_off_meta(model: nn.Module, failing: contextlib.ExitStack) -> Absent:
         failing.callback(
             functools.partial(_swap_tensor, parameter, parameter.new_empty(parameter.shape, device="meta"))
         )
-    return Absent(frozenset(map(id, absent)), frozenset(persistent))
+    return frozenset(map(id, absent)), frozenset(persistent)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,9 @@ import contextvars
 import copy
 import dataclasses
 import functools
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -29,22 +28,6 @@ _PROMPTS: Final = frozenset({"PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"})
 KEYS_ALONE: Final = contextvars.ContextVar("keys_alone", default=False)
 """Whether only keys of ``state_dict()`` are needed, as when ``peft`` lists modules that are saved whole."""
 _PROMPT_METHOD: Final = "get_prompt_embedding_to_save"  # the method of a ``PeftModel`` that computes the prompt
-
-
-class Shape(NamedTuple):
-    """Shape and type of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a tensor of this shape."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def empty(self) -> torch.Tensor:
-        """Return a tensor of this shape without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 Read = Callable[[str], torch.Tensor]
@@ -145,37 +128,34 @@ class Naming:
         own = [name for name in self.tensors if name.startswith(f"prompt_encoder.{adapter}.")]
         return PROMPT in self.adapters[adapter] and len(own) > 1
 
-    def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the base model's tensors, by their names in :attr:`in_base`."""
-        return {plain: Shape(self.shape_of(name), self.tensors[name].dtype) for name, plain in self.in_base.items()}
-
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a whole tensor, given one of its names in the model."""
         tensor = self.tensors[name]
         return tuple(self._whole_shapes.get(id(tensor), tensor.shape))
 
-    def file_shapes(self, dtype: torch.dtype) -> dict[str, Shape]:
-        """Return the shapes of the tensors that are saved, by their names in files, in the order of :meth:`to_files`.
+    def file_shapes(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the tensors that are saved, on the meta device, by their names in files, as :meth:`to_files` orders.
 
         Args:
             dtype: data type of parameters. Buffers keep their own.
         """
-        shapes = {
-            plain: Shape(
+        held = {
+            plain: torch.empty(
                 self.shape_of(name),
-                dtype if isinstance(self.tensors[name], nn.Parameter) else self.tensors[name].dtype,
+                dtype=dtype if isinstance(self.tensors[name], nn.Parameter) else self.tensors[name].dtype,
+                device="meta",
             )
             for plain, name in self.saved_names().items()
         }
         return {
-            name: Shape(tuple(made.shape), made.dtype)
-            for conversion in self.to_files(shapes)
-            for name, made in conversion.apply(lambda plain: shapes[plain].empty()).items()
+            name: made
+            for conversion in self.to_files(held)
+            for name, made in conversion.apply(held.__getitem__).items()
         }
 
-    def of_files(self, found: Mapping[str, Shape]) -> tuple[list[Conversion], list[str]]:
+    def of_files(self, found: Collection[str]) -> tuple[list[Conversion], list[str]]:
         """Return the conversions from tensors of files to those of the base model, and unused names in files."""
-        expected = self.shapes()
+        expected = {plain: self.tensors[name] for name, plain in self.in_base.items()}
         if not _is_of_transformers(self.base):
             there = [Conversion(name, [("", name)]) for name in found if name in expected]
             return there, [name for name in found if name not in expected]

@@ -6,35 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.callbacks import replace_attribute
+from executor.callbacks import replace_attribute, with_gradient
 from executor.distributed.shards import BindingError
 from executor.packed import StoredParameter
 from planner.graph import Unit, multiplied_in_fp8
-
-
-class _FrozenProjection(torch.autograd.Function):
-    """A frozen quantized projection, which keeps nothing for backward.
-
-    If the weight is int8, ``bitsandbytes`` keeps the input, which only the gradient of a trained weight needs. Autograd
-    does not know of it, so recomputation would not free it. ``torchao`` lets autograd keep the dequantized weight. This
-    class has their arithmetic, and keeps neither.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        values: torch.Tensor,
-        module: nn.Module,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        backward: Callable[[Any, torch.Tensor], torch.Tensor],
-    ) -> Any:
-        ctx.module, ctx.backward_of, ctx.dtype, ctx.shape = module, backward, values.dtype, values.shape
-        return forward(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.reshape(-1, gradient.shape[-1]).to(ctx.dtype)
-        return ctx.backward_of(ctx.module, gradient).view(ctx.shape), None, None, None
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -123,10 +98,21 @@ def _without_saving(
     forward: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward of a frozen quantized projection, which keeps nothing for backward.
+
+    If the weight is int8, ``bitsandbytes`` keeps the input, which only the gradient of a trained weight needs. Autograd
+    does not know of it, so recomputation would not free it. ``torchao`` lets autograd keep the dequantized weight. This
+    has their arithmetic, and keeps neither.
+    """
+
     def run(values: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and values.requires_grad:
-            result: torch.Tensor = _FrozenProjection.apply(values, module, forward, backward)  # type: ignore[no-untyped-call]
-            return result
-        return forward(values)
+        if not (torch.is_grad_enabled() and values.requires_grad):
+            return forward(values)
+        shape, dtype = values.shape, values.dtype
+
+        def back(gradient: torch.Tensor) -> torch.Tensor:
+            return backward(module, gradient.reshape(-1, gradient.shape[-1]).to(dtype)).view(shape)
+
+        return with_gradient(values, forward, back)
 
     return run

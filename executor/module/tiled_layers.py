@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.callbacks import replace_attribute, same_autocast
+from executor.callbacks import Saved, replace_attribute, same_autocast
 from executor.memory.recompute_cache import running_again
 
 
@@ -58,8 +58,8 @@ class TiledModule:
         if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
             return self.in_tiles(hidden)
         anchor = hidden.new_empty(0).requires_grad_()  # makes a node that saves, even if the input needs no gradient
-        saved: Tensor = _Saved.apply(hidden, anchor)  # type: ignore[no-untyped-call]
-        result: Tensor = _Tiles.apply(saved, hidden.requires_grad, self, *parameters)  # type: ignore[no-untyped-call]
+        saved: Any = Saved.apply(hidden, anchor)  # type: ignore[no-untyped-call]
+        result: Tensor = _Tiles.apply(*saved, hidden.requires_grad, self, *parameters)  # type: ignore[no-untyped-call]
         return result
 
     def in_tiles(self, hidden: Tensor) -> Tensor:
@@ -103,32 +103,21 @@ class TiledModule:
                 owner[name] = parameter
 
 
-class _Saved(torch.autograd.Function):
-    """Saves a tensor for a later node, and passes it on."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, _anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 class _Tiles(torch.autograd.Function):
     """A module's output. Its parameters are arguments, so that they get gradients."""
 
     @staticmethod
-    def forward(ctx: Any, saved: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, saved: Tensor, anchor: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor
+    ) -> Tensor:
         ctx.autocast, ctx.converts = same_autocast(saved), torch.is_autocast_enabled(saved.device.type)
-        ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = saved.grad_fn, wants_hidden, tiled, parameters
+        ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = anchor.grad_fn, wants_hidden, tiled, parameters
         return tiled.in_tiles(saved)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
-        (hidden,) = ctx.saved.saved_tensors
+        hidden, _ = ctx.saved.saved_tensors
         rows = hidden.flatten(0, -2)
         of_hidden = torch.empty_like(rows) if ctx.wants_hidden else None
         sums: list[Tensor | None] = [None] * len(ctx.parameters)
@@ -147,7 +136,7 @@ class _Tiles(torch.autograd.Function):
                     of_hidden[start:end] = found.pop(0)
                 _add(found, sums)
                 del found, inputs  # else two tiles would exist at once
-        return None if of_hidden is None else of_hidden.view_as(hidden), None, None, *sums
+        return None if of_hidden is None else of_hidden.view_as(hidden), None, None, None, *sums
 
 
 def _add(values: Iterable[Tensor | None], sums: list[Tensor | None]) -> None:

@@ -9,18 +9,22 @@ is a sum over tiles. Any other operation computes all logits first.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.callbacks import HeadCallbacks, replace_attribute, same_autocast
+from executor.callbacks import replace_attribute, same_autocast
 from executor.distributed.shards import BindingError
 from executor.distributed.vocabulary import RowLosses
+
+Reading = Callable[[], contextlib.AbstractContextManager[None]]
+"""Makes a context in which a head has the weights of one forward. Entering raises OutOfOrderError if they are gone."""
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
@@ -33,16 +37,16 @@ def find_head(model: nn.Module) -> nn.Linear | None:
 def tile_head(
     model: nn.Module,
     num_tokens: int,
-    unit_of: Mapping[nn.Module, str] | None = None,
-    callbacks: HeadCallbacks | None = None,
+    on_backward: Callable[[nn.Module], None] = lambda _head: None,
+    on_logits: Callable[[nn.Module], Reading] = lambda _head: contextlib.nullcontext,
 ) -> Callable[[], None]:
     """Make a model compute its loss in tiles; return a function that restores the model.
 
     Args:
         model: a model whose head :func:`find_head` finds.
         num_tokens: number of tokens in a tile.
-        unit_of: the unit of each module, if the model is bound to a plan.
-        callbacks: called when forward and backward reach the head; ``None`` without a plan.
+        on_backward: called with the head when backward reaches it.
+        on_logits: called with the head in each forward; returns what makes a context, in which it has these weights.
 
     Raises:
         BindingError: the model has no such head.
@@ -52,8 +56,7 @@ def tile_head(
             f"the plan computes the loss in tiles of {num_tokens} tokens, but the model has no torch.nn.Linear as its "
             "output embeddings; plan with --loss-tile as large as the micro-batch"
         )
-    unit = unit_of[head] if unit_of else ""
-    return replace_attribute(head, "forward", TiledHead(head, num_tokens, unit, callbacks).forward)
+    return replace_attribute(head, "forward", TiledHead(head, num_tokens, on_backward, on_logits).forward)
 
 
 Watcher = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -61,19 +64,20 @@ Watcher = Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Tens
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class TiledHead:
     """Computes a head's logits, a tile at a time.
 
     Attributes:
+        module, num_tokens, on_backward, on_logits: see :func:`tile_head`.
         watcher: computes what is needed of the logits; ``None``: nothing looks on.
     """
 
-    def __init__(self, module: nn.Linear, num_tokens: int, unit: str, callbacks: HeadCallbacks | None) -> None:
-        self.module = module
-        self.num_tokens = num_tokens
-        self.unit = unit
-        self._callbacks = callbacks
-        self.watcher: Watcher | None = None
+    module: nn.Linear
+    num_tokens: int
+    on_backward: Callable[[nn.Module], None]
+    on_logits: Callable[[nn.Module], Reading]
+    watcher: Watcher | None = None
 
     def linear(self, hidden: Tensor) -> Tensor:
         """Return whole logits."""
@@ -89,13 +93,12 @@ class TiledHead:
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are computed when they are used."""
-        reading = self._callbacks.on_logits(self.unit) if self._callbacks else contextlib.nullcontext
-        return TiledLogits(_Recipe(self, hidden, (), reading, torch.is_grad_enabled()))
+        return TiledLogits(_Recipe(self, hidden, (), self.on_logits(self.module), torch.is_grad_enabled()))
 
     def _reporting(self, result: Tensor) -> Tensor:
         """Hook a result, so that the callback runs when backward reaches it; return the result."""
-        if (callbacks := self._callbacks) is not None and result.requires_grad:
-            result.register_hook(lambda _gradient: callbacks.on_backward(self.unit))  # type: ignore[no-untyped-call]
+        if result.requires_grad:
+            result.register_hook(lambda _gradient: self.on_backward(self.module))  # type: ignore[no-untyped-call]
         return result
 
 
@@ -113,7 +116,7 @@ class _Recipe(NamedTuple):
     head: TiledHead
     hidden: Tensor
     steps: tuple[Callable[[Tensor], Tensor], ...]
-    reading: Callable[[], contextlib.AbstractContextManager[None]]
+    reading: Reading
     trains: bool
 
     @property
@@ -275,31 +278,13 @@ def _whole(value: Any) -> Any:
     return value
 
 
-_PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "requires_grad",
-    "grad_fn",
-    "is_leaf",
-    "is_cuda",
-    "is_meta",
-)
-_METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "element_size",
-    "is_floating_point",
-    "is_complex",
-    "get_device",
-    "__len__",
-)
 _KNOWN_WITHOUT_VALUES: Final = frozenset(
-    {getattr(Tensor, name) for name in (*_PROPERTIES, *_METHODS)} | {torch.is_floating_point, torch.numel}
+    {
+        *(torch.is_floating_point, torch.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.is_cuda, Tensor.is_meta),
+        *(Tensor.requires_grad, Tensor.grad_fn, Tensor.is_leaf),
+    }
 )
 """Attributes that are known before logits are computed."""
 

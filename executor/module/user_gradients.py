@@ -4,6 +4,7 @@ Loops over all parameters run unguarded ([Note: Guarded parameters]), because th
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import final
 
 import torch
@@ -55,12 +56,13 @@ class UserGradients:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            for name, parts in self._parts.items():
-                if iteration in [part.arrived for part in parts]:
-                    whole = parts[0].shard.whole
-                    if name not in self._stand_ins:
-                        self._stand_ins[name] = OffloadedGradient(whole, name, self)
-                    whole.grad = self._stand_ins[name]
+            for name in self._arrived(iteration):
+                whole = self._parts[name][0].shard.whole
+                if name not in self._stand_ins:
+                    self._stand_ins[name] = OffloadedGradient(
+                        whole, name, partial(self.gradient_norm, name), partial(self.scale_gradient, name)
+                    )
+                whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -110,14 +112,15 @@ class UserGradients:
 
     def are_gone(self, iteration: int) -> bool:
         """Return whether no gradient has come in an iteration, or all were dropped. Raises as :meth:`dropped`."""
-        arrived = {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
+        arrived = self._arrived(iteration)
         return (not arrived or self._waits) and arrived <= self.dropped(iteration)
 
     def drop_arrived(self, iteration: int) -> None:
         """Drop the gradients of a backward that an exception has ended."""
-        self._dropped_early |= {
-            name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]
-        }
+        self._dropped_early |= self._arrived(iteration)
+
+    def _arrived(self, iteration: int) -> set[str]:
+        return {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
 
     def reopen(self, dropped: frozenset[str]) -> None:
         """Forget norms, because more is added to the gradients that were not dropped.

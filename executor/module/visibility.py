@@ -121,11 +121,9 @@ class WeightVisibility:
 
     def keep(self, unit: str) -> None:
         """Give weights that are in a unit's slot memory of their own, and show them there until :meth:`drop`."""
-        for parameter in self._packed(unit):
-            frozen = self._state.units[unit].frozen
-            assert frozen is not None
-            parameter.live_in(frozen.device[parameter.start : parameter.stop].clone())
-        packed = {id(parameter.shard.leaf) for parameter in self._packed(unit)}
+        for parameter, held in self._packed(unit):
+            parameter.live_in(held.clone())
+        packed = {id(parameter.shard.leaf) for parameter, _ in self._packed(unit)}
         with unguarded():
             self._kept[unit] = [
                 (leaf, leaf.data if id(leaf) in packed else weights.clone())
@@ -148,18 +146,18 @@ class WeightVisibility:
             return
         self.show("")
         for unit in self._kept:
-            for parameter in self._packed(unit):
-                frozen = self._state.units[unit].frozen
-                assert frozen is not None
-                parameter.live_in(frozen.device[parameter.start : parameter.stop])
+            for parameter, held in self._packed(unit):
+                parameter.live_in(held)
                 self._shown_for = None
         self._in_sight.difference_update(self._kept)
         self._kept.clear()
         self.show("")
 
-    def _packed(self, unit: str) -> list[FrozenParameter]:
-        frozen = self._state.units[unit].frozen
-        return [] if frozen is None else [p for p in frozen.parameters if p.shard.stored.is_quantized]
+    def _packed(self, unit: str) -> list[tuple[FrozenParameter, torch.Tensor]]:
+        """Return a unit's quantized parameters, with their bytes in its slot or block."""
+        if (frozen := self._state.units[unit].frozen) is None:
+            return []
+        return [(p, frozen.device[p.start : p.stop]) for p in frozen.parameters if p.shard.stored.is_quantized]
 
     def _show_memory(self, unit: str) -> None:
         for parameter, weights in self._kept.get(unit) or [

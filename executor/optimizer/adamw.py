@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 28
 """Bytes that a step reads and writes per parameter, with bf16 gradients and weights."""
@@ -25,6 +25,9 @@ class AdamWParams:
 
     Attributes:
         decoupled_weight_decay: weight decay is applied to the weight (AdamW), not added to the gradient (Adam).
+        seed: of stochastic rounding; ``None`` without it.
+        parameter: the parameter's number in the optimizer, on which random bits depend too.
+        start: position in the parameter of the first value, likewise.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -36,27 +39,12 @@ class AdamWParams:
     eps: float = 1e-8
     weight_decay: float = 1e-2
     decoupled_weight_decay: bool = True
+    seed: int | None = None
+    parameter: int = 0
+    start: int = 0
 
     def __post_init__(self) -> None:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
-
-
-@dataclass(frozen=True, slots=True)
-class SeededAdamWParams(AdamWParams):
-    """Hyper-parameters of AdamW, and what random bits depend on.
-
-    Attributes:
-        seed: of the rounding.
-        parameter: the parameter's number in the optimizer.
-        start: position in the parameter of the first value.
-
-    Raises:
-        ValueError: as those of AdamW.
-    """
-
-    seed: int = 0
-    parameter: int = 0
-    start: int = 0
 
 
 def adamw_factors(params: AdamWParams, step: int) -> tuple[np.float32, ...]:
@@ -101,38 +89,25 @@ def _update(
     grad_scale: Any,
     factors: Any,
 ) -> None:
-    for i in range(master.size):
-        g = as_float32(grad[i]) * grad_scale
-        if l2 is not None:
-            g = g + l2 * master[i]
-        p, m, v = advanced(master[i], exp_avg[i], exp_avg_sq[i], g, factors)
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        master[i] = p
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any,
-    start: Any,
-    stop: Any,
-    buffers: Any,
-    grad: Any,
-    args: Any,
-    position: Any,  # noqa: ARG001
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (ms, vs), gs, _ = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
+        for i in range(ps.size):
+            g = as_float32(gs[i]) * grad_scale
+            if l2 is not None:
+                g = g + l2 * ps[i]
+            p, m, v = advanced(ps[i], ms[i], vs[i], g, factors)
+            ms[i] = m
+            vs[i] = v
+            ps[i] = p
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """Keys of both moments in a parameter's state."""
 
-adamw_step: Final = HostStep(_update, _update_split, MOMENTS, _kernel_args)
+adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g

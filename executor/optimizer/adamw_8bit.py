@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.adamw_bf16 import round_weights_into, seeds_of
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at
 from executor.optimizer.blocks import (
@@ -28,7 +28,7 @@ from executor.optimizer.blocks import (
     encode_unsigned,
 )
 from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
@@ -53,48 +53,39 @@ def _update(
     start: Any,
 ) -> None:
     (key, first), grad_scale, factors = rule
-    ms, vs = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for block in range(exp_avg_scale.size):
-        begin = block * BLOCK
-        count = min(BLOCK, master.size - begin)
-        position = np.uint32(first + np.uint32(start + begin))
-        m_codes, v_codes = exp_avg[begin : begin + count], exp_avg_sq[begin : begin + count]
-        decode_signed(m_codes, exp_avg_scale[block], ms)
-        decode_unsigned(v_codes, exp_avg_sq_scale[block], vs)
-        # The largest magnitudes as bits: in integers, NaN is larger than all numbers, and no flag is needed.
-        m_most, v_most = _ZERO, _ZERO
-        for i in range(count):
-            g = as_float32(grad[begin + i]) * grad_scale
-            p, m, v = advanced(as_float32(master[begin + i]), ms[i], vs[i], g, factors)
-            m_most = max(m_most, np.uint32(bits_of_float32(m) & _MAGNITUDE))
-            v_most = max(v_most, np.uint32(bits_of_float32(v) & _MAGNITUDE))
-            ms[i], vs[i] = m, v
-            store_master(master, begin + i, p, noise_at(np.uint32(position + np.uint32(i)), key))
-            store_weight(weight_out, grad, begin + i, p)
-        exp_avg_scale[block], exp_avg_sq_scale[block] = float32_of_bits(m_most), float32_of_bits(v_most)
-        encode_signed(ms, _ONE / float32_of_bits(max(m_most, _LEAST_BITS)), m_codes)
-        encode_unsigned(vs, _ONE / float32_of_bits(max(v_most, _LEAST_BITS)), v_codes)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any, start: Any, stop: Any, buffers: Any, grad: Any, args: Any, position: Any
-) -> None:  # [Note: Chunks] in executor.optimizer.split
-    values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args, position + max(begin - start, 0))  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    ms, vs, values = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(CHUNK, np.float32)
+    buffers = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+    for chunk in chunks(master):
+        ps, (all_m, all_v, m_scales, v_scales), gs, offset = open_chunk(master, chunk, buffers, grad, values)
+        for block in range(m_scales.size):
+            begin = block * BLOCK
+            count = min(BLOCK, ps.size - begin)
+            position = np.uint32(first + np.uint32(start + offset + begin))
+            m_codes, v_codes = all_m[begin : begin + count], all_v[begin : begin + count]
+            decode_signed(m_codes, m_scales[block], ms)
+            decode_unsigned(v_codes, v_scales[block], vs)
+            # The largest magnitudes as bits: in integers, NaN is larger than all numbers, and no flag is needed.
+            m_most, v_most = _ZERO, _ZERO
+            for i in range(count):
+                g = as_float32(gs[begin + i]) * grad_scale
+                p, m, v = advanced(as_float32(ps[begin + i]), ms[i], vs[i], g, factors)
+                m_most = max(m_most, np.uint32(bits_of_float32(m) & _MAGNITUDE))
+                v_most = max(v_most, np.uint32(bits_of_float32(v) & _MAGNITUDE))
+                ms[i], vs[i] = m, v
+                store_master(ps, begin + i, p, noise_at(np.uint32(position + np.uint32(i)), key))
+                store_weight(weight_out, gs, begin + i, p)
+            m_scales[block], v_scales[block] = float32_of_bits(m_most), float32_of_bits(v_most)
+            encode_signed(ms, _ONE / float32_of_bits(max(m_most, _LEAST_BITS)), m_codes)
+            encode_unsigned(vs, _ONE / float32_of_bits(max(v_most, _LEAST_BITS)), v_codes)
+        close_chunk(master, chunk, values)
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    seeds = seeds_of(params, step) if isinstance(params, SeededAdamWParams) else (_ZERO, _ZERO)
+    seeds = seeds_of(params, step) if params.seed is not None else (_ZERO, _ZERO)
     return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
 
 
-adamw_8bit_step: Final = HostStep(
-    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=SeededAdamWParams
-)
+adamw_8bit_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
 scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16
 bits (uint16), see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`."""

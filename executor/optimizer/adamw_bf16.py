@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, SeededAdamWParams, adamw_factors, advanced
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
 from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float32_to_bf16_by, noise_at, noise_key
 from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 BYTES_PER_PARAM: Final = 20
 """Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
@@ -28,16 +28,17 @@ BYTES_PER_PARAM: Final = 20
 _SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
-def _key(params: SeededAdamWParams, step: int) -> int:
+def _key(params: AdamWParams, step: int) -> int:
+    assert params.seed is not None
     return noise_key(params.seed, params.seed >> 32, params.parameter, step)
 
 
-def seeds_of(params: SeededAdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
+def seeds_of(params: AdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
     """Return the key of random bits, and the position of the first value."""
     return np.uint32(_key(params, step)), np.uint32(params.start & MASK)
 
 
-def _kernel_args(params: SeededAdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     return seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)
 
 
@@ -53,32 +54,22 @@ def _update(
     factors: Any,
     begin: Any,
 ) -> None:
-    key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin))
-    for i in range(master.size):
-        g = as_float32(grad[i]) * grad_scale
-        m, v = bf16_to_float32(exp_avg[i]), bf16_to_float32(exp_avg_sq[i])
-        p, m, v = advanced(as_float32(master[i]), m, v, g, factors)
-        noise = noise_at(np.uint32(first + np.uint32(i)), key)
-        exp_avg[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
-        exp_avg_sq[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
-        store_master(master, i, p, noise)
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any, start: Any, stop: Any, buffers: Any, grad: Any, args: Any, position: Any
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args, position + max(begin - start, 0))  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (ms, vs), gs, offset = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
+        key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin + offset))
+        for i in range(ps.size):
+            g = as_float32(gs[i]) * grad_scale
+            p, m, v = advanced(as_float32(ps[i]), bf16_to_float32(ms[i]), bf16_to_float32(vs[i]), g, factors)
+            noise = noise_at(np.uint32(first + np.uint32(i)), key)
+            ms[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
+            vs[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
+            store_master(ps, i, p, noise)
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
-adamw_bf16_step: Final = HostStep(
-    _update, _update_split, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=SeededAdamWParams
-)
+adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), and the
 master copy may be, see [Note: Stochastic rounding]."""
 
@@ -87,7 +78,7 @@ def adamw_bf16_(
     master: torch.Tensor,
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
-    params: SeededAdamWParams,
+    params: AdamWParams,
     step: int,
 ) -> None:
     """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`.
@@ -117,7 +108,7 @@ def round_weights_into(
         return
     noise, shifted = (values.view(torch.int32) for values in scratch)
     _noise_into(noise, shifted, params.start, _key(params, step))
-    _round_into(master, weight, noise.mul_(_signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    _round_into(master, weight, noise.mul_(signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 
 
 def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int) -> None:
@@ -126,14 +117,14 @@ def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int)
     ``shifted``, int32, is overwritten.
     """
     torch.arange(len(bits), dtype=torch.int32, out=bits)
-    bits.add_(_signed(start & MASK)).bitwise_xor_(_signed(key))
+    bits.add_(signed(start & MASK)).bitwise_xor_(signed(key))
 
     def mix(shift: int) -> None:
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(MASK >> shift))
 
     for shift, factor in zip((16, 13), MIXERS, strict=True):
         mix(shift)
-        bits.mul_(_signed(factor))
+        bits.mul_(signed(factor))
     mix(16)
 
 
@@ -144,5 +135,6 @@ def _round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor)
     target.masked_fill_(values.isnan(), torch.nan)
 
 
-def _signed(bits: int) -> int:
+def signed(bits: int) -> int:
+    """Return the int32 with the bits of a uint32."""
     return bits - (1 << 32) if bits >> 31 else bits

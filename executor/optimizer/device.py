@@ -18,10 +18,10 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from executor.optimizer import AdagradParams, AdamWParams, LionParams, SgdParams
-from executor.optimizer.muon import MuonParams, as_tensor, muon
+from executor.optimizer.adamw import AdamWParams
+from executor.optimizer.muon import as_tensor
 from executor.optimizer.passes import Bf16Array, BufferArray, GradientArray, cut
-from executor.optimizer.reference import lion
+from executor.optimizer.sgd import AdagradParams, SgdParams
 from executor.optimizer.split import SplitMaster, opened
 from executor.optimizer.workers import WorkerTeam
 
@@ -73,17 +73,6 @@ def adagrad(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, para
     sum_of_squares.addcmul_(gradient, gradient)
     rate = params.lr / (1 + (step - 1) * params.lr_decay)
     master.addcdiv_(gradient, sum_of_squares.sqrt().add_(params.eps), value=-rate)
-
-
-def muon_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: MuonParams, step: int) -> None:  # noqa: ARG001 - all have it
-    """Take one step of Muon. See :func:`executor.optimizer.muon.muon`."""
-    muon(master, buffers, gradient, params)
-
-
-def lion_(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: LionParams, step: int) -> None:  # noqa: ARG001 - all have it
-    """Take one step of Lion. See :func:`executor.optimizer.lion.lion_step`."""
-    (exp_avg,) = buffers
-    lion(master, exp_avg, gradient, params.lr, params.beta1, params.beta2, params.weight_decay)
 
 
 _HOST_CHUNK: Final = 1 << 18

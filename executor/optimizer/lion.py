@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 _ZERO: Final = np.float32(0)
 _ONE: Final = np.float32(1)
@@ -39,36 +40,23 @@ def _kernel_args(params: LionParams, _step: int, grad_scale: float) -> tuple[obj
 @njit(nogil=True, cache=True, error_model="numpy")
 def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any) -> None:
     grad_scale, beta1, rest1, beta2, rest2, decay, lr = factors
-    for i in range(master.size):
-        g = as_float32(grad[i]) * grad_scale
-        m = exp_avg[i]
-        c = beta1 * m + rest1 * g
-        # Selecting between constants is vectorised; converting the comparison to a number is not.
-        sign = (_ONE if c > _ZERO else _ZERO) - (_ONE if c < _ZERO else _ZERO) + (c - c)
-        p = master[i] * decay - lr * sign
-        exp_avg[i] = beta2 * m + rest2 * g
-        master[i] = p
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any,
-    start: Any,
-    stop: Any,
-    buffers: Any,
-    grad: Any,
-    args: Any,
-    position: Any,  # noqa: ARG001
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (ms,), gs, _ = open_chunk(master, chunk, (exp_avg,), grad, values)
+        for i in range(ps.size):
+            g = as_float32(gs[i]) * grad_scale
+            m = ms[i]
+            c = beta1 * m + rest1 * g
+            # Selecting between constants is vectorised; converting the comparison to a number is not.
+            sign = (_ONE if c > _ZERO else _ZERO) - (_ONE if c < _ZERO else _ZERO) + (c - c)
+            p = ps[i] * decay - lr * sign
+            ms[i] = beta2 * m + rest2 * g
+            ps[i] = p
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
-lion_step: Final = HostStep(_update, _update_split, ("exp_avg",), _kernel_args)
+lion_step: Final = HostStep(_update, ("exp_avg",), _kernel_args)
 """As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
 
     c = beta1 * m + (1 - beta1) * g
@@ -77,3 +65,22 @@ lion_step: Final = HostStep(_update, _update_split, ("exp_avg",), _kernel_args)
 
 If c is not finite, p becomes NaN. A plain sign would hide that: sign(NaN) is 0, sign(infinity) is 1.
 """
+
+
+def lion_(
+    master: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...],
+    gradient: torch.Tensor,
+    params: LionParams,
+    step: int,  # noqa: ARG001 - all have it
+) -> None:
+    """Take one step with torch's operators, each of which rounds once. See :data:`lion_step`."""
+    (exp_avg,) = buffers
+    average = exp_avg * params.beta1
+    average += gradient * (1 - params.beta1)
+    direction = average.sign()
+    direction += average - average
+    master *= 1 - params.lr * params.weight_decay
+    master -= direction.mul_(params.lr)
+    exp_avg *= params.beta2
+    exp_avg += gradient * (1 - params.beta2)

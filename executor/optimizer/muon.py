@@ -65,26 +65,18 @@ class MuonParams:
         return self.lr * math.sqrt(max(1, rows / columns))
 
 
-def newton_schulz(
-    matrix: torch.Tensor,
-    coefficients: Sequence[float],
-    eps: float,
-    num_steps: int,
-    memory: torch.Tensor | None = None,
-) -> torch.Tensor:
+def newton_schulz(matrix: torch.Tensor, params: MuonParams, memory: torch.Tensor | None = None) -> torch.Tensor:
     """Return a matrix, bf16 ``[rows, columns]``, with the singular vectors of ``matrix`` and singular values near 1.
 
     This is the quintic iteration of Jordan et al. (https://kellerjordan.github.io/posts/muon/).
 
     Args:
         matrix: any type.
-        coefficients: a, b and c of the iteration.
-        eps: the least norm to divide by.
-        num_steps: iterations.
+        params: coefficients a, b and c, the least norm to divide by (``eps``), and number of iterations.
         memory: bf16, as much as :func:`planner.models.formulas.work.orthogonalization_bytes` says without the gradient;
             the result is in it. Left out, it is allocated.
     """
-    a, b, c = coefficients
+    a, b, c = params.ns_coefficients
     short, long = sorted(matrix.shape)
     sizes = [short * long] * 2 + [short * short] * 2
     if memory is None:
@@ -94,8 +86,8 @@ def newton_schulz(
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = first.view(matrix.shape).copy_(matrix)
     x = x.T if is_tall else x
-    x.div_(x.norm().clamp(min=eps))
-    for _, target in zip(range(num_steps), itertools.cycle((second, first)), strict=False):
+    x.div_(x.norm().clamp(min=params.eps))
+    for _, target in zip(range(params.ns_steps), itertools.cycle((second, first)), strict=False):
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
         x = torch.addmm(x, update, x, beta=a, out=target.view(short, long))
@@ -107,6 +99,7 @@ def muon(
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
     params: MuonParams,
+    step: int = 1,  # noqa: ARG001 - all have it
     memory: torch.Tensor | None = None,
 ) -> None:
     """Take one step of Muon, for whole matrices of ``params.shape`` one after another.
@@ -122,6 +115,7 @@ def muon(
         buffers: the momentum alone, float32, flat.
         gradient: float32, scaled; overwritten.
         params: hyper-parameters.
+        step: number of this step.
         memory: see :func:`newton_schulz`.
     """
     assert params.shape is not None
@@ -129,7 +123,7 @@ def muon(
     matrices = (tensor.view(-1, *params.shape) for tensor in (*buffers, gradient))
     for i, (m, g) in enumerate(zip(*matrices, strict=True)):
         update = momentum_update(m, g, params)
-        update = newton_schulz(update, params.ns_coefficients, params.eps, params.ns_steps, memory)
+        update = newton_schulz(update, params, memory)
         apply_update(master[i * num_params : (i + 1) * num_params], update, params)
 
 
@@ -156,7 +150,7 @@ def muon_step(
     grad: GradientArray,
     weight_out: Bf16Array | None,
     params: MuonParams,
-    step: int,  # noqa: ARG001 - all have it
+    step: int,
     grad_scale: float = 1.0,
     team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
     memory: torch.Tensor | None = None,
@@ -179,7 +173,7 @@ def muon_step(
         master = whole[cut] if isinstance(whole, SplitMaster) else as_tensor(whole[cut])
         gradient = memory[: 4 * num_params].view(torch.float32).copy_(as_tensor(grad[cut]))
         gradient.mul_(float(np.float32(grad_scale)))
-        muon(master, (as_tensor(buffer[cut]),), gradient, params, memory[4 * num_params :].view(torch.bfloat16))
+        muon(master, (as_tensor(buffer[cut]),), gradient, params, step, memory[4 * num_params :].view(torch.bfloat16))
         if weight_out is not None:
             assert isinstance(master, torch.Tensor)
             as_tensor(weight_out[cut]).copy_(master)

@@ -12,9 +12,10 @@ got both as two arrays, LLVM's code would notice at run time that they overlap a
 instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
 import numpy as np
@@ -33,6 +34,7 @@ GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
+_NOT_IN_GROUPS: Final = frozenset({"decoupled_weight_decay", "seed", "parameter", "start", "shape"})
 _FLOAT32: Final[np.dtype[Any]] = np.dtype("float32")
 _BITS: Final[np.dtype[Any]] = np.dtype("uint16")  # of bf16
 
@@ -52,31 +54,28 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with the result of ``kernel_args``.
-        split_kernel: the same for split masters, see [Note: Chunks] in :mod:`executor.optimizer.split`.
+            with the result of ``kernel_args``; see also [Note: Chunks] in :mod:`executor.optimizer.split`.
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
         buffer_dtype: of the buffers: ``float32``, ``uint16`` for bf16 bits, or ``uint8`` for codes.
         scales: names of float32 state that comes last, with one value for each :data:`BLOCK` parameters.
-        seeded: the class of hyper-parameters with seeds. With these the master copy may be bf16 bits, which is the
-            weight itself. A kernel of such a step also takes, last, where its piece begins.
+        seeded: whether hyper-parameters may have a seed. With one the master copy may be bf16 bits, which is the weight
+            itself. A kernel of such a step also takes, last, where its piece begins.
     """
 
     def __init__(
         self,
         kernel: Callable[..., object],
-        split_kernel: Callable[..., object],
         buffers: tuple[str, ...],
         kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
         has_buffers: Callable[[_Params], bool] = lambda _: True,
         buffer_dtype: str = "float32",
         *,
         scales: tuple[str, ...] = (),
-        seeded: type | None = None,
+        seeded: bool = False,
     ) -> None:
         self._kernel = kernel
-        self._split_kernel = split_kernel
         self._names = ("master", *buffers, *scales)
         self._kernel_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
         self._has_buffers = has_buffers
@@ -117,40 +116,24 @@ class HostStep(Generic[_Params]):
         held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
         args = self._kernel_args(params, step, grad_scale)
-        if isinstance(master, SplitMaster):
-            self._take_split(master, (*held[1:], grad), args, team)
-            return
         in_place = weight_out is not None and np.may_share_memory(weight_out, grad)  # then they are the same
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
-
-        grain = BLOCK if self._scales else 1
+        halves = master.halves() if isinstance(master, SplitMaster) else None
+        first, last = (master.start, master.stop) if isinstance(master, SplitMaster) else (0, len(grad))
+        grain = BLOCK if self._scales or halves else 1  # threads have whole blocks
+        before = first // grain
 
         def update(start: int, stop: int) -> None:
-            position = (grain * start,) if self._seeded else ()
-            self._kernel(*cut(arrays, grain * start, min(grain * stop, len(grad))), *args, *position)
+            begin, end = max(grain * (before + start), first), min(grain * (before + stop), last)
+            whole, *others = cut(arrays, begin - first, end - first)
+            position = (begin - first,) if self._seeded else ()
+            self._kernel((*halves, begin, end) if halves else whole, *others, *args, *position)
 
-        num_grains = -(-len(grad) // grain)
+        num_grains = -(-last // grain) - before
         if team is None:
             update(0, num_grains)
         else:
             team.run(update, num_grains)
-
-    def _take_split(
-        self, master: SplitMaster, arrays: tuple[Any, ...], args: tuple[object, ...], team: WorkerTeam | None
-    ) -> None:
-        """Take the step with split weights. Threads have whole blocks of them."""
-        halves, first = master.halves(), master.start // BLOCK
-
-        def update(start: int, stop: int) -> None:
-            begin, end = max(BLOCK * (first + start), master.start), min(BLOCK * (first + stop), master.stop)
-            *buffers, grad = cut_range(arrays, begin - master.start, end - master.start, len(master))
-            self._split_kernel(halves, begin, end, tuple(buffers), grad, args, begin - master.start)
-
-        num_blocks = -(-master.stop // BLOCK) - first
-        if team is None:
-            update(0, num_blocks)
-        else:
-            team.run(update, num_blocks)
 
     def _check(
         self,
@@ -166,7 +149,7 @@ class HostStep(Generic[_Params]):
                     raise ValueError("weight_out is given, but a split master copy has the weight; pass None")
             elif array is not None:
                 length = -(-num_params // BLOCK) if name in self._scales else num_params
-                rounds = name == self._names[0] and self._seeded is not None and isinstance(params, self._seeded)
+                rounds = name == self._names[0] and self._seeded and getattr(params, "seed", None) is not None
                 _check_array(name, array, (dtype, _BITS) if rounds else (dtype,), length)
             elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
@@ -195,13 +178,9 @@ def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:
 
     Those that are shorter than the first have one value for each :data:`BLOCK` of its. Then ``start`` is a multiple.
     """
-    if start == 0 and stop >= len(arrays[0]):
+    num_params = len(arrays[0])
+    if start == 0 and stop >= num_params:
         return tuple(arrays)
-    return cut_range(arrays, start, stop, len(arrays[0]))
-
-
-def cut_range(arrays: Sequence[Any], start: int, stop: int, num_params: int) -> tuple[Any, ...]:
-    """Return the same, given how many parameters the arrays are of."""
     blocks = slice(start // BLOCK, -(-stop // BLOCK))
     return tuple(
         each if each is None or not len(each) else each[start:stop] if len(each) == num_params else each[blocks]
@@ -223,6 +202,23 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
         value = getattr(params, name)
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 0 and less than 1")
+
+
+def read(kind: type[_Params], group: Mapping[str, Any], **given: Any) -> _Params:
+    """Return hyper-parameters of a parameter group of ``torch.optim``, whose keys are their names; and of ``given``.
+
+    Raises:
+        KeyError: the group has not all of them.
+        TypeError: one is no number.
+    """
+    fields: tuple[Any, ...] = dataclasses.fields(kind)  # type: ignore[arg-type]
+    known = {**group, **given}
+    if any(field.name == "beta1" for field in fields):
+        known["beta1"], known["beta2"] = group["betas"]
+    found = [field for field in fields if field.name in known or field.name not in _NOT_IN_GROUPS]
+    # Of the default's type: a group may have tensors.
+    values = ((f.name, known[f.name] if f.default is None else type(f.default)(known[f.name])) for f in found)
+    return kind(**dict(values))
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:

@@ -6,13 +6,12 @@ from typing import Any, Final, final
 
 import torch
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, SeededAdamWParams
+from executor.optimizer.adamw import MOMENTS, AdamWParams
 from executor.optimizer.adamw_8bit import adamw_8bit_
 from executor.optimizer.adamw_bf16 import adamw_bf16_
 from executor.optimizer.blocks import SCALES
-from executor.optimizer.lion import LionParams
-from executor.optimizer.muon import MuonParams
-from executor.optimizer.passes import BLOCK
+from executor.optimizer.lion import LionParams, lion_
+from executor.optimizer.passes import BLOCK, read
 from planner.optimizers import is_hidden_matrix
 
 ROUNDS: Final = "bf16_stochastic_round"
@@ -52,7 +51,7 @@ class _NarrowAdamW(_ByParameter):
         _dtypes: types of its buffers, by their keys in a parameter's state.
     """
 
-    _step: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, SeededAdamWParams, int], None]
+    _step: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, AdamWParams, int], None]
     _dtypes: Mapping[str, torch.dtype]
 
     def __init__(
@@ -84,7 +83,7 @@ class _NarrowAdamW(_ByParameter):
         weight = (parameter if rounds(group) else parameter.float()).reshape(-1)
         assert parameter.grad is not None
         gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
-        self._step(weight, tuple(buffers.values()), gradient, read_seeded(group, number), int(state["step"]))
+        self._step(weight, tuple(buffers.values()), gradient, read_seeded(group, parameter=number), int(state["step"]))
         parameter.copy_(weight.view(parameter.shape))
         state |= {key: values.view(state[key].shape) for key, values in buffers.items()}
 
@@ -163,9 +162,8 @@ class Lion(_ByParameter):
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
-        beta1, beta2 = group["betas"]
         assert parameter.grad is not None
-        lion(parameter, state["exp_avg"], parameter.grad, group["lr"], beta1, beta2, group["weight_decay"])
+        lion_(parameter, (state["exp_avg"],), parameter.grad, read(LionParams, group), 0)
 
 
 @final
@@ -227,34 +225,14 @@ def _loss_of(closure: Callable[[], float] | None) -> float | None:
         return closure()
 
 
-def adam_numbers(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """Return the hyper-parameters of a group of Adam's or AdamW's: rate, both betas, eps and weight decay."""
-    beta1, beta2 = map(float, group["betas"])
-    return float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])
-
-
-def read_seeded(group: Mapping[str, Any], number: int = 0) -> SeededAdamWParams:
-    """Return the hyper-parameters of a group of AdamW's that rounds, for the parameter of this number."""
-    return SeededAdamWParams(*adam_numbers(group), seed=int(group.get("seed", 0)), parameter=number)
+def read_seeded(group: Mapping[str, Any], **given: Any) -> AdamWParams:
+    """Return the hyper-parameters of a group of AdamW's that rounds stochastically."""
+    return read(AdamWParams, {"seed": 0, **group}, **given)
 
 
 def rounds(group: Mapping[str, Any]) -> bool:
     """Return whether a group's weights in bf16 are rounded stochastically; those of another optimizer are not."""
     return bool(group.get(ROUNDS))
-
-
-def read_muon(group: Mapping[str, Any]) -> MuonParams:
-    """Return the hyper-parameters of a group of Muon's."""
-    return MuonParams(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        nesterov=bool(group["nesterov"]),
-        ns_coefficients=tuple(map(float, group["ns_coefficients"])),
-        eps=float(group["eps"]),
-        ns_steps=int(group["ns_steps"]),
-        adjust_lr_fn=group["adjust_lr_fn"],
-    )
 
 
 def _groups(params: list[Any]) -> list[dict[str, Any]]:
@@ -268,23 +246,3 @@ def _groups(params: list[Any]) -> list[dict[str, Any]]:
         for mine in (True, False)
     ]
     return [group for group in groups if group["params"]]
-
-
-def lion(
-    weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    gradient: torch.Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-) -> None:
-    """Take one step of Lion in place, with one rounding for every operation."""
-    average = exp_avg * beta1
-    average += gradient * (1 - beta1)
-    direction = average.sign()
-    direction += average - average
-    weight *= 1 - lr * weight_decay
-    weight -= direction.mul_(lr)
-    exp_avg *= beta2
-    exp_avg += gradient * (1 - beta2)

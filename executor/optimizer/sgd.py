@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
-from executor.optimizer.split import CHUNK, close_chunk, first_chunk, open_chunk
+from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +55,25 @@ def _update(
     factors: Any,
 ) -> None:
     grad_scale, weight_decay, momentum, rest, lr = factors
-    for i in range(master.size):
-        p = master[i]
-        g = as_float32(grad[i]) * grad_scale
-        if decays:  # 0 * an infinite weight would be NaN; the compiler makes a loop for each value of the flag
-            g = g + weight_decay * p
-        if momentum_buffer is not None:
-            m = g if first else momentum * momentum_buffer[i] + rest * g
-            momentum_buffer[i] = m
-            g = g + momentum * m if nesterov else m
-        p = p - lr * g
-        master[i] = p
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_split(
-    halves: Any,
-    start: Any,
-    stop: Any,
-    buffers: Any,
-    grad: Any,
-    args: Any,
-    position: Any,  # noqa: ARG001
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (ms,), gs, _ = open_chunk(master, chunk, (momentum_buffer,), grad, values)
+        for i in range(ps.size):
+            p = ps[i]
+            g = as_float32(gs[i]) * grad_scale
+            if decays:  # 0 * an infinite weight would be NaN; the compiler makes a loop for each value of the flag
+                g = g + weight_decay * p
+            if momentum_buffer is not None:  # of the arguments: then numba leaves the branch out
+                m = g if first else momentum * ms[i] + rest * g
+                ms[i] = m
+                g = g + momentum * m if nesterov else m
+            p = p - lr * g
+            ps[i] = p
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
-sgd_step: Final = HostStep(
-    _update, _update_split, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0
-)
+sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0)
 """As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p
@@ -124,36 +109,23 @@ def _adagrad_args(params: AdagradParams, step: int, grad_scale: float) -> tuple[
 @njit(nogil=True, cache=True, error_model="numpy")
 def _update_adagrad(master: Any, sum_of_squares: Any, grad: Any, weight_out: Any, decays: Any, factors: Any) -> None:
     grad_scale, weight_decay, rate, eps = factors
-    for i in range(master.size):
-        p = master[i]
-        g = as_float32(grad[i]) * grad_scale
-        if decays:
-            g = g + weight_decay * p
-        s = sum_of_squares[i] + g * g
-        p = p - rate * g / (math.sqrt(s) + eps)
-        sum_of_squares[i] = s
-        master[i] = p
-        store_weight(weight_out, grad, i, p)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update_adagrad_split(
-    halves: Any,
-    start: Any,
-    stop: Any,
-    buffers: Any,
-    grad: Any,
-    args: Any,
-    position: Any,  # noqa: ARG001
-) -> None:  # [Note: Chunks] in executor.optimizer.split
     values = np.empty(CHUNK, np.float32)
-    for begin in range(first_chunk(start), stop, CHUNK):
-        whole, cut, gradient = open_chunk(halves, begin, start, stop, buffers, grad, values)
-        _update_adagrad(whole, *cut, gradient, None, *args)  # type: ignore[call-arg]
-        close_chunk(halves, begin, values)
+    for chunk in chunks(master):
+        ps, (sums,), gs, _ = open_chunk(master, chunk, (sum_of_squares,), grad, values)
+        for i in range(ps.size):
+            p = ps[i]
+            g = as_float32(gs[i]) * grad_scale
+            if decays:
+                g = g + weight_decay * p
+            s = sums[i] + g * g
+            p = p - rate * g / (math.sqrt(s) + eps)
+            sums[i] = s
+            ps[i] = p
+            store_weight(weight_out, gs, i, p)
+        close_chunk(master, chunk, values)
 
 
-adagrad_step: Final = HostStep(_update_adagrad, _update_adagrad_split, ("sum",), _adagrad_args)
+adagrad_step: Final = HostStep(_update_adagrad, ("sum",), _adagrad_args)
 """As ``torch.optim.Adagrad`` (Duchi et al., JMLR 12, 2011), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p

@@ -111,36 +111,68 @@ def _cut_buffers(buffers: Any, start: Any, stop: Any, num_params: Any) -> Any:  
     return there if isinstance(buffers[0], types.Array) else absent
 
 
-@njit(nogil=True, cache=True)
-def open_chunk(halves: Any, begin: Any, start: Any, stop: Any, buffers: Any, grad: Any, values: Any) -> Any:
-    """Write the masters of the chunk at ``begin`` to ``values``; return arguments for an update of whole ones.
+def chunks(master: Any) -> Any:
+    """Return where the chunks of a master copy begin, for :func:`open_chunk`. Kernels only.
 
-    [Note: Chunks] A kernel for split masters opens one chunk after another (``range(first_chunk(start), stop, CHUNK)``)
-    and calls the kernel for whole masters, which so pass through a core's cache. ``start`` and ``stop`` are the range
-    that is updated, among the masters of ``halves``; buffers and gradient are of that range. Each file has a kernel of
-    this kind of its own, because numba would not find one in its cache that took another as an argument, or that a
-    function made for another: it knows kernels of one process only.
+    [Note: Chunks] A kernel opens one chunk of the master copy after another, updates its masters as float32, and closes
+    it. So split masters pass through a core's cache, and are whole only there. A master copy that is not split is one
+    chunk, of the very memory. To a kernel, a split one is a tuple: :meth:`SplitMaster.halves` and the range that is
+    updated, of which buffers and gradient are.
     """
-    weights, remainders, ties = halves
-    end = min(begin + CHUNK, weights.size)
-    join(weights[begin:end], remainders[begin:end], ties[begin // BLOCK : -(-end // BLOCK)], values)
-    first, last = max(begin, start), min(end, stop)
-    cut = cut_buffers(buffers, first - start, last - start, grad.size)
-    return values[first - begin : last - begin], cut, grad[first - start : last - start]
+    raise NotImplementedError
 
 
-@njit(nogil=True, cache=True)
-def close_chunk(halves: Any, begin: Any, values: Any) -> None:
-    """Split the masters in ``values`` again."""
-    weights, remainders, ties = halves
-    end = min(begin + CHUNK, weights.size)
-    split(values, weights[begin:end], remainders[begin:end], ties[begin // BLOCK : -(-end // BLOCK)])
+def open_chunk(master: Any, begin: Any, buffers: Any, grad: Any, values: Any) -> Any:
+    """Return the masters of the chunk at ``begin``, the same range of buffers and gradient, and its beginning in them.
+
+    If masters are split, they are written to ``values``, float32. Kernels only.
+    """
+    raise NotImplementedError
 
 
-@njit(nogil=True, cache=True)
-def first_chunk(start: Any) -> Any:
-    """Return where the first chunk of a range begins."""
-    return start // BLOCK * BLOCK
+def close_chunk(master: Any, begin: Any, values: Any) -> Any:
+    """Split the masters in ``values`` again, if they are split. Kernels only."""
+    raise NotImplementedError
+
+
+@overload(chunks)
+def _chunks(master: Any) -> Any:
+    def whole(master: Any) -> Any:  # noqa: ARG001
+        return range(0, 1, 1)
+
+    def parts(master: Any) -> Any:
+        return range(master[3] // BLOCK * BLOCK, master[4], CHUNK)
+
+    return whole if isinstance(master, types.Array) else parts
+
+
+@overload(open_chunk)
+def _open_chunk(master: Any, begin: Any, buffers: Any, grad: Any, values: Any) -> Any:  # noqa: ARG001
+    def whole(master: Any, begin: Any, buffers: Any, grad: Any, values: Any) -> Any:  # noqa: ARG001
+        return master, buffers, grad, 0
+
+    def part(master: Any, begin: Any, buffers: Any, grad: Any, values: Any) -> Any:
+        weights, remainders, ties, start, stop = master
+        end = min(begin + CHUNK, weights.size)
+        join(weights[begin:end], remainders[begin:end], ties[begin // BLOCK : -(-end // BLOCK)], values)
+        first, last = max(begin, start), min(end, stop)
+        cut = cut_buffers(buffers, first - start, last - start, grad.size)
+        return values[first - begin : last - begin], cut, grad[first - start : last - start], first - start
+
+    return whole if isinstance(master, types.Array) else part
+
+
+@overload(close_chunk)
+def _close_chunk(master: Any, begin: Any, values: Any) -> Any:  # noqa: ARG001
+    def whole(master: Any, begin: Any, values: Any) -> None:
+        pass
+
+    def part(master: Any, begin: Any, values: Any) -> None:
+        weights, remainders, ties, _, _ = master
+        end = min(begin + CHUNK, weights.size)
+        split(values, weights[begin:end], remainders[begin:end], ties[begin // BLOCK : -(-end // BLOCK)])
+
+    return whole if isinstance(master, types.Array) else part
 
 
 @final

@@ -6,6 +6,7 @@ in :mod:`executor.optimizer.device`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,27 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.optimizer import (
-    AdagradParams,
-    AdamWParams,
-    LionParams,
-    SgdParams,
-    adagrad_step,
-    adamw_step,
-    device,
-    lion_step,
-    sgd_step,
-)
-from executor.optimizer.adamw import MOMENTS, SeededAdamWParams
+from executor.optimizer import device
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.device import OwnParams, OwnStep
-from executor.optimizer.muon import MuonParams, muon_step
-from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, adam_numbers, read_muon, read_seeded, rounds
+from executor.optimizer.lion import LionParams, lion_, lion_step
+from executor.optimizer.muon import MuonParams, muon, muon_step
+from executor.optimizer.passes import read
+from executor.optimizer.reference import AdamW8bit, AdamWBf16, Lion, Muon, read_seeded, rounds
+from executor.optimizer.sgd import AdagradParams, SgdParams, adagrad_step, sgd_step
 from executor.optimizer.split import SplitMaster
 from planner.optimizers import ELEMENTWISE, OPTIMIZERS, UPDATED_AT_ONCE, Optimizer
 
-Params = AdamWParams | SeededAdamWParams | SgdParams | AdagradParams | LionParams | MuonParams | OwnParams
+Params = AdamWParams | SgdParams | AdagradParams | LionParams | MuonParams | OwnParams
 Group = Mapping[str, Any]
 _KERNEL_DTYPES: Final = {1: np.uint8, 2: np.uint16, 4: np.float32}  # of buffers, by the bytes of a value
 
@@ -60,6 +54,7 @@ class OptimizerEntry:
         others: the entry of groups without ``use_muon``: of parameters that are no hidden matrices. ``None`` if this
             one takes all.
         own: takes the steps, if this is no optimizer of :data:`ENTRIES`.
+        numbers: keys of numbers in a parameter's state, beside ``step``.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -74,11 +69,7 @@ class OptimizerEntry:
     converts: tuple[str, ...] = ()
     others: "OptimizerEntry | None" = None
     own: OwnStep | None = None
-
-    @property
-    def numbers(self) -> tuple[str, ...]:
-        """Keys of numbers in a parameter's state, beside ``step``."""
-        return self.own.numbers if self.own else ()
+    numbers: tuple[str, ...] = ()
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
         """Return the entry of parameters that are planned as ``kind``."""
@@ -135,14 +126,15 @@ class OptimizerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How parameters are updated in one iteration: by what, with which hyper-parameters."""
+    """How parameters are updated in one iteration: by what, with which hyper-parameters and factor of gradients."""
 
     entry: OptimizerEntry
     params: Params
+    scale: float = 1.0
 
     def of_parameter(self, number: int, shape: torch.Size) -> "Rule":
         """Return the rule for a parameter of this shape, which has this number among the optimizer's parameters."""
-        if isinstance(self.params, SeededAdamWParams):
+        if isinstance(self.params, AdamWParams) and self.params.seed is not None:
             return dataclasses.replace(self, params=dataclasses.replace(self.params, parameter=number))
         if isinstance(self.params, MuonParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
@@ -164,7 +156,7 @@ class Rule:
 
     def at(self, position: int) -> "Rule":
         """Return the rule for values from this position of a parameter on, where it depends on positions."""
-        if position and isinstance(self.params, SeededAdamWParams):
+        if position and isinstance(self.params, AdamWParams) and self.params.seed is not None:
             moved = dataclasses.replace(self.params, start=self.params.start + position)
             return dataclasses.replace(self, params=moved)
         return self
@@ -177,37 +169,12 @@ class Rule:
         return most if shape is None else math.prod(shape)
 
 
-def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
-    return AdamWParams(*adam_numbers(group), bool(group.get("decoupled_weight_decay", decoupled)))
-
-
-def _read_adamw_8bit(group: Group) -> AdamWParams:
-    return read_seeded(group) if rounds(group) else _read_adam(group, decoupled=True)
-
-
-def _read_sgd(group: Group) -> SgdParams:
-    lr, momentum, dampening, weight_decay = (float(group[key]) for key in _SGD_NUMBERS)
-    return SgdParams(lr, momentum, dampening, weight_decay, bool(group["nesterov"]))
-
-
-def _read_adagrad(group: Group) -> AdagradParams:
-    return AdagradParams(*(float(group[key]) for key in ("lr", "lr_decay", "weight_decay", "eps")))
-
-
-def _read_lion(group: Group) -> LionParams:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return LionParams(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
-
-
-_SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
-
-
 def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
     return OptimizerEntry(
         torch_class=torch_class,
         planned_as="adamw",
         buffers=MOMENTS,
-        read=lambda group: _read_adam(group, decoupled=decoupled),
+        read=lambda group: read(AdamWParams, {"decoupled_weight_decay": decoupled, **group}),
         host=adamw_step,
         device=device.adamw,
         refused=("amsgrad", "maximize", "differentiable", "capturable"),
@@ -233,7 +200,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=AdamW8bit,
         planned_as="adamw-8bit",
         buffers=KEYS,
-        read=_read_adamw_8bit,
+        read=lambda group: read_seeded(group) if rounds(group) else read(AdamWParams, group, seed=None),
         host=adamw_8bit_step,
         device=adamw_8bit_,
         converts=("AdamW", "AdamWBf16"),
@@ -242,7 +209,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=torch.optim.SGD,
         planned_as="sgd",
         buffers=("momentum_buffer",),
-        read=_read_sgd,
+        read=functools.partial(read, SgdParams),
         host=sgd_step,
         device=device.sgd,
         counts_steps=False,
@@ -251,7 +218,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=torch.optim.Adagrad,
         planned_as="adagrad",
         buffers=("sum",),
-        read=_read_adagrad,
+        read=functools.partial(read, AdagradParams),
         host=adagrad_step,
         device=device.adagrad,
         starts_at="initial_accumulator_value",
@@ -260,18 +227,18 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         torch_class=Lion,
         planned_as="lion",
         buffers=("exp_avg",),
-        read=_read_lion,
+        read=functools.partial(read, LionParams),
         host=lion_step,
-        device=device.lion_,
+        device=lion_,
         counts_steps=False,
     ),
     OptimizerEntry(
         torch_class=Muon,
         planned_as="muon",
         buffers=("momentum_buffer",),
-        read=read_muon,
+        read=functools.partial(read, MuonParams),
         host=muon_step,
-        device=device.muon_,
+        device=muon,
         counts_steps=False,
         others=_ADAMW,
     ),
@@ -323,6 +290,7 @@ def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         counts_steps=own.counts_steps,
         refused=("differentiable", "capturable"),
         own=own,
+        numbers=own.numbers,
     )
 
 

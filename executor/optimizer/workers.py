@@ -7,6 +7,7 @@ numba's own threading layers are not used: ``workqueue`` aborts the process when
 once, and ``omp`` and ``tbb`` need libraries that a machine may not have. Kernels that release the GIL need neither.
 """
 
+import contextlib
 import itertools
 import operator
 import os
@@ -14,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import Final
 
 GRAIN_ITEMS: Final = 64
 """Pieces are cut at multiples of this: 64 bf16 or 64 float32 are whole cache lines, which no two threads then share."""
@@ -74,7 +75,7 @@ def _end(waiting: _Pieces, num_threads: int) -> None:
         waiting.put(None)
 
 
-class WorkerTeam:
+class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
     """A team of threads; any number of threads may :meth:`run` work on it at the same time.
 
     Args:
@@ -140,9 +141,6 @@ class WorkerTeam:
         for thread in self._threads:
             thread.join()
         self._threads = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()

@@ -1,7 +1,10 @@
 """Performs the tasks of a schedule, except the compute tasks, which the caller runs itself."""
 
+import math
 from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from typing import Final, final
+
+import torch
 
 from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
@@ -9,7 +12,7 @@ from executor.memory.activations import OffloadedActivations
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
 from executor.memory.units import UnitState
-from executor.optimizer import WorkerTeam
+from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.gradients import GradientTasks
 from executor.tasks.snapshots import Snapshots
@@ -19,13 +22,6 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
 """Tasks that serve forward and backward, outside the update. All others handle the sum of all gradients too."""
-
-
-class _Short(NamedTuple):
-    """An iteration whose compute tasks do not all run as planned."""
-
-    num_micro_batches: int  # number that have run
-    first_task: int  # the first one that may be skipped
 
 
 @final
@@ -54,8 +50,8 @@ class Actions:
         self._backend = backend
         self._team = team
         self._collectives = collectives
-        self._snapshots = snapshots
-        self._short: dict[int, _Short] = {}
+        # Iterations whose compute tasks do not all run: micro-batches that do, and the first task that may be skipped.
+        self._short: dict[int, tuple[int, int]] = {}
         self._deferred_from: tuple[int, int] | None = None  # iteration, and its first task that may be deferred
         self._deferred: list[Task] = []
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
@@ -64,7 +60,6 @@ class Actions:
             Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
             Op.FETCH: lambda task, _iteration: self.fetch(state.units[task.unit]),
             Op.GATHER: lambda task, _iteration: self.all_gather(state.units[task.unit]),
-            Op.SCATTER: self._scatter,
             Op.FLUSH: self.gradients.flush,
             Op.LOAD: self.updates.load,
             Op.UPDATE: self.updates.update,
@@ -78,14 +73,19 @@ class Actions:
             Op.EVICT: lambda task, _iteration: offloaded.evict(task.unit),
             Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
             Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit),
-            Op.SNAPSHOT: self._snapshot,
-            Op.GATE: self._gate,
         }
+
+        if collectives is not None:
+            self._by_op[Op.SCATTER] = lambda task, _: collectives.reduce(state.units[task.unit], task.micro_batch)
+        if snapshots is not None:
+            self._by_op[Op.SNAPSHOT] = lambda task, iteration: snapshots.take((task.unit, task.piece), iteration)
+            self._by_op[Op.GATE] = lambda task, _iteration: snapshots.release((task.unit, task.piece))
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
-        if self._deferred_from is not None and self._is_deferred(task, iteration, *self._deferred_from):
-            self.updates.set_aside(task)
+        since, first = self._deferred_from or (-1, 0)
+        if iteration == since and task.index >= first and task.phase is Phase.UPDATE:
+            self.updates.move_gradients(task, torch.device("cpu"))
             self._deferred.append(task)
         elif not self._short or not self._is_skipped(task, iteration):
             self._by_op[task.op](task, iteration)
@@ -104,7 +104,7 @@ class Actions:
         self._deferred_from, tasks, self._deferred = None, self._deferred, []
         for task in sorted(tasks, key=lambda task: task.index):
             with self._backend.lane(task.lane):
-                self.updates.take_back(task)
+                self.updates.move_gradients(task, self._backend.device)
                 self._by_op[task.op](task, iteration)
                 self._backend.event_time_s(self._backend.record_event(task.lane))
 
@@ -123,20 +123,16 @@ class Actions:
             num_issued: number of the iteration's tasks that have been issued as planned.
         """
         self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
-        self._short[iteration] = _Short(num_micro_batches, num_issued)
-
-    @staticmethod
-    def _is_deferred(task: Task, iteration: int, since: int, first: int) -> bool:
-        return iteration == since and task.index >= first and task.phase is Phase.UPDATE
+        self._short[iteration] = num_micro_batches, num_issued
 
     def _is_skipped(self, task: Task, iteration: int) -> bool:
         """Return whether a task serves only micro-batches that do not run; see [Note: Short groups]."""
-        short = self._short.get(iteration)
-        if short is None or task.index < short.first_task:
+        num_micro_batches, first_task = self._short.get(iteration, (0, math.inf))
+        if task.index < first_task:
             return False
         if task.op is Op.SCATTER:
             assert self._collectives is not None
-            return self._collectives.first_summed(task) >= short.num_micro_batches
+            return self._collectives.first_summed(task) >= num_micro_batches
         return task.op in _SERVE_COMPUTING and task.phase is not Phase.UPDATE
 
     def read(self, unit: UnitState) -> None:
@@ -169,10 +165,6 @@ class Actions:
         """Wait for all work that the caller's thread has issued to the device."""
         self._backend.event_time_s(self._backend.record_event(Lane.COMPUTE))
 
-    def _scatter(self, task: Task, _iteration: int) -> None:
-        assert self._collectives is not None
-        self._collectives.reduce_scatter(task)
-
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
         if task.piece in unit.changed:  # frozen weights are on the device already
@@ -184,11 +176,3 @@ class Actions:
         unit = self._state.units[task.unit]
         reads = unit.is_trained(unit.pieces[task.piece])
         self._state.nvme.swap_in((unit.name, task.piece), task.slot, reads=reads)
-
-    def _snapshot(self, task: Task, iteration: int) -> None:
-        if self._snapshots is not None:
-            self._snapshots.take((task.unit, task.piece), iteration)
-
-    def _gate(self, task: Task, _iteration: int) -> None:
-        if self._snapshots is not None:
-            self._snapshots.release((task.unit, task.piece))

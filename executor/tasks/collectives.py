@@ -65,10 +65,6 @@ class ScheduleCollectives:
             held.copy_(flat)
             bucket.present.add(parameter.name)
 
-    def reduce_scatter(self, task: Task) -> None:
-        """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
-        self._reduce(self._state.units[task.unit], task.micro_batch)
-
     def reduce_rest(self, doing: str) -> None:
         """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together.
 
@@ -77,9 +73,10 @@ class ScheduleCollectives:
         owners = [unit for unit, _ in self._state.by_name.values()]
         waiting = self._ranks.check_same_call(doing, [float(bool(unit.buckets)) for unit in owners])
         for name in dict.fromkeys(unit.name for unit, count in zip(owners, waiting, strict=True) if count):
-            self._reduce(self._state.units[name], self._scattered[name][-1])
+            self.reduce(self._state.units[name], self._scattered[name][-1])
 
-    def _reduce(self, unit: UnitState, micro_batch: int) -> None:
+    def reduce(self, unit: UnitState, micro_batch: int) -> None:
+        """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
         bucket = unit.buckets.pop(micro_batch, None) or _empty_bucket(unit)
         for parameter in unit.parameters:
             if parameter.name not in bucket.present:

@@ -1,5 +1,6 @@
 """Moves gradients from autograd to where the update reads them."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import final
 
@@ -8,30 +9,22 @@ import torch
 from executor.devices.backend import Backend
 from executor.memory.state import ModelState
 from executor.memory.units import FlatGradient, ParameterState, UnitState
-from executor.optimizer import WorkerTeam
+from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from planner.decisions import Decisions
 from planner.schedule.tasks import Task
 
 
 @final
+@dataclasses.dataclass(frozen=True)
 class GradientTasks:
-    """Collects, flushes and spills gradients, and computes norms. ``collectives`` is ``None`` if there is one rank."""
+    """Collects, flushes and spills gradients, and computes norms. ``_collectives`` is ``None`` if there is one rank."""
 
-    def __init__(
-        self,
-        state: ModelState,
-        decisions: Decisions,
-        backend: Backend,
-        team: WorkerTeam,
-        collectives: ScheduleCollectives | None,
-    ) -> None:
-        self._state = state
-        self._backend = backend
-        self._team = team
-        self._collectives = collectives
-        self._clips = decisions.clip
-        self._num_micro_batches = decisions.num_micro_batches
+    _state: ModelState
+    _decisions: Decisions
+    _backend: Backend
+    _team: WorkerTeam
+    _collectives: ScheduleCollectives | None
 
     def collect(
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
@@ -69,7 +62,7 @@ class GradientTasks:
             else:
                 target.copy_(values)
         parameter.flushed = iteration
-        if self._clips:
+        if self._decisions.clip:
             parameter.squares = [
                 self._backend.sum_of_squares_on_host(unit.arrival(p), self._team) for p in parameter.leaving
             ]
@@ -112,7 +105,7 @@ class GradientTasks:
     def flush_unit(self, unit: UnitState, micro_batch: int, iteration: int) -> None:
         """Move a unit's gradients of a micro-batch, as :meth:`flush` does."""
         gradients = unit.flushing.pop(micro_batch, {})
-        last = micro_batch == self._num_micro_batches - 1
+        last = micro_batch == self._decisions.num_micro_batches - 1
         first = {parameter.name for parameter in unit.parameters if parameter.flushed != iteration}
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         for parameter in unit.parameters:
@@ -120,7 +113,7 @@ class GradientTasks:
                 sums += self._flush_one(unit, parameter, gradient, iteration)
         if sums:
             self._backend.accumulate(sums, self._team)
-        for parameter in unit.parameters if last and self._clips else ():
+        for parameter in unit.parameters if last and self._decisions.clip else ():
             if parameter.flushed == iteration:
                 gradient = gradients.get(parameter.name) if parameter.name in first else None
                 parameter.squares = list(self._squares(unit, parameter, gradient))
@@ -143,7 +136,7 @@ class GradientTasks:
                 continue  # it was added up there, see [Note: On demand] in executor.driver.on_demand
             if parameter.flushed == iteration:
                 yield target, source
-            elif self._num_micro_batches == 1 or source.device == target.device:
+            elif self._decisions.num_micro_batches == 1 or source.device == target.device:
                 self._backend.copy(target, source)
             else:  # and wait: the host may read it next, for its norm
                 target.copy_(source)
@@ -156,7 +149,7 @@ class GradientTasks:
     ) -> Iterator[torch.Tensor | float]:
         for part in parameter.leaving:
             # The device is faster, and the copy to the host may still run.
-            if self._num_micro_batches == 1 and gradient is not None and self._is_on_device(gradient):
+            if self._decisions.num_micro_batches == 1 and gradient is not None and self._is_on_device(gradient):
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:
                 self._backend.settle()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 
@@ -15,6 +15,7 @@ from executor.memory.arenas import Arena
 from executor.memory.nvme import UnreadBytes
 from executor.memory.pieces import Piece, StateBuffer, state_buffers
 from executor.memory.state import ModelState
+from executor.memory.stream import NAMES
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import OptimizerEntry
 from executor.options import Options
@@ -23,8 +24,6 @@ from planner.decisions import Place
 from planner.decisions.precision import TIE_PARAMS
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, MemoryClass, Op
-
-_DTYPES: Final[Mapping[torch.dtype, Dtype]] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @final
@@ -91,7 +90,7 @@ class Snapshots:
 
     def dtype(self, state: str) -> Dtype:
         """See :class:`executor.checkpoint.source.Source`."""
-        return _DTYPES[self._buffer(state).dtype]
+        return NAMES[self._buffer(state).dtype]
 
     def grain(self, state: str) -> int:
         """See :class:`executor.checkpoint.source.Source`."""

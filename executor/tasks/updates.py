@@ -1,5 +1,6 @@
 """Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -13,48 +14,38 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Piece, State, as_state
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
-from executor.optimizer import WorkerTeam
 from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Op, Task
 
 
-class ParameterUpdate(NamedTuple):
-    """The rule of one parameter's update in one iteration, and the factor of its gradient."""
-
-    rule: Rule
-    scale: float  # factor of its gradient
-
-
 class _Run(NamedTuple):
-    """A range of a unit's flat parameters that all have the same update."""
+    """A range of a unit's flat parameters that all have the same update, and with what it is updated."""
 
     start: int
     stop: int
-    update: ParameterUpdate
+    rule: Rule
     step: int
     shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
+    gradients: Sequence[torch.Tensor] = ()  # consecutive parts
+    state: Sequence[torch.Tensor | SplitMaster] = ()  # master copy, buffers and target of weights
+
+    def taking(self, piece: Piece, gradients: Sequence[torch.Tensor], state: Sequence[Any]) -> "_Run":
+        """Return it with its range of a piece's state, and with its gradients."""
+        return self._replace(gradients=gradients, state=self.of(piece, state))
 
     def of(self, piece: Piece, state: Sequence[Any]) -> tuple[Any, ...]:
         """Return the same range of a piece's state, master copy first, or of other tensors of it."""
         return cut(state, self.start - piece.start, self.stop - piece.start)
 
-
-class _Step(NamedTuple):
-    """The update of a range: consecutive parts of its gradient; its master copy, buffers and target of weights."""
-
-    run: _Run
-    gradients: Sequence[torch.Tensor]
-    state: Sequence[torch.Tensor | SplitMaster]
-
     def part(self, shard: ParameterShard) -> MatrixPart:
         """Return the part of a shared matrix that it is."""
-        rule, scale = self.run.update
-        assert isinstance(rule.params, MuonParams)
-        return MatrixPart(shard, rule.params, scale, *self.gradients, *self.state)
+        assert isinstance(self.rule.params, MuonParams)
+        return MatrixPart(shard, self.rule.params, self.rule.scale, *self.gradients, *self.state)
 
 
 @final
@@ -76,13 +67,13 @@ class UpdateTasks:
         self._master_is_weight = decisions.precision.master_is_weight
         self._weight_in_state = decisions.precision.weight_in_state
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
-        self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
+        self._rules: dict[int, Mapping[str, Rule]] = {}  # by iteration, then by parameter
         # Streamed pieces that are in a slot: the tensors of their state there, and their weights.
         self._in_slot: dict[tuple[str, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
 
-    def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
+    def begin(self, iteration: int, rules: Mapping[str, Rule]) -> None:
         """Set how each parameter is updated in an iteration. Call it before the iteration's first update is issued."""
-        self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
+        self._rules = {i: known for i, known in self._rules.items() if i == iteration - 1} | {iteration: rules}
 
     def update(self, task: Task, iteration: int) -> None:
         """Update a piece on the lane that the plan chose."""
@@ -95,19 +86,12 @@ class UpdateTasks:
         else:
             self._update_streamed(unit, piece, iteration)
 
-    def set_aside(self, task: Task) -> None:
-        """Move the gradients that an update would read and free on the device to the host; see :meth:`take_back`."""
-        self._move_gradients(task, "cpu")
-
-    def take_back(self, task: Task) -> None:
-        """Move the gradients of a deferred update to the device again."""
-        self._move_gradients(task, self._backend.device)
-
-    def _move_gradients(self, task: Task, device: torch.device | str) -> None:
+    def move_gradients(self, task: Task, device: torch.device) -> None:
+        """Move the gradients that an update reads and frees on the device: to the host if it waits, and back again."""
         unit = self._state.units[task.unit]
         if task.op is Op.UPDATE:
             for (name, piece), gradient in list(unit.device_gradients.items()):
-                if piece == task.piece and gradient.device != torch.device(device):
+                if piece == task.piece and gradient.device != device:
                     unit.device_gradients[name, piece] = gradient.to(device)
                     if gradient.is_cuda:
                         self._backend.record_stream(gradient)
@@ -151,7 +135,7 @@ class UpdateTasks:
         rounds = weights is not None and not self._weight_in_state
         state = [*held, *([weights] if weights is not None and rounds else [])]
         runs = list(self._runs(unit, piece, iteration))
-        self._take([_Step(run, run.of(piece, [gradient]), run.of(piece, state)) for run in runs], on_host=True)
+        self._take([run.taking(piece, run.of(piece, [gradient]), state) for run in runs], on_host=True)
         num_updated = sum(run.stop - run.start for run in runs)
         if num_updated:
             unit.changed.add(piece.index)
@@ -168,22 +152,22 @@ class UpdateTasks:
         elif piece.in_place:
             self._restore_dropped(unit, piece, weights, master, iteration)
 
-    def _take(self, steps: Sequence[_Step], *, on_host: bool = False) -> None:
+    def _take(self, runs: Sequence[_Run], *, on_host: bool = False) -> None:
         """Take steps one after another, and at last those of matrices that ranks share, together."""
         memory = self._state.update_memory if on_host else None
-        for run, gradients, state in steps:
-            rule, scale = run.update
+        for run in runs:
             if run.shard is not None:
                 continue
             if on_host:
-                update_on_host(state, gradients[0], rule, run.step, scale, self._team, memory)
+                update_on_host(run.state, run.gradients[0], run.rule, run.step, self._team, memory)
             else:
-                self._backend.update(state, gradients, rule, run.step, scale)
-        shared = [step.part(step.run.shard) for step in steps if step.run.shard is not None]
+                self._backend.update(run.state, run.gradients, run.rule, run.step)
+        shared = [run.part(run.shard) for run in runs if run.shard is not None]
         if shared:
             assert self._matrices is not None
-            exchange = self._matrices.all_to_all_on_host if on_host else self._matrices.all_to_all
-            update_matrices(shared, self._matrices, exchange, memory)
+            update_matrices(
+                shared, self._matrices, functools.partial(self._matrices.all_to_all, on_host=on_host), memory
+            )
 
     def _restore_dropped(
         self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
@@ -198,16 +182,16 @@ class UpdateTasks:
     def _update_on_device(self, unit: UnitState, piece: Piece, state: State, iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         targets = (unit.own(piece),) if unit.on_device and not (self._master_is_weight or piece.splits) else ()
-        singles, steps = self._parameter_runs(unit, piece, iteration), list[_Step]()
+        singles, runs = self._parameter_runs(unit, piece, iteration), list[_Run]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
                 parameter, single = next(singles)
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
-            steps.append(_Step(run, gradients, run.of(piece, (*state, *targets))))
-        self._take(steps)
-        self._release_gradients(unit, [gradient for step in steps for gradient in step.gradients])
+            runs.append(run.taking(piece, gradients, (*state, *targets)))
+        self._take(runs)
+        self._release_gradients(unit, [gradient for run in runs for gradient in run.gradients])
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
@@ -235,7 +219,7 @@ class UpdateTasks:
         state = as_state(tensors, splits=piece.splits)
         if piece.leaves:
             runs = self._runs(unit, piece, iteration)
-            self._take([_Step(run, run.of(piece, [weights]), run.of(piece, state)) for run in runs])
+            self._take([run.taking(piece, run.of(piece, [weights]), state) for run in runs])
         else:
             self._update_on_device(unit, piece, state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
@@ -246,14 +230,13 @@ class UpdateTasks:
 
     def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""
-        updates = self._updates[iteration]
+        rules = self._rules[iteration]
         for parameter in unit.parameters:
-            if parameter.arrived != iteration or parameter.shard.name not in updates:
+            if parameter.arrived != iteration or parameter.shard.name not in rules:
                 continue
-            update = updates[parameter.shard.name]
-            rule = update.rule.counting(parameter.numbers, parameter.step)
+            rule = rules[parameter.shard.name].counting(parameter.numbers, parameter.step)
             for part in parameter.parts_in(piece):
-                here = update._replace(rule=rule.at(part.start - parameter.start))
+                here = rule.at(part.start - parameter.start)
                 is_shared = self._matrices is not None and piece.kind == "muon" and parameter.shard.dim is not None
                 yield (
                     parameter,
@@ -264,7 +247,7 @@ class UpdateTasks:
         """Yield the ranges of a piece that are updated. Adjacent ranges with the same update are merged."""
         open_run: _Run | None = None
         for _, run in self._parameter_runs(unit, piece, iteration):
-            same = open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step)
+            same = open_run and (open_run.stop, open_run.rule, open_run.step) == (run.start, run.rule, run.step)
             if open_run and same and open_run.shard is run.shard is None:
                 open_run = open_run._replace(stop=run.stop)
                 continue

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from executor.checkpoint import CheckpointError
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.optimizer.reference import ROUNDS, rounds
 
 _UNIMPORTANT: Final = frozenset(

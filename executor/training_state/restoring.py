@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, ReadRequest
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
-from executor.memory.stream import Source, bytes_of, tensor_name, write_state
+from executor.memory.stream import DTYPES, Source, bytes_of, tensor_name, write_state
 from executor.memory.units import ParameterState, UnitState
 from executor.optimizer.blocks import SCALES, spread
 from executor.optimizer.reference import ROUNDS
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.groups import groups_in_order, warn_of_differences
 from executor.training_state.rng_state import set_rng_state
-from executor.weights.files import DTYPES
 from planner.optimizers import Optimizer
 
 

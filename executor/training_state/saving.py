@@ -7,19 +7,12 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointEngine,
-    CheckpointError,
-    DamagedError,
-    Files,
-    Flusher,
-    Level,
-    Levels,
-    Outcome,
-    RankInfo,
-)
+from executor.checkpoint.engine import CheckpointEngine, Outcome
+from executor.checkpoint.files.flusher import Flusher
 from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.places.place import candidates, parse_name
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import restore
@@ -75,7 +68,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise ValueError("the session has no buffers for checkpoints; pass checkpoint_buffer_bytes to prepare()")
         rank, size = session.collectives.rank, session.collectives.size
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
-        rank_info = RankInfo(rank, size, f"{nonce:08x}" if size > 1 else "")
         self._rank = rank
         several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0, several_nodes=several_nodes)
@@ -85,7 +77,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             session.runtime.snapshots,
             place,
             self._flusher,
-            rank_info=rank_info,
+            rank=rank,
+            size=size,
+            nonce=f"{nonce:08x}" if size > 1 else "",
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine

@@ -2,33 +2,21 @@
 
 import contextlib
 import json
-import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from executor.module.naming import Shape
+from executor.memory.stream import DTYPES
 from hwprofiles.files import read_json
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX: Final = f"{WEIGHTS}.index.json"
 CHUNK_BYTES: Final = 64 << 20
 """If a tensor is stored as in the model, at most this much of it, or one row, is in memory at once."""
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class WeightsError(ValueError):
@@ -75,7 +63,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     Attributes:
         folder: the folder.
-        shapes: shapes of all tensors, by name.
+        shapes: all tensors by name, on the meta device.
         is_adapter: whether the tensors are those of an adapter.
         num_bytes: bytes of all tensors.
 
@@ -85,7 +73,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, torch.Tensor] = {}
         self._places: dict[str, tuple[str, int]] = {}  # file of each tensor, and its first byte there
         self._mapped: dict[str, mmap.mmap] = {}
         self.is_adapter = not (folder / INDEX).exists() and (folder / ADAPTER).exists()
@@ -97,21 +85,21 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
                 "again"
             )
-        self.num_bytes = sum(shape.num_bytes for shape in self.shapes.values())
+        self.num_bytes = sum(shape.nbytes for shape in self.shapes.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its file. Values are read when they are used."""
-        (file, start), (shape, dtype) = self._places[name], self.shapes[name]
-        count = math.prod(shape)
-        if not count:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._map(file), dtype=dtype, count=count, offset=start).view(shape)
+        (file, start), like = self._places[name], self.shapes[name]
+        if not like.numel():
+            return torch.empty_like(like, device="cpu")
+        flat = torch.frombuffer(self._map(file), dtype=like.dtype, count=like.numel(), offset=start)
+        return flat.view(like.shape)
 
     def forget(self, name: str) -> None:
         """Free the memory of a tensor's values. If they are used again, they are read again."""
         file, start = self._places[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = start - first + self.shapes[name].num_bytes
+        num_bytes = start - first + self.shapes[name].nbytes
         if num_bytes > start - first:
             self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
 
@@ -160,7 +148,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 )
             if name in self.shapes:
                 raise WeightsError(f"{path}: {name} is in {self._places[name][0]} too; leave one of the files")
-            self.shapes[name] = Shape(tuple(record["shape"]), dtype)
+            self.shapes[name] = torch.empty(record["shape"], dtype=dtype, device="meta")
             self._places[name] = file, 8 + length + record["data_offsets"][0]
 
 

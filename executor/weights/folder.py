@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,15 +12,13 @@ import torch
 from safetensors import SafetensorError
 
 from executor.checkpoint.files.system_calls import Files, remove_tree, write_all
-from executor.checkpoint.format.layout import Box, Dtype, Entry, layout
-from executor.module.naming import Shape
-from executor.weights.files import CHUNK_BYTES, DTYPES, INDEX, WEIGHTS
+from executor.checkpoint.format.layout import Box, Entry, layout
+from executor.memory.stream import NAMES
+from executor.weights.files import CHUNK_BYTES, INDEX, WEIGHTS
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
 """Limit of bytes of one file. A larger tensor has a file of its own."""
 _REMEDY: Final = "give a new folder on a drive with room that this user may write"
-
-_NAMES: Final[Mapping[torch.dtype, Dtype]] = {dtype: name for name, dtype in DTYPES.items()}  # type: ignore[misc]
 
 
 @final
@@ -55,14 +52,14 @@ class WeightsFolder(contextlib.AbstractContextManager["WeightsFolder"]):
 
     def write_tensors(
         self,
-        shapes: Mapping[str, Shape],
+        shapes: Mapping[str, torch.Tensor],
         values: Iterable[tuple[str, torch.Tensor]],
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         """Write safetensors files, and an index if there are several.
 
         Args:
-            shapes: shapes of all tensors.
+            shapes: all tensors, of which values are not read.
             values: all tensors, in the same order, of any type and on any device. Each tensor is written before the
                 next is taken.
             max_shard_bytes: limit of bytes of one file. A larger tensor has a file of its own.
@@ -78,8 +75,8 @@ class WeightsFolder(contextlib.AbstractContextManager["WeightsFolder"]):
             self._write_file(file, {name: shapes[name] for name in held}, remaining)
             index |= dict.fromkeys(held, file)
         if len(shards) > 1:
-            sizes = {"total_parameters": sum(math.prod(s.shape) for s in shapes.values())}
-            sizes["total_size"] = sum(shape.num_bytes for shape in shapes.values())
+            sizes = {"total_parameters": sum(shape.numel() for shape in shapes.values())}
+            sizes["total_size"] = sum(shape.nbytes for shape in shapes.values())
             text = json.dumps({"metadata": sizes, "weight_map": index}, indent=2)
             (self.path / INDEX).write_text(text + "\n", encoding="utf-8")
 
@@ -116,7 +113,9 @@ class WeightsFolder(contextlib.AbstractContextManager["WeightsFolder"]):
         except SafetensorError as error:  # peft's writer raises no OSError
             raise OSError(errno.EIO, f"{error}; {_REMEDY}", str(self._folder)) from error
 
-    def _write_file(self, file: str, shapes: Mapping[str, Shape], values: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _write_file(
+        self, file: str, shapes: Mapping[str, torch.Tensor], values: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
         entries = (_entry(name, shape) for name, shape in shapes.items())
         planned = layout(tuple(entries), known={"format": "pt"})
         with self.naming():
@@ -149,18 +148,18 @@ def check_new(folder: Path) -> None:
         raise ValueError(f"{folder} is there already; give a new folder")
 
 
-def _entry(name: str, shape: Shape) -> Entry:
-    count = math.prod(shape.shape)
-    return Entry(name, _NAMES[shape.dtype], shape.shape, Box(0, count, (0,) * len(shape.shape), shape.shape))
+def _entry(name: str, like: torch.Tensor) -> Entry:
+    shape = tuple(like.shape)
+    return Entry(name, NAMES[like.dtype], shape, Box(0, like.numel(), (0,) * len(shape), shape))
 
 
-def _shards(shapes: Mapping[str, Shape], most_bytes: int) -> Iterator[list[str]]:
+def _shards(shapes: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[list[str]]:
     held: list[str] = []
     num_bytes = 0
     for name, shape in shapes.items():
-        if held and num_bytes + shape.num_bytes > most_bytes:
+        if held and num_bytes + shape.nbytes > most_bytes:
             yield held
             held, num_bytes = [], 0
         held.append(name)
-        num_bytes += shape.num_bytes
+        num_bytes += shape.nbytes
     yield held

@@ -143,7 +143,7 @@ class _Origins:
         conversions, aliases, unused = _conversions_of(naming, files)
         self.unused = tuple(unused)
         for conversion in conversions:
-            made = conversion.apply(lambda name: files.shapes[name].empty())
+            made = conversion.apply(files.shapes.__getitem__)
             for plain, tensor in made.items():
                 for name in aliases.get(plain, ()):
                     self._check_kind(name, plain, tensor)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from executor.checkpoint import Files
+from executor.checkpoint.files.system_calls import Files
 from executor.module.naming import PROMPT, Naming, keys_alone, prompt_given, prompts_of
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.session import Session

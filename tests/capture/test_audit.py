@@ -7,7 +7,7 @@ import torch
 from random_modules import BATCH, BLOCKS, INPUT, LENGTH, WIDTH
 from torch import nn
 
-from executor.audit import AuditError
+from executor.audit.audit import AuditError
 from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision

@@ -8,23 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from executor.checkpoint import (
-    Entry,
-    Files,
-    Flusher,
-    FolderPlace,
-    Layout,
-    Manifest,
-    Part,
-    ReadRequest,
-    ShardWriter,
-    boxes,
-    layout,
-    newest_of,
-    ring_of,
-    tensors_of,
-)
-from executor.checkpoint.format.manifest import FileRecord
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import Files
+from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
+from executor.checkpoint.format.manifest import FileRecord, Manifest, tensors_of
+from executor.checkpoint.format.reader import ReadRequest
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import newest_of
 
 CHUNK_BYTES = 4096
 FOLDERS = ("model", "optimizer")
@@ -46,9 +37,11 @@ def entries(folder: str) -> tuple[Entry, ...]:
     )
 
 
-def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Part:
+def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Manifest:
     """Return what a rank has written, as an engine says it."""
-    return Part(files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written]))
+    return Manifest(
+        step=0, files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written])
+    )
 
 
 def save(store: FolderPlace, step: int, files: Files | None = None) -> Path:

@@ -8,7 +8,8 @@ import time
 import pytest
 from saving import FOLDERS, save, step_of
 
-from executor.checkpoint import CheckpointError, FolderPlace
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.places.folder import FolderPlace
 
 FORK = multiprocessing.get_context("fork")
 

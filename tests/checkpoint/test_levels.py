@@ -13,9 +13,13 @@ from saving import TENSORS, save, step_of, values
 
 import executor.checkpoint.levels
 import executor.checkpoint.places.folder
-from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, ReadRequest, newest_of, place_at
-from executor.checkpoint.levels import check_levels
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.format.reader import ReadRequest
+from executor.checkpoint.levels import Level, Levels, check_levels
 from executor.checkpoint.places.folder import file_system
+from executor.checkpoint.places.locating import place_at
+from executor.checkpoint.places.place import newest_of
 
 S = 10.0
 SHARED = Path("/dev") / "shm"

@@ -12,7 +12,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, layout, ring_of
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.format.layout import Entry, boxes, layout
 from executor.direct_io import BLOCK_BYTES
 
 CHUNK_BYTES, SECTOR_BYTES = BLOCK_BYTES, 512

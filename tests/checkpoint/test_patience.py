@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from executor.checkpoint import CheckpointError
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import TimeLimited
 
 PATIENCE_S = 0.1

@@ -15,22 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saving import part_of
 
-from executor.checkpoint import (
-    Checkpoint,
-    DamagedError,
-    Entry,
-    Files,
-    Flusher,
-    FolderPlace,
-    Manifest,
-    ReadRequest,
-    ShardWriter,
-    boxes,
-    layout,
-    ring_of,
-)
 from executor.checkpoint.files import opening
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import DamagedError, Files
+from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format import reader
+from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
+from executor.checkpoint.places.folder import FolderPlace
 from executor.direct_io import BLOCK_BYTES, enable_direct_io
 
 SIZES = {"a": 70_000, "b": 3, "c": 1024 * 33, "d": 1}  # values; "c" begins in the middle of a block

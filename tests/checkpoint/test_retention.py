@@ -6,7 +6,10 @@ import time
 import pytest
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, FolderPlace, Level, Levels, Outcome
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level, Levels
+from executor.checkpoint.places.folder import FolderPlace
 from planner.checkpoints.policy import EXTRA_CHECKPOINTS, READING_SHARE
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.checkpoint import CheckpointError, Level, Levels
 from executor.checkpoint.files.lock import LOCK_NAME, run_lock
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.levels import Level, Levels
 
 HOLD = """
 import sys, time

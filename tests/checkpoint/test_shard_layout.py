@@ -13,20 +13,13 @@ from safetensors.torch import load_file
 from saving import part_of
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Entry,
-    Files,
-    Flusher,
-    FolderPlace,
-    Manifest,
-    ReadRequest,
-    ShardWriter,
-    boxes,
-    layout,
-    ring_of,
-)
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
+from executor.checkpoint.places.folder import FolderPlace
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

@@ -6,19 +6,13 @@ from safetensors import safe_open
 from saving import part_of, save, step_of
 
 import executor.checkpoint.files.writer
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Entry,
-    Files,
-    Flusher,
-    FolderPlace,
-    Manifest,
-    ShardWriter,
-    boxes,
-    layout,
-    ring_of,
-)
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.folder import FolderPlace
 
 
 def files_of(folder):

@@ -18,7 +18,8 @@ from training import (
     train,
 )
 
-from executor.checkpoint import Checkpoint, DamagedError, Files
+from executor.checkpoint.files.system_calls import DamagedError, Files
+from executor.checkpoint.format.reader import Checkpoint
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.tasks.actions import Actions

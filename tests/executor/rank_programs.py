@@ -37,15 +37,17 @@ from training import (
 from virtual.watch import watched
 
 import ullage
-from executor.audit import AuditError
-from executor.checkpoint import Checkpoint, Level
+from executor.audit.audit import AuditError
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
 from executor.prepare import prepare_session
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
-from executor.weights import load, save
+from executor.weights.loading import load
+from executor.weights.saving import save
 from planner.decisions import Decisions
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config
@@ -426,11 +428,11 @@ def left(rank: int, _size: int, task: Task, decisions: Decisions):
             moved[unit] = sum(tensor.num_bytes for tensor in segment.offloaded(unit))
             again.extend(str(product.function) for product in segment.products_of[unit] if not product.is_offloaded)
 
-        def adding_up(values: torch.Tensor) -> None:
+        def adding_up(values: torch.Tensor, *op: object) -> None:
             nonlocal sums
             task_ = session.driver.progress.task
             sums += task_ is not None and task_.op is Op.REMAKE
-            all_reduce(values)
+            all_reduce(values, *op)
 
         activations.offload, group.all_reduce = leaving, adding_up
         train(task, model, optimizer, rank=rank // decisions.tensor_parallel)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plans import plans
 from training import ReferenceOptimizer, Task, batches, decide, make_model, make_optimizer, prepare, uniform, weights
 
-from executor.checkpoint import Checkpoint
+from executor.checkpoint.format.reader import Checkpoint
 from executor.memory.arenas import Arena, DeviceMemoryError
 from executor.module.binding import BindingError
 from executor.training_state.restoring import restore

@@ -12,7 +12,7 @@ import torch
 from amount import ALL
 from training import Task, batches, decide, prepare, session_options, uniform, units_of
 
-from executor.checkpoint import Level
+from executor.checkpoint.levels import Level
 from executor.devices.lanes import LaneError
 from executor.training_state.saving import Checkpoints
 from executor.weights.loading import load

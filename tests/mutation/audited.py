@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("capture", "executor
 from random_modules import INPUT, Random, Recipe, Stream  # noqa: E402 - after the path
 from training import Task, decide, prepare, session_options, train, uniform  # noqa: E402
 
-from executor.audit import AuditError  # noqa: E402
+from executor.audit.audit import AuditError  # noqa: E402
 from executor.prepare import prepare_session  # noqa: E402
 from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision  # noqa: E402
 from planner.graph import Batch, build_graph, units  # noqa: E402

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from saving import CountingFiles, FailingFiles, KillingFiles
 from test_killed_writers import killed
 
-from executor.module.naming import Shape
-from executor.weights import WeightsFolder
+from executor.weights.folder import WeightsFolder
 
 TENSORS = {name: torch.randn(40, 30) for name in "abcde"}
-SHAPES = {name: Shape(tuple(tensor.shape), torch.float32) for name, tensor in TENSORS.items()}
+SHAPES = {name: tensor.to("meta", torch.float32) for name, tensor in TENSORS.items()}
 
 
 def write(folder, files=None):

@@ -12,7 +12,9 @@ from weights_objects import made, on_meta
 
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
-from executor.weights import WeightsError, load, save
+from executor.weights.files import WeightsError
+from executor.weights.loading import load
+from executor.weights.saving import save
 
 TASK = Task("llama", torch.float32)
 

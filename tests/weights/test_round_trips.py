@@ -17,7 +17,10 @@ from training import CONFIGS, Task, decide, prepare, reference, train, uniform
 from weights_objects import adapted, captured_units, made, made_of, on_meta, place_anywhere, print_peak
 
 from executor.prepare import prepare_session
-from executor.weights import WeightsError, files, load, save
+from executor.weights import files
+from executor.weights.files import WeightsError
+from executor.weights.loading import load
+from executor.weights.saving import save
 from planner.schedule.loop import OutOfOrderError
 from ullage.capture.recording import find_loss
 

@@ -13,7 +13,9 @@ from training import CONFIGS, make_model
 
 from executor.options import Options
 from executor.prepare import prepare_session
-from executor.weights import files, load, save
+from executor.weights import files
+from executor.weights.loading import load
+from executor.weights.saving import save
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config

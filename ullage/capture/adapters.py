@@ -10,7 +10,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from executor.weights import WeightsError
+from executor.weights.files import WeightsError
 from executor.weights.loading import check_weights
 from planner.models.adapters import ALL_LINEAR, Lora
 from planner.models.quantization import Quantization

@@ -24,7 +24,7 @@ from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
 from executor.module.tiled_layers import tile_modules
-from executor.module.tiled_logits import find_head, tile_head
+from executor.module.tiled_logits import tile_head
 from executor.packed import stored_parameters
 from planner.models.captured import NO_TILES, CapturedInput
 from planner.models.kernels import flop
@@ -105,7 +105,7 @@ def record(
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
         if tiles.loss_tile_tokens is not None:
-            stack.callback(tile_head(model, tiles.loss_tile_tokens, callbacks=_HeadCallbacks(recorder)))
+            stack.callback(tile_head(model, tiles.loss_tile_tokens, functools.partial(_reach_head, recorder)))
         if tiles.layer_tile_tokens is not None:
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
@@ -540,17 +540,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"device": torch.device("cpu")} if on_gpu else kwargs
 
 
-class _HeadCallbacks:
-    """Records when backward reaches a head whose logits are in tiles; see :class:`executor.callbacks.HeadCallbacks`."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-
-    def on_logits(self, _unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext
-
-    def on_backward(self, _unit: str) -> None:
-        head = find_head(self._recorder.model)
-        visits = enumerate(self._recorder.visits)
-        found = next(index for index, visit in visits if visit.module is head)
-        self._recorder.arrivals.append((found, len(self._recorder.backward)))
+def _reach_head(recorder: _Recorder, head: nn.Module) -> None:
+    """Record that backward has reached a head whose logits are in tiles."""
+    found = next(index for index, visit in enumerate(recorder.visits) if visit.module is head)
+    recorder.arrivals.append((found, len(recorder.backward)))

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, place_at
 from executor.checkpoint.files.opening import Folder, modified
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import MANIFEST_NAME
-from executor.checkpoint.places.locating import located
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.locating import checkpoint_at, located, place_at
 from executor.checkpoint.places.place import newest_of, parse_name
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import positive_int

@@ -10,10 +10,10 @@ import torch
 from executor.devices.backend import as_array, sum_of_squares
 from executor.devices.cuda import fused, update_on_device
 from executor.memory.pieces import state_buffers
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
-from executor.optimizer.adamw import SeededAdamWParams
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
+from executor.optimizer.workers import WorkerTeam
 from hwprofiles.calibrate import Kernels
 from hwprofiles.profile import NarrowUpdate
 from ullage.this_machine.probe import host_times
@@ -22,7 +22,8 @@ from ullage.this_machine.probe import host_times
 def kernels() -> Kernels:
     """Return the kernels of the executor."""
     params = AdamWParams()
-    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), params)
+    entry = next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW)
+    rule = Rule(entry, params, scale=0.5)  # as in clipping
     teams: dict[int, WorkerTeam] = {}
 
     def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
@@ -32,7 +33,7 @@ def kernels() -> Kernels:
 
     def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
         state = master, exp_avg, exp_avg_sq, weight
-        update_on_device(state, [grad], rule, step=1, scale=0.5)  # a scale as in clipping
+        update_on_device(state, [grad], rule, step=1)
 
     return Kernels(
         cpu_adamw=step,
@@ -65,4 +66,4 @@ def _narrow_update(name: NarrowUpdate, num_params: int) -> Callable[[], object]:
         whole, weight = SplitMaster.of_zeros(num_params), None
         whole.copy_(values[0])
     steps = itertools.count(1)
-    return lambda: entry.host([whole, *buffers], gradient, weight, SeededAdamWParams(), next(steps))
+    return lambda: entry.host([whole, *buffers], gradient, weight, AdamWParams(seed=0), next(steps))

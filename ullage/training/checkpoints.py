@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Final, final
 
-from executor.checkpoint import Level, Outcome
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.levels import Level
 from executor.prepare import OffloadedOptimizer
 from executor.training_state.saving import Checkpoints, Resumed
 from planner.models import to_hf_config_dict

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import torch
 
-from executor.checkpoint import Checkpoint, DamagedError
+from executor.checkpoint.files.system_calls import DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
+from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import whole_name
-from executor.module.naming import Shape
 from executor.training_state.restoring import read_whole
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
 from executor.weights.saving import SAVED_DTYPES, Dtype
@@ -44,7 +44,7 @@ def export_hf(
     with WeightsFolder(folder) as new:
         if config is not None:
             (new.path / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", "utf-8")
-        saved = {name: Shape(shape, SAVED_DTYPES[dtype]) for name, shape in shapes.items()}
+        saved = {n: torch.empty(shape, dtype=SAVED_DTYPES[dtype], device="meta") for n, shape in shapes.items()}
         new.write_tensors(saved, _values(checkpoint, shapes), max_shard_bytes)
         new.commit()
     return len(shapes)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from executor.checkpoint import CheckpointError, Level, place_at
-from executor.checkpoint.levels import DEFAULT_EVERY, check_levels
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.levels import DEFAULT_EVERY, Level, check_levels
+from executor.checkpoint.places.locating import place_at
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
 

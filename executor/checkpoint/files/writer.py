@@ -103,7 +103,10 @@ class ShardWriter:
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
                 self.append(values[:begin])
-                leases.append(self._lease(values[begin:end]))
+                if self._pending.failure is not None:
+                    raise self._error(self._pending.failure)
+                leases.append(self._open_chunk().lease(values[begin:end]))
+                self._advance(end - begin)
                 values = values[end:]
             else:
                 count = min(self._room, len(values))
@@ -115,13 +118,6 @@ class ShardWriter:
     def _room(self) -> int:
         """Bytes up to the end of the chunk."""
         return self._flusher.chunk_bytes - self._end % self._flusher.chunk_bytes
-
-    def _lease(self, values: Buffer) -> Lease:
-        if self._pending.failure is not None:
-            raise self._error(self._pending.failure)
-        lease = self._open_chunk().lease(values)
-        self._advance(len(values))
-        return lease
 
     def finish(self) -> FileRecord:
         """Complete the file, with its header last, and make it durable; return its record for the manifest.

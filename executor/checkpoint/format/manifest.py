@@ -80,13 +80,6 @@ class TensorRecord(Frozen):
         return math.prod(self.shape)
 
 
-class Part(Frozen):
-    """The files and tensors that one rank has written."""
-
-    files: tuple[FileRecord, ...]
-    tensors: dict[str, TensorRecord]
-
-
 def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
     """Return the tensors of files with these layouts. A file's number is its index in the list."""
     tensors: dict[str, TensorRecord] = {}
@@ -106,7 +99,7 @@ def _start(fragment: Fragment) -> int:
 
 
 class Manifest(Frozen):
-    """The content of a checkpoint.
+    """The content of a checkpoint; without a digest, the part of it that one rank has written.
 
     Attributes:
         version: version of this format.
@@ -114,7 +107,7 @@ class Manifest(Frozen):
         files: all files of values.
         tensors: all tensors, by name.
         extra: other state of training, as plain JSON.
-        digest: SHA-256 of all other fields.
+        digest: SHA-256 of all other fields; empty for a part.
     """
 
     version: Literal[1] = VERSION
@@ -125,7 +118,7 @@ class Manifest(Frozen):
     digest: str = ""
 
     @classmethod
-    def of(cls, step: int, parts: list[Part], extra: dict[str, Any]) -> Self:
+    def of(cls, step: int, parts: list[Self], extra: dict[str, Any]) -> Self:
         """Join the parts of all ranks.
 
         Raises:

@@ -248,7 +248,7 @@ class _File:
         self._folder = folder
         self._path = folder / record.path
         self._left = num_chunks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._file: OpenFile | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
@@ -280,18 +280,15 @@ class _File:
         with self._lock:
             self._left -= 1
             if not self._left:
-                self._close()
+                self.close()
         return length
 
     def close(self) -> None:
         """Close the file, if it is open."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _open(self) -> OpenFile:
         with self._lock:

@@ -34,7 +34,7 @@ from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
-from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
+from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.place import (
     Place,
@@ -106,13 +106,13 @@ class Draft:
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
                 self._files.remove(path)
 
-    def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
-        """Wait for the parts of all other ranks; return all parts, and every rank's ``extra``.
+    def collect(self, size: int, own: Manifest, patience_s: float) -> list[Manifest]:
+        """Wait for the parts of all other ranks; return all parts.
 
         Raises:
             CheckpointError: a rank could not write its part, or did not write it in time.
         """
-        parts, extras = [own], [extra]
+        parts = [own]
         deadline_s = time.monotonic() + patience_s
         for rank in range(1, size):
             path = self.folder / f"part-{rank}.json"
@@ -123,10 +123,9 @@ class Draft:
             sent = _read_part(path)
             if "error" in sent:
                 raise CheckpointError(f"rank {rank}: {sent['error']}")
-            parts.append(Part.model_validate(sent["part"]))
-            extras.append(sent["extra"])
+            parts.append(Manifest.model_validate(sent["part"]))
             self._files.remove(path)
-        return parts, extras
+        return parts
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Copy a file and make it durable; its header is written last.
@@ -224,9 +223,9 @@ class JoinedDraft:
                 )
             time.sleep(_POLL_S)
 
-    def send_part(self, rank: int, part: Part, extra: Any) -> None:
+    def send_part(self, rank: int, part: Manifest) -> None:
         """Send this rank's part to rank 0. The part must be durable."""
-        self._send(rank, {"part": part.model_dump(mode="json"), "extra": extra})
+        self._send(rank, {"part": part.model_dump(mode="json")})
 
     def send_error(self, rank: int, error: str) -> None:
         """Report to rank 0 that this rank could not write its part."""

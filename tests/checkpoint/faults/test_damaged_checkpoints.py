@@ -9,8 +9,11 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, CheckpointError, FolderPlace, Part, newest_of
-from executor.checkpoint.places.folder import JoinedDraft
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.folder import FolderPlace, JoinedDraft
+from executor.checkpoint.places.place import newest_of
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 
@@ -107,8 +110,8 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
     store = FolderPlace(tmp_path / "store")
     draft = store.begin(1)
     other = JoinedDraft(store.root, 1, (), draft.folder.name.rpartition("-")[2], 1.0)
-    part = Part(files=(), tensors={})
-    other.send_part(1, part, {"rng": 7})
+    part, sent = (Manifest(step=1, files=(), tensors={}, extra={"rng": rank}) for rank in range(2))
+    other.send_part(1, sent)
     path = draft.folder / "part-1.json"
     whole = path.read_bytes()
     for position in range(len(whole)):
@@ -116,9 +119,9 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"part-1.json differs from what its rank has written"):
-            draft.collect(2, part, {}, 1.0)
+            draft.collect(2, part, 1.0)
     path.write_bytes(whole)
-    assert draft.collect(2, part, {}, 1.0) == ([part, part], [{}, {"rng": 7}])
+    assert draft.collect(2, part, 1.0) == [part, sent]
     draft.abandon()
 
 

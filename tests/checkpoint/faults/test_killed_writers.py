@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from saving import CountingFiles, KillingFiles, save, step_of
 
-from executor.checkpoint import FolderPlace
+from executor.checkpoint.places.folder import FolderPlace
 
 PHASES = ("before", "middle", "after")
 

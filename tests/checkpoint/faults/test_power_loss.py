@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from saving import CountingFiles, save, step_of
 
-from executor.checkpoint import Files, FolderPlace
+from executor.checkpoint.files.system_calls import Files
+from executor.checkpoint.places.folder import FolderPlace
 
 
 class RecordingFiles(CountingFiles):

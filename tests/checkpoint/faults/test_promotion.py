@@ -19,19 +19,14 @@ from test_checkpoint_store import prune_for_ever
 from test_killed_writers import PHASES, killed, shuffled
 from test_power_loss import RecordingFiles, check_every_sync_is_needed, lost
 
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Files,
-    FolderPlace,
-    Level,
-    Levels,
-    Manifest,
-    Outcome,
-    Part,
-    newest_of,
-    place_at,
-)
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level, Levels
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.locating import place_at
+from executor.checkpoint.places.place import newest_of
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 FORK = multiprocessing.get_context("fork")
@@ -299,7 +294,7 @@ def test_another_run_in_the_same_place_is_refused(tmp_path):
         lower.put(Checkpoint(save(other, 7)))
         path = save(upper, 7 if kind == "folder" else 8)
         manifest = Checkpoint(path).manifest
-        made = Manifest.of(7, [Part(files=manifest.files, tensors=manifest.tensors)], {"seed": 9})
+        made = Manifest.of(7, [manifest], {"seed": 9})
         with pytest.raises(CheckpointError, match="is there already, and whole; another run writes here"):
             lower.put(Checkpoint(path, made))
         assert len(lower.folders()) == 1

@@ -16,8 +16,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from saving import TENSORS, save, values
 
-from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, FolderPlace, ReadRequest
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.manifest import Manifest
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
+from executor.checkpoint.places.folder import FolderPlace
 
 MOST_BYTES = 4 << 20
 """Memory that reading this small checkpoint may take, whatever its manifest says, beside the readers' buffers."""
@@ -241,7 +243,7 @@ def hook(event, args):
 sys.armed = False
 sys.addaudithook(hook)
 from pathlib import Path
-from executor.checkpoint import Checkpoint, ReadRequest
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 import numpy as np
 sys.armed = True
 with Checkpoint(Path(sys.argv[1])) as checkpoint:

@@ -20,7 +20,7 @@ from training import OPTIMIZERS, Task, assert_same, decide, prepare, reference, 
 import ullage
 from executor.devices import cuda, sums
 from executor.devices.cuda import Clock, CudaBackend, update_on_device
-from executor.optimizer import AdamWParams
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
@@ -529,12 +529,12 @@ def test_gradients_end_to_end_are_one_however_it_is_cut(lengths, chunk, dtype):
         fresh = [values.clone(), torch.zeros(total), torch.zeros(total), torch.zeros(total, dtype=torch.bfloat16)]
         return [tensor.to(device) for tensor in fresh]
 
-    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), AdamWParams(lr=0.1))
+    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), AdamWParams(lr=0.1), 0.5)
     whole, cut = state(), state()
-    update_on_device(whole, [gradient.to(device)], rule, 1, 0.5)
+    update_on_device(whole, [gradient.to(device)], rule, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_CHUNK_PARAMS", chunk)
-        update_on_device(cut, gradient.to(device).split(lengths), rule, 1, 0.5)
+        update_on_device(cut, gradient.to(device).split(lengths), rule, 1)
     for one, other in zip(whole, cut, strict=True):
         assert torch.allclose(one.cpu().float(), other.cpu().float(), rtol=1e-6, atol=1e-7)
     assert not torch.equal(whole[0].cpu(), values)

@@ -3,6 +3,8 @@
 ``benchmarks/gpu/run.sh`` runs them on a GPU.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -94,7 +96,7 @@ class Case:
         """Return all that a step on the device leaves, with the gradient in parts of these lengths."""
         case = self.copied(DEVICE)
         parts = case.gradient.split(lengths or [len(case.gradient)])
-        way([case.master, *case.buffers, *case.weights], parts, case.rule, step, scale)
+        way([case.master, *case.buffers, *case.weights], parts, dataclasses.replace(case.rule, scale=scale), step)
         return case.held()
 
     def copied(self, device):
@@ -162,7 +164,9 @@ def test_new_weights_may_overwrite_the_gradient(form):
     expected, case = case.on_host(2, 0.5), case.copied(DEVICE)
     if case.weights:
         case.weights = [case.gradient]
-    fused.update([case.master, *case.buffers, *case.weights], [case.gradient], case.rule, 2, 0.5)
+    fused.update(
+        [case.master, *case.buffers, *case.weights], [case.gradient], dataclasses.replace(case.rule, scale=0.5), 2
+    )
     assert_same(case.held(), expected)
 
 

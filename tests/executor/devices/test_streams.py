@@ -26,7 +26,8 @@ from virtual.races import Races
 from virtual.watch import watched
 
 import executor.tasks.snapshots
-from executor.checkpoint import Checkpoint, Level
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level
 from executor.devices.cuda import CudaBackend
 from executor.devices.lanes import LaneMachine
 from executor.tasks.actions import Actions

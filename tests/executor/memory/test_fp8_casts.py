@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from executor.devices.backend import as_array
 from executor.memory.fp8_weights import Fp8Copy, cast_to_fp8, largest_bits, scales_of
-from executor.optimizer import WorkerTeam
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Fp8Weights
 
 float8_utils = pytest.importorskip("torchao.float8.float8_utils")

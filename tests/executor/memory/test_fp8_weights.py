@@ -35,7 +35,7 @@ from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
 from executor.distributed.watchdog import RankError
 from executor.memory.fp8_weights import Fp8Copy
-from executor.weights import load
+from executor.weights.loading import load
 from planner.decisions import Decisions, Fp8Weights
 from planner.schedule.tasks import MemoryClass, Tier
 

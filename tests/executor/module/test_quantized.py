@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from executor.module.quantized import bind_quantized
 from executor.packed import StoredParameter, stored_parameters
 from executor.prepare import prepare_session
-from executor.weights import save
+from executor.weights.saving import save
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision

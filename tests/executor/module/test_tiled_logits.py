@@ -29,7 +29,7 @@ from training import (
     weights,
 )
 
-from executor.audit import AuditError
+from executor.audit.audit import AuditError
 from executor.distributed.shards import BindingError
 from executor.module.tiled_logits import TiledHead, TiledLogits, tile_head
 from hwprofiles.registry import load_profile

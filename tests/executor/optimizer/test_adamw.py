@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
+from executor.optimizer.workers import WorkerTeam
 
 PARAMS = AdamWParams(lr=2e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 UNIT = 2.0**-24  # largest relative error of one float32 rounding
@@ -318,7 +319,9 @@ def assert_python_runs_on(call):
 def test_after_warm_up_nothing_is_compiled():
     script = """if True:
         import numpy as np, torch
-        from executor.optimizer import AdamWParams, WorkerTeam, adamw_step, adamw
+        from executor.optimizer import adamw
+        from executor.optimizer.adamw import AdamWParams, adamw_step
+        from executor.optimizer.workers import WorkerTeam
         from executor.optimizer.table import ENTRIES
         entry = next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW)
         group = torch.optim.AdamW([torch.ones(1)]).param_groups[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from executor.memory.moments import by_value, converted
-from executor.optimizer import AdamWParams, WorkerTeam
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.blocks import (
     HAS_VBMI,
@@ -27,6 +27,7 @@ from executor.optimizer.blocks import (
 )
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.table import entry_of
+from executor.optimizer.workers import WorkerTeam
 from ullage import AdamW8bit
 
 UNIT = 2.0**-24

@@ -1,6 +1,7 @@
 """A master copy in bf16, which is the weight: rounded without bias, and with the same bits everywhere."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,11 +33,12 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer import AdamWParams, WorkerTeam
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.adamw_8bit import adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_step
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.table import Rule, entry_of
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Precision
 from planner.optimizers import OPTIMIZERS as PLANNED
 from planner.schedule.tasks import MemoryClass, Tier
@@ -66,7 +68,7 @@ def stepped(rule: Rule, state: list[torch.Tensor], step: int, team: WorkerTeam |
 
 def stepped_on_device(rule: Rule, state: list[torch.Tensor], step: int) -> list[torch.Tensor]:
     *held, gradient = (values.clone() for values in state)
-    update_on_device(held, [gradient], rule, step, 0.7)
+    update_on_device(held, [gradient], replace(rule, scale=0.7), step)
     return held
 
 
@@ -157,7 +159,7 @@ def test_the_planner_knows_what_operators_move_and_hold(name, monkeypatch):
     *state, gradient = random_state(rule, num_params, 0)
     expected = stepped(rule, [*state, gradient], 2)
     with MemoryMeter() as meter:
-        update_on_device(state, [gradient], rule, 2, 0.7)
+        update_on_device(state, [gradient], replace(rule, scale=0.7), 2)
     assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
     assert all(torch.equal(mine, whole) for mine, whole in zip(state, expected, strict=True))
     many = [values.repeat(100) for values in (*state, gradient.float())]  # beside them, tables of codes are nothing

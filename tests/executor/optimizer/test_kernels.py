@@ -22,22 +22,13 @@ from test_adamw import UNIT, as_float32, assert_python_runs_on, bits_equal, narr
 
 from executor.devices.backend import _scale, as_array, sum_of_squares
 from executor.memory.pieces import state_buffers
-from executor.optimizer import (
-    AdagradParams,
-    AdamWParams,
-    LionParams,
-    SgdParams,
-    WorkerTeam,
-    adagrad_step,
-    adamw,
-    adamw_step,
-    lion,
-    lion_step,
-    sgd,
-    sgd_step,
-)
+from executor.optimizer import adamw, lion, sgd
+from executor.optimizer.adamw import AdamWParams, adamw_step
+from executor.optimizer.lion import LionParams, lion_step
 from executor.optimizer.reference import Lion
+from executor.optimizer.sgd import AdagradParams, SgdParams, adagrad_step, sgd_step
 from executor.optimizer.table import ENTRIES, entry_of
+from executor.optimizer.workers import WorkerTeam
 
 KERNELS = {
     "adam": (adamw_step, 2, AdamWParams(weight_decay=0.1, decoupled_weight_decay=False)),

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_a_device_takes_whole_matrices_at_once_however_many_parameters_it_chunks
     host = [master.numpy().copy(), momentum.numpy().copy()]
     weights_out = torch.empty(3 * 640, dtype=torch.bfloat16)
     muon_step(host, gradient.numpy(), None, rule.params, 1, 0.5)
-    update_on_device([master, momentum, weights_out], [gradient[:640], gradient[640:]], rule, 1, 0.5)
+    update_on_device([master, momentum, weights_out], [gradient[:640], gradient[640:]], replace(rule, scale=0.5), 1)
     assert torch.equal(master, torch.from_numpy(host[0]))
     assert torch.equal(momentum, torch.from_numpy(host[1]))
     assert torch.equal(weights_out, master.bfloat16())
@@ -146,7 +147,7 @@ def test_products_are_near_those_of_float64(shape):
     for _ in range(5):
         gram = exact @ exact.T
         exact = a * exact + (b * gram + c * gram @ gram) @ exact
-    found = newton_schulz(torch.from_numpy(matrix), (a, b, c), 1e-7, 5).double().numpy()
+    found = newton_schulz(torch.from_numpy(matrix), MuonParams(ns_coefficients=(a, b, c))).double().numpy()
     assert np.linalg.norm(found - exact, 2) < 15 * 5 * 2**-9
     assert np.all(np.abs(np.linalg.svd(exact, compute_uv=False) - 0.95) < 0.3)
 

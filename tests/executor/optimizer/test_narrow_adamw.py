@@ -20,10 +20,10 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
-from executor.optimizer.adamw import SeededAdamWParams
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
 from executor.optimizer.table import entry_of
+from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
 from ullage import AdamW8bit, AdamWBf16
 
@@ -67,7 +67,7 @@ def test_a_step_is_float64_arithmetic_within_rounding(num_params, seed, step, sc
     The sum of the first moment may cancel: its bound is that of its two products. The quotient has 5 roundings more.
     """
     state = random_state(num_params, seed)
-    params = SeededAdamWParams(0.1, 0.9, 0.95, weight_decay=0.1, seed=seed)
+    params = AdamWParams(0.1, 0.9, 0.95, weight_decay=0.1, seed=seed)
     master, exp_avg, exp_avg_sq = stepped(state, params, step, scale)
     w, m, v, g = (values.double() for values in state)
     g = g * float(np.float32(scale))
@@ -90,7 +90,7 @@ def test_a_step_is_float64_arithmetic_within_rounding(num_params, seed, step, sc
 @given(st.integers(1, 300), st.integers(0, 2**32 - 1), st.integers(1, 10**6), st.integers(0, 2**33), st.data())
 def test_device_threads_and_cuts_give_the_same_bits(num_params, seed, step, start, data):
     state = random_state(num_params, seed)
-    params = SeededAdamWParams(0.1, seed=seed, parameter=7, start=start)
+    params = AdamWParams(0.1, seed=seed, parameter=7, start=start)
     expected = stepped(state, params, step)
     with WorkerTeam(3) as team:
         in_threads = stepped(state, params, step, team=team)
@@ -114,7 +114,7 @@ def test_rounding_is_unbiased_and_its_bits_depend_on_seed_step_parameter_and_pos
     for name, change in {"": {}, "seed": {"seed": 1}, "parameter": {"parameter": 1}, "start": {"start": 1}}.items():
         for step in (1, 2):
             state = [torch.zeros(num_params), *(torch.zeros(num_params, dtype=torch.bfloat16) for _ in range(2))]
-            adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), SeededAdamWParams(**change), step)
+            adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(**{"seed": 0} | change), step)
             seen[name, step] = state[1:]
     for moments in seen.values():
         exacts = (gradient * np.float32(0.1), gradient * np.float32(0.001) * gradient)
@@ -135,7 +135,7 @@ def test_the_second_moment_follows_where_rounding_to_the_nearest_stands_still():
     gradient = torch.full((4096,), 0.5)
     nearest = state[2].clone()
     for step in range(1, 301):
-        adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), SeededAdamWParams(), step)
+        adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(seed=0), step)
         nearest = (nearest.float() * 0.999 + gradient * gradient * 0.001).bfloat16()
     exact = 0.25 + 0.75 * 0.999**300
     assert float(state[2].float().mean()) == pytest.approx(exact, rel=2e-3)
@@ -175,7 +175,7 @@ def test_the_planner_knows_what_operators_move_and_hold_and_chunks_have_the_bits
         bits = gradient.view(torch.uint16).numpy()
         rule.entry.host([as_array(values) for values in expected], bits, None, rule.params, step, 0.5)
         with MemoryMeter() as meter:
-            update_on_device(state, [gradient], rule, step, 0.5)
+            update_on_device(state, [gradient], dataclasses.replace(rule, scale=0.5), step)
         assert meter.peak_bytes == row.scratch_bytes(num_params) + 4  # the factor
         assert all(torch.equal(mine, whole) for mine, whole in zip(state, expected, strict=True))
     many = [values.repeat(100) for values in (*state, gradients[0].float())]  # beside them, tables of codes are nothing
@@ -188,7 +188,7 @@ def test_the_planner_knows_what_operators_move_and_hold_and_chunks_have_the_bits
 def test_values_that_are_not_finite_stay_so(bad):
     state = random_state(64, 0)
     state[3][::2] = bad
-    params = SeededAdamWParams()
+    params = AdamWParams(seed=0)
     on_device = [values.clone() for values in state]
     adamw_bf16_(on_device[0], tuple(on_device[1:3]), on_device[3].float(), params, 1)
     for host, device in zip(stepped(state, params, 1), on_device[:3], strict=True):
@@ -200,7 +200,7 @@ def test_values_that_are_not_finite_stay_so(bad):
 def test_weights_of_the_first_step_are_those_of_adamw():
     """Moments are rounded after the weight has moved."""
     master, exp_avg, exp_avg_sq, gradient = random_state(300, 1)
-    seen = stepped([master, exp_avg, exp_avg_sq, gradient], SeededAdamWParams(0.1), 5)[0]
+    seen = stepped([master, exp_avg, exp_avg_sq, gradient], AdamWParams(0.1, seed=0), 5)[0]
     held = [master.clone().numpy(), exp_avg.float().numpy(), exp_avg_sq.float().numpy()]
     adamw_step(held, gradient.view(torch.uint16).numpy(), None, AdamWParams(0.1), 5)
     assert np.array_equal(held[0], seen.numpy())
@@ -213,7 +213,7 @@ def test_bad_hyper_parameters_and_moments_of_another_type_are_refused():
     assert entry_of(AdamWBf16([torch.nn.Parameter(torch.zeros(3))])).planned_as == "adamw-bf16"
     arrays = [np.zeros(3, np.float32) for _ in range(3)]
     with pytest.raises(ValueError, match="exp_avg has dtype float32, but must be uint16"):
-        adamw_bf16_step(arrays, np.zeros(3, np.uint16), None, SeededAdamWParams(), 1)
+        adamw_bf16_step(arrays, np.zeros(3, np.uint16), None, AdamWParams(seed=0), 1)
 
 
 @pytest.mark.parametrize(

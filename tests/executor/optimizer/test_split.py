@@ -12,11 +12,11 @@ from test_kernels import KERNELS
 from test_narrow_adamw import Traffic
 
 from executor.devices.meter import MemoryMeter
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
-from executor.optimizer.adamw import SeededAdamWParams
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import adamw_8bit_step
 from executor.optimizer.adamw_bf16 import adamw_bf16_step
 from executor.optimizer.split import BLOCK, SplitMaster, join, join_with_operators, split, split_with_operators
+from executor.optimizer.workers import WorkerTeam
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES, SPLIT_SCRATCH_BYTES
 
 NAN_BITS = 0x7FC00000
@@ -180,7 +180,7 @@ def state_of(kernel, seed, length, start):
         return step, [rng.random(length, np.float32) for _ in range(count)], params, start
     if kernel == "adamw":
         return adamw_step, [rng.random(length, np.float32) for _ in range(2)], AdamWParams(), start
-    seeded = SeededAdamWParams(seed=seed % 1000, parameter=3, start=5 * BLOCK)
+    seeded = AdamWParams(seed=seed % 1000, parameter=3, start=5 * BLOCK)
     if kernel == "adamw-bf16":
         return adamw_bf16_step, [rng.integers(0, 1 << 14, length, np.uint16) for _ in range(2)], seeded, start
     codes = [rng.integers(0, 256, length, np.uint8) for _ in range(2)]

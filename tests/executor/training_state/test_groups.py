@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training import Task, batches, decide, make_model, session_options, uniform, units_of
 
-from executor.checkpoint import CheckpointError, Level
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.levels import Level
 from executor.prepare import prepare_session
 from executor.training_state.groups import groups_in_order
 from executor.training_state.saving import Checkpoints

@@ -32,17 +32,13 @@ from training import (
 )
 
 import executor.tasks.snapshots
-from executor.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Files,
-    FolderPlace,
-    Level,
-    ReadRequest,
-    ShardWriter,
-    newest_of,
-)
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format import reader
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
+from executor.checkpoint.levels import Level
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import newest_of
 from executor.memory.moments import by_value, converted
 from executor.optimizer.adamw_8bit import KEYS
 from executor.optimizer.blocks import SCALES

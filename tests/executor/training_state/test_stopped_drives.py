@@ -17,7 +17,10 @@ from training import Task, assert_same, decide, prepare, reference, train, unifo
 import executor.checkpoint.engine
 import executor.devices.lanes
 import executor.tasks.snapshots
-from executor.checkpoint import Files, FolderPlace, Level, newest_of
+from executor.checkpoint.files.system_calls import Files
+from executor.checkpoint.levels import Level
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import newest_of
 from executor.training_state.saving import Checkpoints
 
 PATIENCE_S = 0.2

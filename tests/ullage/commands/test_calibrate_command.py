@@ -7,7 +7,7 @@ import pytest
 from amount import small_measurements
 
 import hwprofiles.calibrate
-from executor.optimizer import AdamWParams, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
 from ullage.main import main
 from ullage.this_machine.kernels import kernels

@@ -19,7 +19,8 @@ from narrow import narrow_llama
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from executor.checkpoint import FolderPlace, newest_of
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import newest_of
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.decisions import FP32
@@ -126,7 +127,9 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
 
 def whose_drive_hangs(*arguments: str) -> None:
     """Be ``ullage`` with little patience, on a drive that hangs from the fortieth file on."""
-    from executor.checkpoint import CheckpointEngine, Files, engine  # noqa: PLC0415
+    from executor.checkpoint import engine  # noqa: PLC0415
+    from executor.checkpoint.engine import CheckpointEngine  # noqa: PLC0415
+    from executor.checkpoint.files.system_calls import Files  # noqa: PLC0415
     from executor.training_state import saving  # noqa: PLC0415 - in the process that this is for
 
     saving._PATIENCE_S = engine._END_S = 0.5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ullage
-from executor.checkpoint import Files
+from executor.checkpoint.files.system_calls import Files
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = {

@@ -14,8 +14,8 @@ from torch import nn
 
 from executor.devices.lanes import NUM_RECORDED
 from executor.prepare import OffloadedOptimizer
-from executor.weights import save
 from executor.weights.files import weights_folder
+from executor.weights.saving import save
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
