@@ -11,6 +11,9 @@ Storage = Literal["never", "activations", "nvme"]
 KernelChoice = Literal["transformers", "compiled", "liger"]
 """Kernel sets that a plan can be made for; see [Note: Kernel sets] in :mod:`planner.models.formulas.kernel_sets`."""
 
+KernelRequest = Literal["transformers", "compiled", "liger", "auto"]
+"""The same, or the faster one of those that can be executed."""
+
 DEFAULT_MICRO_BATCH: Final = 4
 """Sequences per forward on each device; fewer if they are long, see :func:`default_micro_batch`."""
 

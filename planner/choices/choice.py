@@ -51,7 +51,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 expert_parallel=expert,
-                kernels=request.kernels,
+                kernels=None if request.kernels == "auto" else request.kernels,
             )
             try:
                 _check(model, degrees)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, get_args
 
 from annotated_types import Ge
 
-from planner.terms import DEFAULT_MICRO_BATCH, KernelChoice, Storage
+from planner.terms import DEFAULT_MICRO_BATCH, KernelRequest, Storage
 
 Count = Annotated[int, Ge(1)]
 
@@ -92,11 +92,11 @@ class Constraints:
         "casts them once after each update, the device before each gather (default: where that is faster)",
         switch=True,
     )
-    kernels: KernelChoice | None = _field(
+    kernels: KernelRequest | None = _field(
         "kernels that run beside products and attention: those of transformers, module by module (the default); "
-        "compiled: of blocks that torch.compile has compiled, as execute then does; liger: of Liger-Kernel, which can "
-        "only be compared",
-        choices=get_args(KernelChoice),
+        "compiled: of blocks and a loss that torch.compile has compiled, as execute then does; auto: the faster of the "
+        "two; liger: of Liger-Kernel, which can only be compared",
+        choices=get_args(KernelRequest),
     )
     storage: Storage = _field(
         "what else the plan may offload, beside optimizer state and parameters to the host. never: nothing (the "

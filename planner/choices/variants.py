@@ -1,5 +1,6 @@
 """Variants of a request: each choice of degrees and batch sizes, with its units and prices."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -45,8 +46,20 @@ def variants(request: Request) -> tuple[Variant, ...]:
     found = choices(request)
     if isinstance(request.model, CapturedModel):
         found = _captured(request, found)
+    if request.kernels == "auto":
+        found = tuple(option for choice in found for option in _with_kernels(request, choice))
     tiled = (option for choice in found for option in _tiled(request, choice))
     return tuple(variant(request, option) for choice in tiled for option in _fetched(request, choice))
+
+
+def _with_kernels(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield a choice with the kernels of ``transformers``, and with compiled ones where these can be executed."""
+    yield choice
+    compiled = choice.model_copy(update={"kernels": "compiled"})
+    if request.storage == "never":  # compiled blocks offload no activations
+        with contextlib.suppress(ModelConfigError):
+            _units(request.model, request.batch(compiled))
+            yield compiled
 
 
 def _fetched(request: Request, choice: Choice) -> Iterator[Choice]:

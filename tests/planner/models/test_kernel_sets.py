@@ -17,10 +17,13 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.costs.model import CostModel
-from planner.decisions import Sharding
+from planner.decisions import Precision, Sharding
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
+from planner.models.formulas.kernel_sets import KERNEL_SETS
 from planner.models.kernels import flop, num_kernels
+from planner.plan.planning import make_plan
+from planner.verification import verify
 from ullage.rivals.cases.training import Model
 
 LLAMA = resolve_model("llama-3.1-8b")
@@ -171,6 +174,42 @@ def test_what_a_set_cannot_run_is_refused(model: str, options: dict[str, Any], m
     hardware = load_profile(options.pop("hardware", "a100-80"))
     with pytest.raises(ValueError, match=message):
         variants(Request(resolve_model(model), hardware, **options))
+
+
+def test_auto_is_the_faster_kind_and_leaves_out_what_cannot_be_executed() -> None:
+    def chosen(**options: Any) -> dict[str | None, float]:
+        """Return the time of computing a micro-batch, by the kernels of each variant."""
+        given = {"seq_len": 1024, "micro_batch": 8, "kernels": "auto", **options}
+        model = resolve_model(given.pop("model", "qwen2.5-0.5b"))
+        found = variants(Request(model, load_profile("h100"), **given))
+        return {
+            each.choice.kernels: sum(each.cost.compute_s((*u.forward, *u.backward)) for u in each.setup.units)
+            for each in found
+            if each.choice.loss_tile_tokens is None and each.choice.layer_tile_tokens is None
+        }
+
+    times_s = chosen()
+    assert set(times_s) == {None, "compiled"}
+    assert times_s["compiled"] < 0.75 * times_s[None], "its loss has a vocabulary of 170 times its width"
+    assert set(chosen(storage="activations")) == {None}
+    assert set(chosen(precision=Precision(weights="bf16", products="fp8"))) == {None}
+    request = Request(resolve_model("qwen2.5-0.5b"), load_profile("h100"), seq_len=1024, micro_batch=8, kernels="auto")
+    plan = make_plan(request)
+    assert plan.decisions.kernels == "compiled"
+    assert verify(plan).iteration_s == plan.prediction.iteration_s
+
+
+def test_a_compiled_loss_moves_less_and_saves_the_logits_alone() -> None:
+    losses = {name: KERNEL_SETS[name].loss(64, 1000, 2, 1) for name in ("transformers", "compiled")}
+    moved = {
+        n: sum(k.num_bytes for k in (*work.forward, *work.backward) if k.num_bytes > 64 * 12)
+        for n, work in losses.items()
+    }
+    assert moved["compiled"] == 64 * 1000 * 8
+    assert moved["transformers"] > 4 * moved["compiled"]
+    assert losses["compiled"].saved_bytes == 64 * (1000 * 2 + 8)
+    shared = [KERNEL_SETS[name].loss(64, 1000, 2, 2) for name in losses]
+    assert shared[0] == shared[1], "ranks that share a vocabulary exchange sums outside of any graph"
 
 
 def test_the_loss_of_liger_never_has_all_logits_and_runs_every_product_once() -> None:
