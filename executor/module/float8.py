@@ -110,13 +110,11 @@ class _Product(torch.autograd.Function):
         values, *weight = ctx.saved_tensors
         gradient, rows = gradient.reshape(-1, gradient.shape[-1]), values.reshape(-1, values.shape[-1])
         of_values = of_weight = None
+        narrow = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)  # torchao casts it twice
         if ctx.needs_input_grad[0]:
-            first = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
-            of_values = torch.mm(first, _weight(ctx, *weight).t()).reshape(values.shape)
-            del first
+            of_values = torch.mm(narrow, _weight(ctx, *weight).t()).reshape(values.shape)
         if ctx.needs_input_grad[1]:  # not where weights are frozen, which torchao's own layer does not ask
-            again = _cast(gradient, torch.float8_e5m2, GemmInputRole.GRAD_OUTPUT, ctx.config)
-            of_weight = torch.mm(again.t(), _cast(rows, torch.float8_e4m3fn, GemmInputRole.INPUT, ctx.config)).t()
+            of_weight = torch.mm(narrow.t(), _cast(rows, torch.float8_e4m3fn, GemmInputRole.INPUT, ctx.config)).t()
         return of_values, of_weight, None, None, None
 
 

@@ -3,7 +3,8 @@
 Scales are dynamic, one for each tensor.
 
 [Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier one has cast the same
-tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``). One cast reads the tensor to find its largest
+tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``); but the executor casts the output's gradient
+once for both products of backward, to the same bits. One cast reads the tensor to find its largest
 value, and reads it again to scale it, clamp it and write it in fp8 (``hp_tensor_to_float8_dynamic``). The executor
 compiles it to these two passes. Run one by one, its operators move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``,
 ``clamp``, ``to``), and then casts take longer than products in fp8 save.
@@ -131,7 +132,6 @@ class Products(NamedTuple):
                 Gemm(rows, inputs, outputs, fp8=True),
             ),
             (
-                *cast(y, e),
                 *cast(x, e),
                 *each(y, 2),  # in rows
                 *each(x, 2),  # in columns
