@@ -4,7 +4,8 @@ Scales are dynamic, one for each tensor.
 
 [Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier one has cast the same
 tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``); but the executor casts the output's gradient
-once for both products of backward, to the same bits. One cast reads the tensor to find its largest
+once for both products of backward, to the same bits. In a compiled block a tensor that several layers read is cast once
+too, which is not counted. One cast reads the tensor to find its largest
 value, and reads it again to scale it, clamp it and write it in fp8 (``hp_tensor_to_float8_dynamic``). The executor
 compiles it to these two passes. Run one by one, its operators move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``,
 ``clamp``, ``to``), and then casts take longer than products in fp8 save.
@@ -58,7 +59,7 @@ def check_batch(batch: "Batch") -> None:
     Raises:
         ModelConfigError: naming the rule and the remedy.
     """
-    if batch.kernels != "transformers":
+    if batch.kernels == "liger":
         raise ModelConfigError(f"products in fp8 are not known of {batch.kernels} kernels; leave them out")
     if batch.tensor_parallel > 1 or batch.layer_tile_tokens is not None:
         name, alone = ("layer_tile_tokens", "none") if batch.tensor_parallel == 1 else ("tensor_parallel", "1")

@@ -192,7 +192,8 @@ def test_auto_is_the_faster_kind_and_leaves_out_what_cannot_be_executed() -> Non
     assert set(times_s) == {None, "compiled"}
     assert times_s["compiled"] < 0.75 * times_s[None], "its loss has a vocabulary of 170 times its width"
     assert set(chosen(storage="activations")) == {None}
-    assert set(chosen(precision=Precision(weights="bf16", products="fp8"))) == {None}
+    assert set(chosen(precision=Precision(weights="bf16", products="fp8"))) == {None, "compiled"}
+    assert set(chosen(model="mixtral-8x7b", storage="activations")) == {None}
     request = Request(resolve_model("qwen2.5-0.5b"), load_profile("h100"), seq_len=1024, micro_batch=8, kernels="auto")
     plan = make_plan(request)
     assert plan.decisions.kernels == "compiled"
