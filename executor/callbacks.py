@@ -31,6 +31,9 @@ class ModuleCallbacks(HeadCallbacks, Protocol):
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
 
+    def on_without_gradients(self, unit: str) -> None:
+        """A part of a training forward runs without gradients, which the plan recomputes in backward."""
+
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
 

@@ -5,7 +5,7 @@ import weakref
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
@@ -25,13 +25,26 @@ class GradientOwner(Protocol):
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it."""
 
+    def open_gradient(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter's gradient, until :meth:`close_gradient`."""
+
+    def close_gradient(self, name: str, *, written: bool, held: bool) -> None:
+        """End the use of :meth:`open_gradient`.
+
+        Args:
+            name: the parameter.
+            written: whether the values have changed.
+            held: whether views of them may be written to later, before the step.
+        """
+
 
 class OffloadedGradient(torch.Tensor):
     """A stand-in for an offloaded gradient. It has a norm and can be scaled, as clipping by norm needs.
 
     ``torch.nn.utils.clip_grad_norm_`` works on it unchanged. The norm comes from recorded sums of squares, and the
     update applies the factor. The norm is float32 even if the gradient is bf16. Division multiplies by the inverse:
-    this is exact for powers of two, and may differ in the last bit otherwise.
+    this is exact for powers of two, and may differ in the last bit otherwise. Any other operation is performed on the
+    gradient's values, which are brought for it, one gradient at a time.
     """
 
     def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
@@ -51,10 +64,10 @@ class OffloadedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform the operations of clipping by norm.
+        """Perform the operations of clipping by norm, and others on the gradients' values.
 
         Raises:
-            GradientError: the operation is another one.
+            GradientError: the values cannot be had.
         """
         operation: str = func._schema.name
         if operation == "aten::detach":
@@ -75,16 +88,38 @@ class OffloadedGradient(torch.Tensor):
                 for gradient in own:
                     gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
                 return None if several else own[0]
-        if "_amp_" in operation:
-            raise GradientError(
-                "GradScaler cannot unscale gradients that have left the device; leave it out: gradients in bf16 and "
-                "fp32 need no loss scaling"
-            )
-        raise GradientError(
-            f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
-            "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "
-            "use a hook on the parameter (parameter.register_hook) to see or change the gradient itself"
-        )
+        return _on_values(func, args, kwargs or {})
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation on the values of gradients, and keep what it writes to them."""
+    opened: dict[str, tuple[OffloadedGradient, torch.Tensor]] = {}
+
+    def values_of(gradient: OffloadedGradient) -> torch.Tensor:
+        name, owner = gradient.name_of_parameter, gradient.owner
+        if name not in opened:
+            opened[name] = gradient, owner.open_gradient(name)
+        return opened[name][1]
+
+    given, named = tree_map_only(OffloadedGradient, values_of, (args, kwargs))
+    result = func(*given, **named)
+    arguments = zip(func._schema.arguments, (*args, *[None] * len(func._schema.arguments)), strict=False)
+    written = {
+        leaf.name_of_parameter
+        for argument, value in arguments
+        if argument.is_out or (argument.alias_info is not None and argument.alias_info.is_write)
+        for leaf in tree_leaves(kwargs.get(argument.name, value))
+        if isinstance(leaf, OffloadedGradient)
+    }
+    of_values = {id(values): gradient for gradient, values in opened.values()}
+    memory = {
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in of_values
+    }
+    for name, (gradient, values) in opened.items():
+        gradient.owner.close_gradient(name, written=name in written, held=values.untyped_storage()._cdata in memory)
+    return tree_map_only(torch.Tensor, lambda tensor: of_values.get(id(tensor), tensor), result)
 
 
 class _LastFactor(NamedTuple):
@@ -116,7 +151,3 @@ def _is_plain_norm(others: list[Any]) -> bool:
     return not others or (
         float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:])
     )
-
-
-def _first_name(args: tuple[Any, ...]) -> str:
-    return next((g.name_of_parameter for g in tree_leaves(args) if isinstance(g, OffloadedGradient)), "a parameter")
