@@ -24,6 +24,9 @@ class ModuleCallbacks(Protocol):
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
 
+    def on_without_gradients(self, unit: str) -> None:
+        """A part of a training forward runs without gradients, which the plan recomputes in backward."""
+
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
 

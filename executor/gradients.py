@@ -2,14 +2,10 @@
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch.utils._pytree import tree_leaves
-
-Norm = Callable[[], torch.Tensor]
-Scale = Callable[[float], None]
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
@@ -20,29 +16,46 @@ class GradientError(RuntimeError):
     """An operation on a gradient that is impossible, because the executor has offloaded the gradient."""
 
 
+class GradientOwner(Protocol):
+    """Computes norms of offloaded gradients, and scales them."""
+
+    def gradient_norm(self, name: str) -> torch.Tensor:
+        """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Record a factor for a parameter's gradient. Its update applies it."""
+
+    def open_gradient(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter's gradient, until :meth:`close_gradient`."""
+
+    def close_gradient(self, name: str, *, written: bool, held: bool) -> None:
+        """End the use of :meth:`open_gradient`.
+
+        Args:
+            name: the parameter.
+            written: whether the values have changed.
+            held: whether views of them may be written to later, before the step.
+        """
+
+
 class OffloadedGradient(torch.Tensor):
     """A stand-in for an offloaded gradient. It has a norm and can be scaled, as clipping by norm needs.
 
     ``torch.nn.utils.clip_grad_norm_`` works on it unchanged. The norm comes from recorded sums of squares, and the
     update applies the factor. The norm is float32 even if the gradient is bf16. Division multiplies by the inverse:
-    this is exact for powers of two, and may differ in the last bit otherwise.
-
-    Args:
-        like: the parameter.
-        name: its name.
-        norm: returns the 2-norm of its gradient, a float32 scalar on its device.
-        scale: records a factor for its gradient. Its update applies it.
+    this is exact for powers of two, and may differ in the last bit otherwise. Any other operation is performed on the
+    gradient's values, which are brought for it, one gradient at a time.
     """
 
-    def __new__(cls, like: torch.Tensor, name: str, norm: Norm, scale: Scale) -> Self:  # noqa: ARG004
+    def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
         """Make a tensor without storage."""
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, like: torch.Tensor, name: str, norm: Norm, scale: Scale) -> None:
+    def __init__(self, like: torch.Tensor, name: str, owner: GradientOwner) -> None:
         super().__init__()
         assert self.shape == like.shape
         self.name_of_parameter = name
-        self.norm_of_gradient, self.scale_gradient = norm, scale
+        self.owner = owner
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
@@ -51,45 +64,71 @@ class OffloadedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Perform the operations of clipping by norm.
+        """Perform the operations of clipping by norm, and others on the gradients' values.
 
         Raises:
-            GradientError: the operation is another one.
+            GradientError: the values cannot be had.
         """
         operation: str = func._schema.name
         if operation == "aten::detach":
-            given = args[0]
-            return OffloadedGradient(given, given.name_of_parameter, given.norm_of_gradient, given.scale_gradient)
+            return OffloadedGradient(args[0], args[0].name_of_parameter, args[0].owner)
         several = "_foreach_" in operation
         own = list(args[0]) if several else [args[0]]
         others = [*args[1:], *(kwargs or {}).values()]
         if any(isinstance(other, (list, tuple)) for other in others):
             others = tree_leaves(others)
-        are_ours = [[isinstance(one, OffloadedGradient) for one in given] for given in (own, others)]
-        if all(are_ours[0]) and not any(are_ours[1]):
+        if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
             if operation in _NORMS and _is_plain_norm(others):
-                norms = [gradient.norm_of_gradient() for gradient in own]
+                norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
                 return norms if several else norms[0]
             if operation in _SCALES | _DIVIDES and len(others) == 1:
                 factor = _factor(others[0])
                 if operation in _DIVIDES:
                     factor = 1 / factor if factor else math.copysign(math.inf, factor)
                 for gradient in own:
-                    gradient.scale_gradient(factor)
+                    gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
                 return None if several else own[0]
-        if "_amp_" in operation:
-            raise GradientError(
-                "GradScaler cannot unscale gradients that have left the device; leave it out: gradients in bf16 and "
-                "fp32 need no loss scaling"
-            )
-        raise GradientError(
-            f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
-            "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "
-            "use a hook on the parameter (parameter.register_hook) to see or change the gradient itself"
-        )
+        return _on_values(func, args, kwargs or {})
 
 
-_last_factor: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # a tensor, its version and its value
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform an operation on the values of gradients, and keep what it writes to them."""
+    opened: dict[str, tuple[OffloadedGradient, torch.Tensor]] = {}
+
+    def values_of(gradient: OffloadedGradient) -> torch.Tensor:
+        name, owner = gradient.name_of_parameter, gradient.owner
+        if name not in opened:
+            opened[name] = gradient, owner.open_gradient(name)
+        return opened[name][1]
+
+    given, named = tree_map_only(OffloadedGradient, values_of, (args, kwargs))
+    result = func(*given, **named)
+    arguments = zip(func._schema.arguments, (*args, *[None] * len(func._schema.arguments)), strict=False)
+    written = {
+        leaf.name_of_parameter
+        for argument, value in arguments
+        if argument.is_out or (argument.alias_info is not None and argument.alias_info.is_write)
+        for leaf in tree_leaves(kwargs.get(argument.name, value))
+        if isinstance(leaf, OffloadedGradient)
+    }
+    of_values = {id(values): gradient for gradient, values in opened.values()}
+    memory = {
+        leaf.untyped_storage()._cdata
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in of_values
+    }
+    for name, (gradient, values) in opened.items():
+        gradient.owner.close_gradient(name, written=name in written, held=values.untyped_storage()._cdata in memory)
+    return tree_map_only(torch.Tensor, lambda tensor: of_values.get(id(tensor), tensor), result)
+
+
+class _LastFactor(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    value: float
+
+
+_last_factor: _LastFactor | None = None
 
 
 def _factor(given: Any) -> float:
@@ -98,9 +137,13 @@ def _factor(given: Any) -> float:
     if not isinstance(given, torch.Tensor):
         return float(given)
     last = _last_factor
-    if last is None or last[0]() is not given or last[1] != given._version:
-        last = _last_factor = weakref.ref(given), given._version, float(given)
-    return last[2]
+    if last is None or last.tensor() is not given or last.version != given._version:
+        last = _last_factor = _LastFactor(weakref.ref(given), given._version, float(given))
+    return last.value
+
+
+def _has_gradient(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, OffloadedGradient) for leaf in leaves)
 
 
 def _is_plain_norm(others: list[Any]) -> bool:
@@ -108,7 +151,3 @@ def _is_plain_norm(others: list[Any]) -> bool:
     return not others or (
         float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:])
     )
-
-
-def _first_name(args: tuple[Any, ...]) -> str:
-    return next((g.name_of_parameter for g in tree_leaves(args) if isinstance(g, OffloadedGradient)), "a parameter")

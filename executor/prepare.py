@@ -140,6 +140,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failing.pop_all()
         optimizer.state.clear()
 
+    @property
+    def state(self) -> "collections.defaultdict[torch.Tensor, Any]":
+        """Empty: the session has the state."""
+        return _StateOfSession()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if hasattr(self, "session"):
+            self.state.update(state)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared."""
         if hasattr(self, "session"):
@@ -500,6 +510,18 @@ def _give(stored: StoredParameter, values: torch.Tensor) -> None:
         stored.live_in(values)
     else:
         stored.parameter.data = torch.view_as_complex(values) if stored.parameter.is_complex() else values
+
+
+class _StateOfSession(collections.defaultdict[torch.Tensor, Any]):
+    """Stands in for an optimizer's state, which is in its session, and refuses what would be lost."""
+
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ValueError(
+            "the optimizer's state is in the session of its prepared model; read it with optimizer.state_dict(), and "
+            "change it with optimizer.load_state_dict(), between two steps"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = get = setdefault = pop = popitem = update = clear = _refuse
 
 
 class _NoSession:

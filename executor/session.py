@@ -137,7 +137,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
             failing.callback(driver.visibility.release)
-            self._undo += driver.hook_parameters()
+            self._undo += driver.collector.hook_parameters()
             self._undo += bind_quantized(model)
             self._undo += bind_adapted_parameters(model)
             if decisions.fp8_weights:
@@ -151,7 +151,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device
                 )
                 self.sync_rng_state()
-            self._undo += bind_state_dict(model, self._names, self.runtime.weights)
+            self._undo += bind_state_dict(model, self._names, self.runtime.weights, has_ranks=ranks is not None)
             # As DistributedDataParallel has it; the plan decides when ranks add their gradients up.
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:

@@ -48,6 +48,7 @@ from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
 from executor.module.guarded_parameters import lifted
+from executor.module.own_checkpoints import passing_through
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -378,6 +379,7 @@ class Audit:
         with (
             self._plain(case, device) as leaves_of,
             state.restored(before),
+            passing_through(),
             torch.enable_grad(),
             case.autocast(),
         ):

@@ -148,8 +148,11 @@ def _readers(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, list[str]]:
     for unit in units:
         for operator in unit.operators:
             path = operator.path
-            for name in operator.shared_parameters:
-                found.setdefault(name, []).append(path if path in paths else "")
+            # A penalty on weights in the user's step is computed behind the last module, and may read its weights too.
+            is_behind = operator.shared_parameters and operator.name != path
+            penalised = [spec.name for spec in unit.parameters] if is_behind else []
+            for name in (*operator.shared_parameters, *penalised):
+                found.setdefault(name, []).append("" if is_behind or path not in paths else path)
             for spec in operator.parameters:
                 if path in paths:
                     found.setdefault(spec.name, []).append(path)

@@ -14,18 +14,18 @@ from torch import nn
 from executor.audit.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
+from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, why_not
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
-from executor.memory.units import ParameterState, UnitState
+from executor.module import own_checkpoints
 from executor.module.attention import fused_attention
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, check_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
-from executor.packed import as_real
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -39,6 +39,7 @@ class IterationDriver:
     It implements :class:`executor.callbacks.ModuleCallbacks`.
 
     Attributes:
+        collector: takes gradients from autograd.
         attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
@@ -75,13 +76,11 @@ class IterationDriver:
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
+        self._has_no_gradients = False  # since zero_grad(); as in torch, a step does nothing then
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
-        self.gradients = UserGradients(
-            decisions, (p for _, p in runtime.state.by_name.values()), self._norms, self._end_early
-        )
         # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
         self._backward = Unbroken(runtime, "backward()", keeps=True, expected=(GradientError,))
@@ -100,6 +99,19 @@ class IterationDriver:
         self.visibility = WeightVisibility(
             runtime.state, units, runtime.state.shards().values(), runtime, runtime.settled
         )
+        self.collector = Collector(
+            runtime,
+            self.progress,
+            audit,
+            self._backward,
+            off_plan=self._off_plan,
+            on_demand=lambda: self._on_demand,
+            enter_backward=self._enter_backward,
+            on_output=self.on_output if self._stays else None,
+        )
+        parameters = (parameter for _, parameter in runtime.state.by_name.values())
+        self.gradients = UserGradients(decisions, parameters, self._norms, self._end_early, self.collector.edited)
+        runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
 
     @property
     def last_was_whole(self) -> bool:
@@ -148,6 +160,11 @@ class IterationDriver:
             if state.is_resident:
                 self._runtime.settled.add(unit)
 
+    def on_without_gradients(self, unit: str) -> None:
+        """A part of a training forward that the plan recomputes runs without gradients. Raises as on_forward."""
+        with self._forward:
+            self._off_plan(OutOfOrderError(f"{unit} ran without gradients in a forward that trains"))
+
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
         if self._stays and torch.is_grad_enabled() and self._runtime.is_evaluating:
@@ -165,9 +182,8 @@ class IterationDriver:
                 check_second_order(self._units.values(), self._decisions)
                 if self._on_demand is None and (not self._stays or self.gradients.dropped(self._loop.iteration)):
                     self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
-                dropped = self._reopen()  # gradients may come before the next backward reaches a module
+                self._reopen()  # gradients may come before the next backward reaches a module
                 if self._on_demand is not None:
-                    self._on_demand.drop(dropped)
                     self.visibility.show(unit)
             elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
@@ -189,13 +205,14 @@ class IterationDriver:
         if self._on_demand is not None:
             self._check_backward()
             if in_backward():
-                self._enter_backward(self._on_demand)
+                self._enter_backward()
             self._on_demand.bring(unit)
-        self.visibility.show(unit)
+        # Where several units are recomputed together, backward reaches the last before its weights are there.
+        self.visibility.show(unit if self._on_demand is not None or self.progress.unit == unit else "")
 
-    def _enter_backward(self, on_demand: OnDemand) -> None:
+    def _enter_backward(self) -> None:
         if self.progress.enter_backward():
-            on_demand.drop(self._reopen())
+            self._reopen()
         self.gradients.clear()  # also where a backward goes on that another one, inside it, has seemed to end
 
     def _check_backward(self) -> None:
@@ -211,6 +228,9 @@ class IterationDriver:
     def _reopen(self) -> frozenset[str]:
         """Let more gradients be added to this iteration's; return the parameters whose gradients were dropped."""
         dropped = self.gradients.dropped(self._loop.iteration)
+        if self._on_demand is not None:
+            self._on_demand.drop(dropped)
+            self.gradients.absorb()
         self.gradients.reopen(dropped)
         if in_backward():  # until then, they can be dropped
             self.gradients.clear()
@@ -230,9 +250,11 @@ class IterationDriver:
         if reason := why_not(self._runtime, self._decisions):
             raise OutOfOrderError(f"{error}. {reason}") from None
         with self._leaving:
-            dropped = self.gradients.dropped(self._loop.iteration) if is_read else self._reopen()
+            dropped = self.gradients.dropped(self._loop.iteration)
             self._on_demand = OnDemand(self._runtime, self._decisions, dropped)
             self.progress.leave()
+            if not is_read:
+                self._reopen()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
         self._last_short = self._loop.iteration
@@ -240,6 +262,16 @@ class IterationDriver:
         if self.num_left == 1:
             what = str(error).partition(";")[0].partition(". ")[0]
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
+
+    def _off_plan(self, error: OutOfOrderError, *, is_read: bool = False) -> OnDemand:
+        """Leave the plan, if the iteration has not left it; raises as :meth:`_leave`."""
+        if not self._runtime.inside_iteration:
+            self._check_begin()
+            self._begin()
+        if self._on_demand is None:
+            self._leave(error, is_read=is_read)
+        assert self._on_demand is not None
+        return self._on_demand
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
@@ -276,6 +308,7 @@ class IterationDriver:
     def on_call(self) -> None:
         """The user's step calls the model, or a part of it."""
         self._depth += 1
+        own_checkpoints.enter(1)
         if self._depth > 1 or in_backward():
             return
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
@@ -287,6 +320,7 @@ class IterationDriver:
 
     def on_call_end(self) -> None:
         """Such a call has ended, or failed."""
+        own_checkpoints.enter(-1)
         self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
 
     @property
@@ -351,6 +385,7 @@ class IterationDriver:
         if self.progress.is_broken_off:
             self.gradients.drop_arrived(self._loop.iteration)
             self.progress.forget_backward()
+        self._has_no_gradients = True
         expected = self._loop.expected()
         if expected is None or expected.op is Op.CLIP or not expected.micro_batch or self._on_demand is not None:
             return
@@ -363,17 +398,23 @@ class IterationDriver:
     def step(self) -> None:
         """Issue the rest of the iteration (mainly updates), and return while it runs.
 
-        Micro-batches that have not run by then are skipped, as at the end of a user's data.
+        Micro-batches that have not run by then are skipped, as at the end of a user's data. If nothing has run since
+        ``zero_grad()``, a step does nothing.
 
         Raises:
             OutOfOrderError: no micro-batch has run, or one is under way.
             LaneError: a task failed on some lane.
         """
         self._runtime.machine.check()
-        self._depth = 0  # a signal may have ended a forward without its hooks
+        own_checkpoints.enter(-self._depth)  # a signal may have ended a forward without its hooks
+        self._depth = 0
         self.visibility.check_unmodified()
+        if self._has_no_gradients and not (self._runtime.inside_iteration or self.gradients.replaced()):
+            return
+        self._has_no_gradients = False
         for group in self._groups:
             self._entry.rule(group)  # raises ValueError for one that cannot be executed
+        self.gradients.absorb()
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -390,7 +431,8 @@ class IterationDriver:
             if self._audit.is_active:
                 self.visibility.show("")
                 end_audit(self._audit, self._runtime)
-            self.gradients.begin_step(self._loop.iteration)
+            updated = {self._of_parameter[id(p)][0] for group in self._groups for p in group["params"]}
+            self.gradients.begin_step(self._loop.iteration, updated)
             with self._updating:
                 if self._decisions.update_start == "step":
                     self._begin_updates()
@@ -435,19 +477,6 @@ class IterationDriver:
         self._last_short = iteration
         return True
 
-    def hook_parameters(self) -> Iterator[Callable[[], None]]:
-        """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
-        if self._stays:  # autograd orders nodes by numbers of their thread, so a device's own would change the order
-            threads = torch.autograd.set_multithreading_enabled(False)
-            yield lambda: threads.__exit__(None, None, None)
-        for unit, parameter in self._runtime.state.by_name.values():
-            leaf = parameter.shard.leaf
-            leaf.grad, trains = None, leaf.requires_grad
-            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later, but takes no hook while frozen
-            handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
-            leaf.requires_grad_(trains)
-            yield handle.remove
-
     def _check_begin(self) -> None:
         """Check that an iteration can begin, if none is under way."""
         self._runtime.machine.check()
@@ -469,10 +498,11 @@ class IterationDriver:
         self.gradients.begin_iteration()
 
     def _backward_begins(self, micro_batch: int) -> None:
-        if dropped := self.gradients.dropped(self._loop.iteration):
+        changed = self.gradients.dropped(self._loop.iteration) | self.gradients.replaced().keys()
+        if changed:
             raise OutOfOrderError(
-                f"the gradient of {min(dropped)} was dropped before the plan's last micro-batch; call zero_grad() "
-                "after optimizer.step()"
+                f"the gradient of {min(changed)} was dropped or replaced before the plan's last micro-batch; call "
+                "zero_grad() after optimizer.step()"
             )
         self.gradients.clear()
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
@@ -565,36 +595,3 @@ class IterationDriver:
             ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
         if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
             self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
-
-    def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
-        gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop
-
-        def collect(leaf: torch.Tensor) -> None:
-            gradient, leaf.grad = leaf.grad, None
-            assert gradient is not None
-            if gradient.requires_grad:  # it has a graph of its own: create_graph=True
-                gradient = gradient.detach()
-            # Of an embedding's sparse one, what it does not have is zero.
-            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
-            if self._stays and not torch.is_grad_enabled():
-                self.on_output()  # its gradient may come before any module's backward
-            with self._backward:
-                task = progress.task
-                comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()
-                if self._on_demand is None and (task is None or not comes):
-                    self._leave(
-                        OutOfOrderError(
-                            f"the gradient of {parameter.name} arrived when backward was not at {unit.name}; run the "
-                            "model as it was planned, or plan again"
-                        )
-                    )
-                if self._on_demand is not None:
-                    self._enter_backward(self._on_demand)
-                    self._on_demand.collect(unit, parameter, gradient)
-                    return
-                assert task is not None
-                if self._audit.is_active:
-                    self._audit.collect(parameter.shard, gradient)
-                gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
-
-        return collect

@@ -18,9 +18,11 @@ from typing import final
 
 import torch
 
+from executor.distributed.shards import unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
+from executor.packed import as_real
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
@@ -74,6 +76,32 @@ class OnDemand:
         leaving = self._runtime.actions.gradients.take(unit, parameter, gradient, self._last, self._iteration)
         if leaving is not None:
             self._add(unit, parameter, leaving)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's gradient on the device, of its shape; zeros if none has come."""
+        wholes = []
+        for unit, parameter in self._runtime.state.by_parameter[name]:
+            values = torch.zeros(
+                parameter.stop - parameter.start,
+                dtype=self._runtime.state.dtype,
+                device=self._runtime.backend.device,
+            )
+            held = self._held[unit.name].get(parameter.name)
+            for part in parameter.leaving if held is not None else ():
+                assert held is not None
+                parameter.values_of(part, values).copy_(held.of(part))
+            for part in parameter.staying:
+                if (gradient := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
+                    parameter.values_of(part, values).copy_(gradient)
+            wholes.append((parameter.shard, values.view(parameter.shard.shape)))
+        return wholes[0][0].in_model(unshard(wholes, None))
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Set a parameter's gradient."""
+        self.drop([name])
+        for unit, parameter in self._runtime.state.by_parameter[name]:
+            own = parameter.shard.part(as_real(values.detach())).to(self._runtime.state.dtype, copy=True)
+            self.collect(unit, parameter, own.to(self._runtime.backend.device))
 
     def drop(self, names: Collection[str]) -> None:
         """Drop the gradients so far of some parameters of the model."""

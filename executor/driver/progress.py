@@ -185,7 +185,11 @@ class Progress:
             self._skip_to(*begins)
         expected = self._loop.expected()
         if expected is not None and expected.op in _RUN_AGAIN and expected.unit in self._segment[unit]:
-            return  # recomputation is about to begin; its end calls recomputed()
+            # Recomputation is about to begin; its end calls recomputed(). Before that, backward may read weights, as a
+            # torch.autograd.Function of the user's does that keeps a parameter.
+            if expected.unit == unit:
+                self.reach(expected.op, unit)
+            return
         self.recomputed(unit)
 
     def recomputed(self, unit: str) -> None:

@@ -13,6 +13,7 @@ from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
 from executor.distributed.ranks import HostCollectives, Ranks
 from executor.distributed.shards import ParameterShard, unshard
+from executor.driver.reading import why_unreadable
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena, Moved
@@ -20,11 +21,12 @@ from executor.memory.frozen import FrozenParameter
 from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
+from executor.module.guarded_parameters import INSTEAD, refusal
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.optimizer.workers import WorkerTeam
 from executor.options import Options
-from executor.packed import with_own_storage
+from executor.packed import as_real, with_own_storage
 from executor.tasks.actions import Actions
 from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.snapshots import Snapshots
@@ -65,7 +67,7 @@ class Runtime:
             the session is parked.
         parking_memory: uint8, on the host, what is parked; kept for the next time.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
-        gathers: whether ranks must bring a unit's weights together.
+        gathers, gathers_resident: whether ranks must bring a unit's weights together; whether those of resident ones.
         is_evaluating: whether an evaluation has begun since the last iteration.
         is_closed: whether the session is closed.
         settled: resident units whose weights are those of this iteration until its updates begin.
@@ -134,12 +136,15 @@ class Runtime:
             ranks.watch(self.machine.fail, self._waits_for)
         self.is_evaluating = self.is_closed = False
         self.settled: set[str] = set()
-        self.come_to_rest: Callable[[], bool] = lambda: False  # see executor.driver.iteration
+        # See executor.driver.iteration.
+        self.come_to_rest: Callable[[], bool] = lambda: False
+        self.has_written: Callable[[str], None] = lambda _name: None
+        self.add_gradient: Callable[[str, torch.Tensor], None] = lambda _name, _gradient: None
         # Whether each evaluation and each read of weights needs collectives.
         self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
             ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
         )
-        self._gather_resident = any(unit.is_resident and unit.is_sharded for unit in state.units.values())
+        self.gathers_resident = any(unit.is_resident and unit.is_sharded for unit in state.units.values())
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
         self._in_slot: dict[int, str] = {}
@@ -328,36 +333,45 @@ class Runtime:
         Raises:
             ValueError: it cannot; says why, and what to do.
         """
-        if (parts := self.state.frozen_by_parameter.get(name)) is not None and parts[0][1].shard.stored.is_quantized:
-            why = "it is quantized; take it from model.state_dict() or session.full_parameters()"
-        elif self.is_closed:
-            why = "its session is closed; take it from the model again, whose parameters are ordinary ones now"
-        elif self._gather_resident or self.gathers:
-            why = "ranks hold parts of it; let all ranks call session.full_parameters() together, between two steps"
-        elif self.parked:
-            why = (
-                "its session is parked; call session.unpark() before you read it or session.full_parameters(), or use "
-                "session.stream_weights()"
-            )
-        elif self.machine.stopped:
-            why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-        elif self.inside_iteration and not self._is_settled(name) and not self.come_to_rest():
-            why = (
-                "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
-                "before the next forward"
-            )
-        else:
-            return
-        raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")
+        if why := why_unreadable(self, name):
+            raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")
 
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        if self.inside_iteration and self._is_settled(name):
+        if self.inside_iteration and self.is_settled(name):
             return self._view(name)
         return self.weights(name)
 
-    def _is_settled(self, name: str) -> bool:
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """See :class:`executor.module.guarded_parameters.WeightReader`.
+
+        Raises:
+            ValueError: there are several ranks, or weights move.
+        """
+        if self.ranks is not None:
+            raise ValueError(
+                f"{name} is a parameter of a model that several ranks train, so a write to it on one of them would be "
+                f"lost; change a clone(), or {INSTEAD}"
+            )
+        if self.inside_iteration and not self.come_to_rest():
+            raise ValueError(refusal(name))
+        self.check_has_weights()
+        self.make_current("a write to weights", uses=True)
+        self.has_written(name)
+        if self.snapshots is not None:
+            self.snapshots.take_remaining()  # checkpoints that have begun need the old weights
+        with Unbroken(self, "a write to weights"):
+            self.state.write(name, as_real(values))
+            self.actions.synchronize()
+        self._num_changes += 1
+        self._in_slot.clear()
+        self._gathered = "", torch.empty(0)
+        self._drop_kept()
+        self.is_evaluating = False
+
+    def is_settled(self, name: str) -> bool:
+        """Return whether a parameter's weights stay on the device, as they are, until updates begin."""
         parts = (*self.state.by_parameter.get(name, ()), *self.state.frozen_by_parameter.get(name, ()))
         return all(unit.name in self.settled for unit, _ in parts)
 
@@ -387,7 +401,7 @@ class Runtime:
         self.doing = doing
         self.synchronize()
         is_current = self._current_in == self.loop.iteration
-        gathers = self._gather_resident and not is_current
+        gathers = self.gathers_resident and not is_current
         self.check_same_call(needed=gathers or (uses and self.gathers))
         if is_current:
             return

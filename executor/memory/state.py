@@ -180,11 +180,15 @@ class ModelState:
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
         if not from_masters and not unit.on_nvme:
             return unit.weight_of(parameter)
-        values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype, device="cpu")
+        return self._masters(unit, parameter, self.dtype).view(parameter.shard.shape)
+
+    def _masters(self, unit: UnitState, parameter: ParameterState, dtype: torch.dtype) -> torch.Tensor:
+        """Return the master copy of a parameter's shard, flat, in another type."""
+        values = torch.empty(parameter.stop - parameter.start, dtype=dtype, device="cpu")
         for part in parameter.parts:
             with self.state_of(unit, part.piece) as (master, *_):
                 parameter.values_of(part, values).copy_(master[part.within])
-        return values.view(parameter.shard.shape)
+        return values
 
     @property
     def nvme(self) -> StoredState:
@@ -270,6 +274,23 @@ class ModelState:
                             target[within].copy_(values[first - start : last - start])
                     start = stop
                     del values  # else they would be in memory until the next ones are
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Set a parameter's weights, in all places that hold them.
+
+        Its master copies change only where the weights do. So elsewhere they keep what the weights have rounded off.
+        """
+        for unit, parameter in self.by_parameter.get(name, ()):
+            own = parameter.shard.part(values).reshape(-1)
+            if not self._decisions.precision.master_is_weight:
+                masters, own = self._masters(unit, parameter, torch.float32), own.to("cpu")
+                own = torch.where(masters.to(own.dtype) == own, masters, own.float())
+            self.set_weights(unit, _only(parameter, own))
+            if unit.fp8 is not None:
+                unit.fp8.is_due = True
+        for unit, frozen in self.frozen_by_parameter.get(name, ()):
+            assert unit.frozen is not None
+            unit.frozen.set_values(_only(frozen, frozen.shard.part(values).reshape(-1)))
 
     def _move_in(self, unit: UnitState) -> None:
         """Copy the model's values into a unit's memory, and make its parameters views of the slot or block."""
@@ -391,6 +412,11 @@ class ModelState:
                 if i:
                     slabs[-1].zero_()
         return tuple(slabs)
+
+
+def _only(parameter: object, values: torch.Tensor) -> Callable[[object], list[torch.Tensor]]:
+    """Return a function that returns the values of one parameter, and nothing of others."""
+    return lambda other: [values] if other is parameter else []
 
 
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:

@@ -39,14 +39,13 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
-from executor.module.guards import OWN_CHECKPOINTING
 from executor.module.naming import KEYS_ALONE
+from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.schedule.loop import OutOfOrderError
 
 # Names of the key-value cache among arguments of layers of ``transformers``.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -215,7 +214,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 
 
 def bind_state_dict(
-    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, has_ranks: bool
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
 
@@ -223,6 +222,7 @@ def bind_state_dict(
         model: the bound model.
         names: names of its parameters, by ``id(parameter)``.
         weight: returns a parameter's current weights, by its name.
+        has_ranks: whether several ranks hold them. Then none can be loaded by ``load_state_dict``.
     """
 
     def saving(module: nn.Module) -> Callable[[dict[str, Any], str, bool], None]:
@@ -242,12 +242,13 @@ def bind_state_dict(
 
         return save_current
 
-    def refuse(*_args: object) -> None:
-        raise ValueError(
-            "weights cannot be loaded into a prepared model by load_state_dict(); load them before prepare() or after "
-            "session.close(), or with ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with "
-            "ullage.Checkpoints"
-        )
+    def refuse(_module: nn.Module, _state_dict: object, _prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
+        if has_ranks or metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "weights cannot be loaded into a prepared model by load_state_dict() where several ranks train it, nor "
+                "with assign=True; load them before prepare() or after session.close(), or with "
+                "ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with ullage.Checkpoints"
+            )
 
     handles = [m.register_load_state_dict_pre_hook(refuse) for m in model.modules()]  # type: ignore[no-untyped-call]
     handles += _bind_ties(model)
@@ -385,7 +386,9 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
             failed.append(error)
 
     # Its state of random numbers is a part of ForwardState.
-    output = checkpoint(kept, *bound.args, use_reentrant=False, preserve_rng_state=False, **settings, **bound.kwargs)
+    output = checkpoint(
+        of_plan(kept), *bound.args, use_reentrant=False, preserve_rng_state=False, **settings, **bound.kwargs
+    )
     if failed:
         raise failed.pop()  # the list holds it no longer, so no cycle keeps tensors
     return output
@@ -437,7 +440,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(before):
+            with state.restored(before), passing_through():
                 return original(*args, **kwargs)
         except RuntimeError as error:
             _end_in_script(error)
@@ -454,10 +457,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             if callbacks.trains:
-                raise OutOfOrderError(
-                    f"{first.names[-1]} runs without gradients in a forward that trains, but the plan recomputes parts "
-                    f"of it in backward; {OWN_CHECKPOINTING}"
-                )
+                callbacks.on_without_gradients(first.names[-1])
             return original(*args, **kwargs)
         segment = of_call.get(callbacks.call, None if callbacks.trains else first)
         if segment is None:

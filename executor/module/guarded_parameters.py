@@ -1,15 +1,15 @@
-"""Parameters that read current weights, and refuse writes.
+"""Parameters that read current weights, and write them to where the plan keeps them.
 
 [Note: Guarded parameters] A plan keeps weights in its own memory. So while its unit does not compute, a parameter has
 the class :class:`Guarded`, whose ``__torch_function__`` sees every call. A call that needs only metadata, such as a
-shape, is made as it is. A call that writes is refused: the write would be lost at the next upload or fetch, or when an
-update rounds the master copy. Any other call reads values, and is made with the current weights in place of the
-parameter. Where these cannot be had, it is refused: in an iteration, say, for weights that move or are being updated.
+shape, is made as it is. Any other call reads values, and is made with the current weights in place of the parameter. A
+call that writes is made with copies, which then become the weights in all places that hold them. Where weights cannot
+be had, or written, the call is refused: in an iteration, say, for weights that move or are being updated.
 
-Gradients cannot pass through such a read, because the plan collects them unit by unit. So in grad mode the read values
-have a hook that raises an error as soon as backward reaches them. ``parameter.data`` and ``parameter.detach()`` are
-guarded too, and read current weights at each use. So are results that are views of weights, as ``parameter[0]``, but
-they cannot be read any more once weights may have changed.
+In grad mode, gradients pass through such a read to where the plan adds up the parameter's: a hook on the read values
+gives them to the reader. ``parameter.data`` and ``parameter.detach()`` are guarded too, and read current weights at
+each use. So are results that are views of weights, as ``parameter[0]``, but they cannot be used any more once weights
+may have changed by another way.
 
 While its unit computes, a parameter is an ordinary one, without any overhead. A write during that time changes the
 parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
@@ -27,7 +27,8 @@ are guarded like it.
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, NoReturn, Protocol
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -88,8 +89,11 @@ _CLASS: Final = "class_in_model"
 _READER: Final = "reader_of_session"
 _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
+_BASE: Final = "values_of_view"  # of a view of weights: the whole values that it is a view of
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
 _STALE: Final = -1
+LAST_HOOK: Final = "id_of_last_hook"
+"""Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
 _GRADIENT: Final[Any] = torch.Tensor.grad
 
 
@@ -109,9 +113,15 @@ class WeightReader(Protocol):
         Raises ValueError if they cannot be read now.
         """
 
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Set a parameter's weights in all places that hold them. Raises ValueError if they cannot be written now."""
+
+    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient that has come through values of a parameter which were read outside of its module."""
+
 
 class Guarded(torch.Tensor):
-    """A parameter that cannot be written to, or what shares its weights. :func:`guard` gives parameters this class.
+    """A parameter that is out of sight, or what shares its weights. :func:`guard` gives parameters this class.
 
     It is not a subclass of ``Parameter``. torch recognises parameters by the attribute ``_is_param``, which views lack.
     """
@@ -120,25 +130,28 @@ class Guarded(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with current weights, unless it writes to a guarded tensor.
+        """Call a function of torch with current weights, and keep what it writes to them.
 
         Raises:
-            ValueError: it does, or the weights cannot be read now.
+            ValueError: the weights cannot be read or written now.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         written = [t for t in tree_leaves(list(_written(name, func, args, kwargs))) if isinstance(t, Guarded)]
-        if written:
-            raise ValueError(refusal(getattr(written[0], _NAME, "this tensor")))
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         with unguarded():
+            if written:
+                return _write(name, func, args, kwargs, written)
             if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
                 return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
             if _needs_no_values(name, func, args, kwargs):
                 asks_memory = isinstance(args[0], Guarded) and name not in _OF_AUTOGRAD
                 like = vars(args[0]).get(_LIKE, args[0]) if asks_memory else args[0]
                 result = func(like, *args[1:], **kwargs)
+                if name == "register_post_accumulate_grad_hook" and LAST_HOOK in vars(args[0]):
+                    hooks, last = args[0]._post_accumulate_grad_hooks, vars(args[0])[LAST_HOOK]
+                    hooks[last] = hooks.pop(last)
                 return args[0] if result is like else result
             return _read(name, func, args, kwargs)
 
@@ -222,8 +235,11 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def refusal(name: str) -> str:
-    """Return the error text for writing to a parameter, with a remedy."""
-    return f"{name} is a parameter of a prepared model, so a write to it would be lost; change a clone(), or {INSTEAD}"
+    """Return the error text for a write to a parameter that would be lost, with a remedy."""
+    return (
+        f"{name} is a parameter of a prepared model, so this write to it would be lost; write to the parameter itself "
+        f"between two steps, change a clone(), or {INSTEAD}"
+    )
 
 
 def _written(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
@@ -256,9 +272,90 @@ def _keeps(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     return not any(isinstance(other, torch.Tensor) for other in args[1:]) and func(probe, *args[1:], **kwargs) is probe
 
 
-def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with current weights in place of guarded parameters."""
-    readings: dict[int, tuple[Guarded, torch.Tensor]] = {}
+class _Target(NamedTuple):
+    """What a call writes to.
+
+    Attributes:
+        tensor: the guarded tensor.
+        whole: a copy of its parameter's whole weights.
+        values: its part of that, to write to.
+        place: shape, strides and memory of ``values``, which the call must not change.
+    """
+
+    tensor: Guarded
+    whole: torch.Tensor
+    values: torch.Tensor
+    place: tuple[Any, ...]
+
+
+def _write(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], written: list[Guarded]
+) -> Any:
+    """Call a function with copies of the guarded tensors that it writes to, and make the copies the weights.
+
+    Raises:
+        ValueError: the weights cannot be read or written now, or would get another shape, stride or type.
+    """
+    targets = list(_targets(written))
+    if name == "__set__":
+        result = None
+        _set_data(targets[0], args[1] if func.__self__.__name__ == "data" else None)  # type: ignore[attr-defined]
+    else:
+        result = _read(name, func, args, kwargs, {id(target.tensor): target for target in targets})
+    for target in targets:
+        if _place(target.values) != target.place:
+            raise ValueError(refusal(vars(target.tensor)[_NAME]))
+    for target in {vars(target.tensor)[_NAME]: target for target in targets}.values():
+        own = vars(target.tensor)
+        own[_READER].write(own[_NAME], target.whole)
+    for tensor, whole, _, _ in targets:
+        own = vars(tensor)
+        if (base := own.get(_BASE)) is not None:  # the view goes on to be one of current weights
+            base.copy_(whole)
+            own[_VERSION] = own[_READER].version
+    return result
+
+
+def _targets(written: list[Guarded]) -> Iterator[_Target]:
+    wholes: dict[str, torch.Tensor] = {}
+    for tensor in written:
+        own = vars(tensor)
+        current, base = _current(tensor), own.get(_BASE)
+        if own[_NAME] not in wholes:
+            source = current.detach().as_subclass(torch.Tensor) if base is None else base
+            like = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
+            wholes[own[_NAME]] = like.copy_(source)
+        whole = wholes[own[_NAME]]
+        values = whole.detach()
+        if base is not None:
+            values = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset())
+        # Where the parameter does, so that torch refuses to write to a leaf in grad mode.
+        yield _Target(tensor, whole, values.requires_grad_(current.requires_grad), _place(values))
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage()._cdata
+
+
+def _set_data(target: _Target, values: Any) -> None:
+    """Write what ``parameter.data = values`` does."""
+    if isinstance(values, Guarded):
+        values = _current(values).detach().as_subclass(torch.Tensor)
+    expected = target.tensor.shape, target.tensor.dtype
+    if not isinstance(values, torch.Tensor) or (values.shape, values.dtype) != expected:
+        raise ValueError(refusal(vars(target.tensor)[_NAME]))
+    target.values.detach().copy_(values)
+
+
+def _read(
+    name: str,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    targets: Mapping[int, _Target] = MappingProxyType({}),
+) -> Any:
+    """Call a function with current weights, or the ``targets`` that it writes, in place of guarded parameters."""
+    readings = {key: (target.tensor, target.values) for key, target in targets.items()}
 
     def reading(tensor: Guarded) -> torch.Tensor:
         if id(tensor) not in readings:
@@ -315,19 +412,8 @@ def _current(tensor: Guarded) -> torch.Tensor:
     values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
     if torch.is_grad_enabled() and tensor.requires_grad:
         values = values.detach().requires_grad_()
-        values.register_hook(_refusing_gradients(own[_NAME]))  # type: ignore[no-untyped-call]
+        values.register_hook(lambda gradient: reader.add_gradient(own[_NAME], gradient))  # type: ignore[no-untyped-call]
     return values
-
-
-def _refusing_gradients(name: str) -> Callable[[torch.Tensor], None]:
-    def refuse(_gradient: torch.Tensor) -> None:
-        raise ValueError(
-            f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would be "
-            "lost, because a plan collects gradients module by module; use the optimizer's weight_decay, or read under "
-            "torch.no_grad() or from session.full_parameters()"
-        )
-
-    return refuse
 
 
 def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:
@@ -342,6 +428,8 @@ def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:
             return tensor
         if (source := memory.get(tensor.untyped_storage()._cdata)) is None:
             return tensor
-        return _share(tensor, source, version=vars(source)[_READER].version, is_alias=False)
+        view = _share(tensor, source, version=vars(source)[_READER].version, is_alias=False)
+        vars(view)[_BASE] = vars(source).get(_BASE, next(v for s, v in readings if s is source).detach())
+        return view
 
     return tree_map_only(torch.Tensor, guarded_view, result)

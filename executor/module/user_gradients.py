@@ -4,8 +4,8 @@ Loops over all parameters run unguarded ([Note: Guarded parameters]), because th
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import final
+from collections.abc import Set as AbstractSet
+from typing import Protocol, final
 
 import torch
 
@@ -15,6 +15,16 @@ from executor.module.guarded_parameters import unguarded
 from planner.decisions import Decisions
 
 
+class GradientEditor(Protocol):
+    """Reads and replaces gradients one by one, off the plan."""
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a copy of a parameter's gradient on the device, of its shape; zeros if none has come."""
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Set a parameter's gradient."""
+
+
 @final
 class UserGradients:
     """The user's view of all gradients between backward and step.
@@ -22,6 +32,7 @@ class UserGradients:
     Args:
         norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
+        edit: leaves the plan, and returns what reads and replaces gradients.
     """
 
     def __init__(
@@ -30,6 +41,7 @@ class UserGradients:
         parameters: Iterable[ParameterState],
         norms: Callable[[], dict[str, torch.Tensor]],
         complete: Callable[[], None],
+        edit: Callable[[], GradientEditor],
     ) -> None:
         self._clips = decisions.clip
         self._waits = decisions.update_start == "step"
@@ -37,8 +49,8 @@ class UserGradients:
         for parameter in parameters:
             self._parts.setdefault(parameter.shard.name, []).append(parameter)
         self._find_norms = norms
-        self._complete = complete
-        self._num_micro_batches = decisions.num_micro_batches
+        self._complete, self._edit = complete, edit
+        self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
@@ -50,6 +62,7 @@ class UserGradients:
         """Clear the last iteration's norms and scales."""
         self._norms = None
         self._scales.clear()
+        self._open.clear()
         self._dropped = False
 
     def expose(self, iteration: int, micro_batch: int) -> None:
@@ -57,12 +70,7 @@ class UserGradients:
         with unguarded():
             self._num_added = micro_batch + 1
             for name in self._arrived(iteration):
-                whole = self._parts[name][0].shard.whole
-                if name not in self._stand_ins:
-                    self._stand_ins[name] = OffloadedGradient(
-                        whole, name, partial(self.gradient_norm, name), partial(self.scale_gradient, name)
-                    )
-                whole.grad = self._stand_ins[name]
+                self._stand_in(name)
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -71,7 +79,9 @@ class UserGradients:
             GradientError: the plan updates before all norms are known.
         """
         self._check_clips()
-        if self._norms is None:
+        if self._norms is None or self._open:
+            self.absorb()
+            self._complete()
             self._norms = self._find_norms()
         scale = self.scale(name)
         return self._norms[name] if scale == 1 else self._norms[name] * scale
@@ -79,7 +89,64 @@ class UserGradients:
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
         self._check_clips()
+        if name in self._open:
+            self.absorb()
+            self._open.clear()
+        self._complete()
         self._scales[name] = self.scale(name) * factor
+
+    def open_gradient(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter's gradient, see :class:`executor.gradients.GradientOwner`.
+
+        Raises:
+            GradientError: there are none now.
+            OutOfOrderError: updates begin in backward.
+        """
+        if not self._num_added:
+            raise GradientError(
+                f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
+                "backward and the step, and if another optimizer trains parameters of a prepared model, let it step "
+                "before the prepared one"
+            )
+        if name not in self._open:
+            values = self._edit().gradient(name)
+            self._open[name] = values if self.scale(name) == 1 else values.mul_(self.scale(name))
+        return self._open[name]
+
+    def close_gradient(self, name: str, *, written: bool, held: bool) -> None:
+        """End the use of :meth:`open_gradient`, see :class:`executor.gradients.GradientOwner`."""
+        if written:
+            self._replace(name, self._open[name])
+        if not held:
+            del self._open[name]
+
+    def absorb(self) -> None:
+        """Take over the gradients that the user has set, or has written to through views."""
+        with unguarded():
+            for name, values in self._open.items():
+                if self._parts[name][0].shard.whole.grad is not None:
+                    self._replace(name, values)
+            for name, values in self.replaced().items():
+                self._replace(name, values)
+                self._stand_in(name)
+                self._num_added = max(self._num_added, 1)
+
+    def replaced(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that the user has set, by parameter."""
+        with unguarded():
+            given = ((name, parts[0].shard.whole.grad) for name, parts in self._parts.items())
+            return {name: g for name, g in given if g is not None and not isinstance(g, OffloadedGradient)}
+
+    def _replace(self, name: str, values: torch.Tensor) -> None:
+        self._edit().replace(name, values.to_dense() if values.is_sparse else values)
+        self._scales.pop(name, None)
+        self._norms = None
+
+    def _stand_in(self, name: str) -> None:
+        whole = self._parts[name][0].shard.whole
+        if name not in self._stand_ins:
+            self._stand_ins[name] = OffloadedGradient(whole, name, self)
+        whole.grad = self._stand_ins[name]
 
     def scale(self, name: str) -> float:
         """Return the factor of a parameter's gradient."""
@@ -90,28 +157,18 @@ class UserGradients:
         return sorted(set(self._scales.values())), self._dropped
 
     def dropped(self, iteration: int) -> frozenset[str]:
-        """Return the parameters whose gradients were dropped, as ``zero_grad()`` does.
-
-        Raises:
-            GradientError: a gradient was replaced.
-        """
+        """Return the parameters whose gradients were dropped, as ``zero_grad()`` does."""
         found = set(self._dropped_early)
         with unguarded():
             for name, parts in self._parts.items() if self._num_added else ():
-                gradient = parts[0].shard.whole.grad
-                if iteration not in [part.arrived for part in parts] or isinstance(gradient, OffloadedGradient):
-                    continue
-                if gradient is not None:
-                    raise GradientError(
-                        f"the gradient of {name} was replaced after micro-batch {self._num_added} of "
-                        f"{self._num_micro_batches}, but has been added up already; leave gradients alone until the "
-                        "last backward, or change them in a hook on the parameter (parameter.register_hook)"
-                    )
-                found.add(name)
+                if iteration in [part.arrived for part in parts] and parts[0].shard.whole.grad is None:
+                    found.add(name)
         return frozenset(found)
 
     def are_gone(self, iteration: int) -> bool:
-        """Return whether no gradient has come in an iteration, or all were dropped. Raises as :meth:`dropped`."""
+        """Return whether no gradient has come in an iteration, or all were dropped."""
+        if self.replaced():
+            return False
         arrived = self._arrived(iteration)
         return (not arrived or self._waits) and arrived <= self.dropped(iteration)
 
@@ -135,40 +192,38 @@ class UserGradients:
                 "last backward, or drop the gradients before (optimizer.zero_grad())"
             )
         self._dropped_early.clear()
+        self._open.clear()
         self._norms = None
         self._scales.clear()
 
     def clear(self) -> None:
         """Remove all stand-ins."""
         with unguarded():
-            for parts in self._parts.values() if self._num_added else ():
+            for parts in self._parts.values():
                 whole = parts[0].shard.whole
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
             self._num_added = 0
 
-    def begin_step(self, iteration: int) -> None:
+    def begin_step(self, iteration: int, updated: AbstractSet[str]) -> None:
         """Remove the stand-ins, because the step begins.
 
-        As in torch, parameters with dropped gradients are not updated.
+        As in torch, parameters with dropped gradients are not updated. Parameters that the optimizer lacks keep their
+        stand-ins: another optimizer, if there is one, is told that it comes too late.
 
         Raises:
-            GradientError: a gradient was replaced, or dropped after its update had begun.
+            GradientError: a gradient was dropped after its update had begun.
         """
         with unguarded():
             for name, parts in self._parts.items():
                 whole = parts[0].shard.whole
-                gradient = whole.grad
                 for part in parts:
-                    if part.arrived == iteration and gradient is None:
+                    if part.arrived == iteration and whole.grad is None:
                         self._drop(part)
-                if gradient is not None and not isinstance(gradient, OffloadedGradient):
-                    raise GradientError(
-                        f"the gradient of {name} was replaced after backward, but its update would not use the new "
-                        "one; change it in a hook on the parameter (parameter.register_hook)"
-                    )
-                whole.grad = None
+                if name in updated:
+                    whole.grad = None
             self._num_added = 0
+            self._open.clear()
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:
@@ -191,4 +246,3 @@ class UserGradients:
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
                 "not clip"
             )
-        self._complete()

@@ -35,11 +35,11 @@ class _Leaf(NamedTuple):
 class WeightVisibility:
     """Shows a unit's weights while it computes.
 
-    At other times, it guards reads, refuses all writes, and hides the memory of weights.
+    At other times, it guards reads and writes, and hides the memory of weights.
 
     [Note: Out of sight] Fetched units share slots, and weights of resident units may be those of the previous step
     until they are uploaded, or half updated. So while its unit does not compute, a parameter is guarded: code that
-    reads it is given the current weights, and writes are refused (see [Note: Guarded parameters] in
+    reads or writes it is given the current weights (see [Note: Guarded parameters] in
     :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
     shape, not another unit's weights nor old ones. From a resident unit's forward until updates begin, its memory holds
     current weights, and is not hidden. The memory of weights does not change, so running kernels and autograd's saved
@@ -182,6 +182,15 @@ class WeightVisibility:
         for (_, name), then, now in zip(self._all.values(), before, self._versions, strict=True):
             if then != now and name not in self._written:
                 raise ValueError(refusal(name))
+
+    def has_written(self, name: str) -> None:
+        """Note that the user has written to a parameter: autograd then refuses what it had saved, as in memory."""
+        self.check_unmodified()
+        with unguarded():
+            for leaf, own in self._all.values():
+                if own == name:
+                    torch.autograd.graph.increment_version(leaf)
+        self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
         with unguarded():

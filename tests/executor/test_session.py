@@ -1,5 +1,6 @@
 """The session around training: evaluation, checkpoints, clipping, odd models, times and memory."""
 
+import dataclasses
 import threading
 import warnings
 
@@ -28,6 +29,7 @@ from training import (
 from executor.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.decisions import Place
+from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 from planner.schedule.timeline import memory_use
 
@@ -252,19 +254,35 @@ def test_a_scheduler_built_on_the_users_optimizer_works_too():
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
 
 
-def test_a_gradient_that_has_left_says_what_it_can_do():
+def test_a_gradient_that_has_left_can_be_used_until_its_step():
     model, optimizer = prepare(TASK, decide(TASK, some_of_each))
-    tokens = batches(TASK)[0, 0]
+    plain, tokens = make_model(TASK), batches(TASK)[0, 0]
+    torch.manual_seed(11)
+    plain(input_ids=tokens, labels=tokens).loss.backward()
     with optimizer.session:
+        torch.manual_seed(11)
         model(input_ids=tokens, labels=tokens).loss.backward()
-        weight = next(iter(model.parameters()))
-        assert weight.grad.shape == weight.shape
-        assert float(weight.grad.norm()) > 0
-        for operation in (weight.grad.sum, weight.grad.zero_, lambda: weight.grad.norm(1), lambda: weight.grad + 1):
-            with pytest.raises(GradientError, match="clip_grad_norm_"):
-                operation()
+        weight, expected = next(iter(model.parameters())), next(iter(plain.parameters())).grad
+        gradient = weight.grad
+        assert gradient.shape == weight.shape
+        assert float(gradient.norm()) > 0
+        for operation in (torch.sum, torch.zeros_like, lambda g: g.norm(1), lambda g: g + 1, torch.Tensor.zero_):
+            assert torch.equal(operation(gradient), operation(expected))
+        assert not gradient.any()
         optimizer.step()
         assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(GradientError, match=r"after optimizer\.step\(\), which used it up"):
+            gradient.zero_()
+
+
+def test_a_gradient_cannot_be_used_where_updates_begin_in_backward():
+    task = dataclasses.replace(TASK, max_norm=None)
+    model, optimizer = prepare(task, decide(task, some_of_each, update_start="backward"))
+    tokens = batches(task)[0, 0]
+    with optimizer.session:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        with pytest.raises(OutOfOrderError, match=r"gradients were read or changed.*clip=True"):
+            next(iter(model.parameters())).grad.zero_()
 
 
 def test_step_returns_while_updates_go_on_and_the_next_use_waits_for_them():

@@ -5,14 +5,22 @@ from amount import ALL
 from program_catalogue import IN_MEMORY, Program, programs
 from run_programs import CPU, outcome, trained
 
+# fmt: off
 TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
+    "edits": (
+        "gradient_noise", "loss_scaling", "gradients_of_rows", "gradient_surgery", "gradients_from_autograd_grad",
+        "hooks_on_accumulated_gradients", "sharpness_aware", "distance_to_initial_weights", "planned_penalty",
+        "lookahead", "weights_made_again", "optimizer_of_ones_own", "checkpoints_between_blocks",
+        "weights_kept_by_a_function", "parts_without_gradients",
+    ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": ("rmsprop_lr_eps_momentum_centered", "own_class"),
 }
+# fmt: on
 
 
 @pytest.mark.part(2)
@@ -20,7 +28,7 @@ TRIED = {
     "program", [p for kind, names in TRIED.items() for p in programs(kind) if p.name in names], ids=lambda p: p.name
 )
 def test_programs_train_as_in_memory(program: Program) -> None:
-    found = outcome(program, trained(program, IN_MEMORY), tight=ALL)
+    found = outcome(program, trained(program, IN_MEMORY), tight=ALL or program.kind == "edits")
     assert (found.refused, found.failed) == ("", "")
     assert found.off is not None
     assert found.off <= CPU.bound

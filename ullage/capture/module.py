@@ -29,6 +29,7 @@ from torch.nn.modules.module import (
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, kept_generators
 from executor.module.guards import check_memory, trained_memory
+from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from planner.models.adapters import Lora
@@ -239,6 +240,7 @@ class _Capture:
             _unchanged(model),
             contextlib.ExitStack() as adapted,
             kept_generators(model),
+            passing_through(),
             Untracked(trained),
         ):
             for undo in bind_adapted_parameters(model):

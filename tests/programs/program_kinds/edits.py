@@ -1,0 +1,289 @@
+"""What loops do to weights and gradients between forward, backward and step."""
+
+import torch
+import torch.nn.functional as F
+from program_catalogue import Trained, registry, seeded
+from program_kinds.loops import NUM_STEPS, Net, batch, made
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+PROGRAMS, program = registry()
+
+
+def loop(model, optimizer, *, penalty=lambda: 0.0, backward=lambda _step: None, stepped=lambda _step: None) -> Trained:
+    """Train, and call functions after backward and after the step."""
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y) + penalty()
+        loss.backward()
+        backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped(step)
+        losses.append(loss.item())
+    return losses, model
+
+
+def with_gradients(model):
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+@program
+def gradient_noise(ullage) -> Trained:
+    """Noise is added to each gradient, which is then clipped by value."""
+    model, optimizer = made(ullage)
+
+    def backward(step: int) -> None:
+        generator = seeded(step + 100)
+        for parameter in with_gradients(model):
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+    return loop(model, optimizer, backward=backward)
+
+
+@program
+def loss_scaling(ullage) -> Trained:
+    """GradScaler, which finds an infinite gradient in one step and leaves it out."""
+    model, optimizer = made(ullage)
+    scaler, losses = torch.amp.GradScaler(torch.get_default_device().type, init_scale=256.0), []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses += [loss.item(), scaler.get_scale()]
+    return losses, model
+
+
+@program
+def gradients_of_rows(ullage) -> Trained:
+    """The gradients of some rows are set to zero, through views."""
+    model, optimizer = made(ullage)
+
+    def backward(_step: int) -> None:
+        model.head.weight.grad[:5] = 0
+        model.embed.weight.grad.view(-1)[::2].mul_(0.5)
+
+    return loop(model, optimizer, backward=backward)
+
+
+@program
+def gradient_surgery(ullage) -> Trained:
+    """PCGrad: each task's gradients are kept, and their combination is set."""
+    model, optimizer = made(ullage)
+    parameters, losses = list(model.parameters()), []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        hidden = model.features(x)
+        kept = []
+        for loss in (F.cross_entropy(model.head(hidden), y), model.other(hidden).square().mean()):
+            loss.backward(retain_graph=True)
+            kept.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters])
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        for parameter, one, other in zip(parameters, *kept, strict=True):
+            along = (one * other).sum() / other.square().sum().clamp_min(1e-12)
+            parameter.grad = one - along.clamp_max(0) * other + other
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+@program
+def gradients_from_autograd_grad(ullage) -> Trained:
+    """torch.autograd.grad, whose results are set."""
+    model, optimizer = made(ullage)
+    parameters, losses = [*model.embed.parameters(), *model.blocks.parameters(), *model.head.parameters()], []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def hooks_on_accumulated_gradients(ullage) -> Trained:
+    """register_post_accumulate_grad_hook, before and after."""
+
+    def halve(parameter) -> None:
+        parameter.grad.mul_(0.5)
+
+    model = Net()
+    model.head.weight.register_post_accumulate_grad_hook(halve)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    for block in model.blocks:
+        block.up.weight.register_post_accumulate_grad_hook(halve)
+    return loop(model, optimizer)
+
+
+@program
+def sharpness_aware(ullage) -> Trained:
+    """SAM: a second forward and backward where the weights have been moved uphill."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            norm = torch.stack([parameter.grad.norm() for parameter in with_gradients(model)]).norm()
+            moves = {parameter: parameter.grad * (0.05 / norm) for parameter in with_gradients(model)}
+            for parameter, move in moves.items():
+                parameter.add_(move)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for parameter, move in moves.items():
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def distance_to_initial_weights(ullage) -> Trained:
+    """L2-SP: the loss reads all weights."""
+    model, optimizer = made(ullage)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return loop(
+        model,
+        optimizer,
+        penalty=lambda: sum(0.01 * (p - initial[name]).square().sum() for name, p in model.named_parameters()),
+    )
+
+
+@program
+def planned_penalty(ullage) -> Trained:
+    """The same, in a step that is planned."""
+
+    def penalised(model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y) + sum(1e-3 * p.square().sum() for p in model.parameters())
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=penalised)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = penalised(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def lookahead(ullage) -> Trained:
+    """Lookahead: slow weights are copied into the model after every second step."""
+    model, optimizer = made(ullage)
+    slow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def stepped(step: int) -> None:
+        if step % 2:
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(slow[name].lerp_(parameter.data, 0.5))
+
+    return loop(model, optimizer, stepped=stepped)
+
+
+@program
+def weights_made_again(ullage) -> Trained:
+    """A head is initialised again, rows are set, a state is loaded."""
+    model, optimizer = made(ullage)
+    kept = {}
+
+    def stepped(step: int) -> None:
+        if step == 0:
+            kept.update({name: weight.clone() for name, weight in model.state_dict().items()})
+            model.head.reset_parameters()
+        if step == 1:
+            with torch.no_grad():
+                model.head.weight[3:5] = model.head.weight[5:7]
+                model.embed.bias.data = torch.zeros(64)
+        if step == 2:
+            model.load_state_dict(kept)
+
+    return loop(model, optimizer, stepped=stepped)
+
+
+@program
+def optimizer_of_ones_own(ullage) -> Trained:
+    """Another optimizer takes the second half of all steps."""
+    model, optimizer = made(ullage)
+    losses, _ = loop(model, optimizer)
+    optimizer.zero_grad()
+    return losses + loop(model, torch.optim.SGD(model.parameters(), lr=1e-2))[0], model
+
+
+@program
+def checkpoints_between_blocks(ullage) -> Trained:
+    """The model calls torch.utils.checkpoint around its blocks."""
+
+    class Checkpointed(Net):
+        def features(self, x):
+            x = self.embed(x)
+            for number, block in enumerate(self.blocks):
+                x = checkpoint(block, x, use_reentrant=bool(number % 2))
+            return x
+
+    model = Checkpointed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    return loop(*ullage.prepare(model, optimizer, (batch(0)[0],)))
+
+
+@program
+def weights_kept_by_a_function(ullage) -> Trained:
+    """A torch.autograd.Function that keeps its weight as an attribute, not by save_for_backward."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.x, ctx.weight = x.detach(), weight
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.weight, gradient.T @ ctx.x
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return Product.apply(x, self.weight) + self.bias
+
+    model = Net()
+    for block in model.blocks:
+        block.down = Own(256, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    return loop(*ullage.prepare(model, optimizer, (batch(0)[0],)))
+
+
+@program
+def parts_without_gradients(ullage) -> Trained:
+    """Every second step, the first blocks run under no_grad."""
+
+    class Stopped(Net):
+        stops = False
+
+        def features(self, x):
+            with torch.set_grad_enabled(not self.stops):
+                x = self.blocks[0](self.embed(x))
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x
+
+    model = Stopped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    return loop(model, optimizer, stepped=lambda step: setattr(model, "stops", step % 2 == 0))
