@@ -1,4 +1,4 @@
-"""Our plans beside LLMQ's measured runs: ``python -m benchmarks.published.beside``.
+"""Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py``.
 
 Same model, batch, types and machine. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16``
 with a master copy in bf16. Where an iteration has more than eight micro-batches, eight are planned: more of them only

@@ -2,7 +2,7 @@
 
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -76,6 +76,7 @@ def plan_part(
     facts = (
         Fact("fits", *_fits(seen.memory), "good" if seen.fits else "bad", "predicted"),
         _iteration(plan, measured_s),
+        *_interval(plan),
         Fact("speed", f"{speed:,.0f} {items}/s", use, origin=how),
         Fact("binds", first_bound, others, origin="predicted"),
         Fact("best", gap, why),
@@ -124,6 +125,13 @@ def _fits(memory: Mapping[Tier, TierMemory]) -> tuple[str, str]:
     return "yes", f"at the peak {', '.join(used)}"
 
 
+def _interval(plan: Plan) -> Iterator[Fact]:
+    """Yield how far the predicted iteration may be off; nothing for plans of older versions."""
+    if (interval := plan.prediction.interval_s) is not None:
+        low, high = (si(seconds, "s") for seconds in interval)
+        yield Fact("8 of 10", f"{low} to {high}", "as far off as the origins of the machine's rates let expect")
+
+
 def _iteration(plan: Plan, measured_s: float | None) -> Fact:
     seen = plan.prediction
     if measured_s:
@@ -132,9 +140,6 @@ def _iteration(plan: Plan, measured_s: float | None) -> Fact:
     phases = {"forward": seen.forward_s, "backward": seen.backward_s, "update": seen.update_s}
     words = " + ".join(f"{name} {si(seconds, 's')}" for name, seconds in phases.items())
     words += " (updates may run inside the next forward)"
-    if seen.interval_s is not None:
-        low, high = (si(seconds, "s") for seconds in seen.interval_s)
-        words = f"8 of 10 take {low} to {high}; {words}"
     return Fact("iteration", si(seen.iteration_s, "s"), words, origin="predicted")
 
 
