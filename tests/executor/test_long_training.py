@@ -88,8 +88,8 @@ def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):
         def stale(unit, piece, iteration):
             for parameter, run in runs(unit, piece, iteration):
                 if piece.place is place:
-                    saved.append(first.setdefault((parameter.name, run.start), run.update))
-                    yield parameter, run._replace(update=saved[-1])
+                    saved.append(first.setdefault((parameter.name, run.start), run.rule))
+                    yield parameter, run._replace(rule=saved[-1])
                 else:
                     yield parameter, run
 

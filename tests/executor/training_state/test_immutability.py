@@ -220,7 +220,7 @@ def test_what_is_taken_is_at_rest_until_it_may_change(plan, seed, tmp_path_facto
 def without_gates(program):
     """Take state, and let nothing wait for that."""
     plain_snapshots(program)
-    gates = {draft.key for draft in program.drafts if draft.op in {Op.SNAPSHOT, Op.GATE}}
+    gates = {draft.index for draft in program.drafts if draft.op in {Op.SNAPSHOT, Op.GATE}}
     for draft in program.drafts:
         if draft.op not in {Op.SNAPSHOT, Op.GATE}:
             draft.after = tuple(key for key in draft.after if key not in gates)
