@@ -11,6 +11,7 @@ from planner.decisions import Choice
 from planner.plan.document import Plan
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Prediction, Workload, predict
+from planner.simulate.uncertainty import with_interval
 
 # A simulation is deterministic on one machine. On another machine the last digits of sums may differ.
 _RELATIVE = 1e-9
@@ -48,7 +49,7 @@ def verify(plan: Plan) -> Prediction:
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
     check(plan.certificate, rivals, own, decisions, stated_s)
-    return found
+    return with_interval(found, units, decisions, cost)
 
 
 def _check_checkpoints(plan: Plan) -> None:

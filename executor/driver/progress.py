@@ -81,6 +81,7 @@ class Progress:
             if task.op in _INSIDE_BACKWARD
         }
         self._without_backward = {unit.name for unit in units if not (unit.backward or unit.num_params)}
+        self._awaits_recomputation = False  # backward has reached a unit that is still to be recomputed
         self._watching_end = False  # whether the end of the running backward has a callback
         self._goes_on = False  # whether the backward that has ended was inside another one
         self._left: set[str] = set()  # units that this backward has left
@@ -166,6 +167,7 @@ class Progress:
     def recompute(self, unit: str) -> None:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`reach`."""
         op = self._recompute_ops[unit]
+        self._awaits_recomputation = False
         if not self.is_at(op, unit):
             self.enter_backward()
             self.reach(op, unit)
@@ -189,8 +191,10 @@ class Progress:
             # torch.autograd.Function of the user's does that keeps a parameter.
             if expected.unit == unit:
                 self.reach(expected.op, unit)
+                self._awaits_recomputation = True
             return
-        self.recomputed(unit)
+        if not (self._awaits_recomputation and self.unit == unit):
+            self.recomputed(unit)
 
     def recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is. Raises as :meth:`reach`."""
@@ -219,7 +223,7 @@ class Progress:
             raise self.unexpected(op, unit) from None
         if self.task is not None and self.task.op is Op.BACKWARD:
             self._left.add(self.task.unit)
-        self.task = task
+        self.task, self._awaits_recomputation = task, False
 
     def enter_backward(self) -> bool:
         """Backward runs. Return whether it has just begun."""

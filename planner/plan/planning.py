@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from hwprofiles import __version__
-from hwprofiles.profile import Device, HardwareProfile
+from hwprofiles.profile import Device
 from planner.bounds.certificate import infeasible, prove_misfits
 from planner.bounds.proof import Proof
 from planner.choices.request import Request
@@ -15,16 +15,14 @@ from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Choice, Decisions, Precision
 from planner.graph import Batch
-from planner.lowering import lower
 from planner.models.captured import CapturedModel, Model
 from planner.plan.competition import Found, closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.schedule.tasks import Tier
 from planner.search import Progress, Scorer, no_garbage_collection
 from planner.setup import Setup
-from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Workload, capacities
-from planner.simulate.uncertainty import interval_s
+from planner.simulate.uncertainty import with_interval
 
 # Remedies for a tier that is too small, cheapest first.
 _REMEDIES = {
@@ -148,22 +146,11 @@ def make_plan(
         constraints=request.constraints,
         hardware=request.hardware,
         decisions=found.decisions,
-        prediction=found.prediction.model_copy(update={"interval_s": _interval_s(found)}),
+        prediction=with_interval(found.prediction, found.own.setup.units, found.decisions, found.own.cost),
         engines=engines,
         certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
-
-
-def _interval_s(found: Found) -> tuple[float, float]:
-    """Return the interval within which the plan's iteration is in 8 of 10 cases."""
-    units, decisions, cost = found.own.setup.units, found.decisions, found.own.cost
-    schedule = lower(units, decisions, asynchronous=cost.asynchronous)
-
-    def iteration_s(machine: HardwareProfile) -> float:
-        return run_until_steady(schedule, CostModel.of(machine, units, decisions)).phases.iteration_s
-
-    return interval_s(cost.profile, iteration_s, found.prediction.iteration_s)
 
 
 def _alone(model: Model, found: Found) -> Model:

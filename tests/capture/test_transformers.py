@@ -126,4 +126,4 @@ def test_compiled_layers_take_as_long_as_known_ones(name: str) -> None:
             again = 3 * unit.activation_output_bytes if way == "recompute" else 0  # the residual sum runs too
             assert elementwise_bytes(getattr(unit, way)) <= elementwise_bytes(getattr(before, way)) + again + 64
             assert unit.num_kernels[way] <= before.num_kernels[way]
-            assert unit.saved_bytes == before.saved_bytes
+            assert unit.saved_bytes <= before.saved_bytes  # less with the loss, whose probabilities come again

@@ -82,7 +82,7 @@ FLAGS = {
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--refit", "--json"},
     "report": {"files", "--output", "--open", "--json"},
-    "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
+    "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--intervals", "--json"},
     "models": {"model", "--lora", "--quantize", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
     "completion": {"shell"},

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variant
@@ -202,7 +203,7 @@ class ReportedCase(Case):
             return
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
-            path.write_text(json.dumps(self.model))
+            write_whole(path, json.dumps(self.model))
             yield str(path)
 
     def _model(self, name: str, *, as_on_gpu: bool) -> Model:
