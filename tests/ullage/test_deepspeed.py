@@ -44,6 +44,7 @@ def test_defaults_are_the_published_engines():
     same(configured(SETUP, DeepSpeed(3, "cpu", 0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
     same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
     differs = {"device_buffer_bytes": 2 * 500_000_000 * 2, "all_reduces": True, "max_prefetch_params": 0}
+    differs |= {"step_scratch_bytes": 2 + 4}  # a flat gradient, and the same in fp32
     same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
 
 
@@ -54,6 +55,24 @@ def simulated(settings: DeepSpeed, num_micro_batches: int = 3) -> tuple[list[Any
     cost = CostModel.of(load_profile("a100-80"), setup.units, decisions)
     schedule = lower(setup.units, decisions, asynchronous=True)
     return list(schedule.tasks), run_until_steady(schedule, cost).phases
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_on_the_device_makes_gradients_in_fp32(stage: int):
+    """Stage 3 makes those of one subgroup at a time; nothing holds them outside of the step."""
+
+    def held(subgroup_params: int) -> tuple[int, int]:
+        decisions = next(configured(SETUP, DeepSpeed(stage)))
+        if stage == 3:
+            decisions = decisions.model_copy(update={"step_scratch_params": subgroup_params})
+        buffers = [b for b in lower(SETUP.units, decisions, asynchronous=True).buffers if b.label == "updates"]
+        assert all(buffer.first is not None for buffer in buffers)
+        return len(buffers), sum(buffer.num_bytes for buffer in buffers)
+
+    own_params = sum(unit.num_params for unit in SETUP.units) / 4
+    assert held(10**12) == (1, pytest.approx(6 * own_params, rel=1e-3))
+    if stage == 3:
+        assert held(10_000) == (1, 6 * 10_000)
 
 
 def test_zero_1_and_2_all_reduce_beside_nothing_unless_comm_overlaps():
