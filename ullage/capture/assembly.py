@@ -21,7 +21,7 @@ from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.operators import UNUSED
 from planner.models.parameters import FrozenFormat, ParameterSpec
 from ullage.capture.partitioning import UnitVisits
-from ullage.capture.records import DTYPES, Recording, Save, Visit
+from ullage.capture.records import DTYPES, Block, Recording, Save, Visit
 from ullage.capture.repeats import UnequalError
 
 # Work after the last block without a unit of its own counts as part of that block, but recomputation does not rerun it.
@@ -77,7 +77,7 @@ def assemble(
     segments, several, num_unused = [], places[-1].call > 1, len(unused)
     outside: dict[int, dict[str, int]] = defaultdict(dict)  # for each call, the number of operators outside segments
 
-    def place_of(number: int) -> tuple[tuple[str, int], bool]:
+    def place_of(number: int) -> tuple[Block, bool]:
         return places[number].block, several and number < num_unused
 
     for ((path, call), is_unused), numbers in itertools.groupby(range(len(places)), key=place_of):
@@ -324,16 +324,14 @@ def _event_of(recording: Recording, position: int, visit: int) -> int:
 
 def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Dissolve segments whose recomputation would differ from their description."""
-    stops = {(visit.path, visit.call): visit.stop for visit in recording.visits}
-    behind: defaultdict[tuple[str, int], int] = defaultdict(int)
-    saved: defaultdict[tuple[str, int], int] = defaultdict(int)
-    spoilt = {(visit.path, visit.call) for visit in recording.visits if _runs_backward(recording, visit)}
+    behind, saved = Counter[Block](), Counter[Block]()
+    spoilt = {visit.block for visit in recording.visits if _runs_backward(recording, visit)}
     for draft in drafts:
         segment = places[draft.unit].block
         if not segment[0]:
             continue
         saved[segment] += draft.saved_bytes
-        late = [index for index in draft.events if index >= stops[segment]]
+        late = [index for index in draft.events if index >= recording.visit_of[segment].stop]
         if any(flop(recording.forward[index].kernels) for index in late):
             spoilt.add(segment)
         if late and late[0] == draft.events[0]:
@@ -390,7 +388,6 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
     For the first unit of a block and the unit before it, use the block's inputs and the buffers that recomputation
     starts from. These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
     """
-    given = {(visit.path, visit.call): visit for visit in recording.visits}
     for number, draft in enumerate(drafts):
         made = (recording.forward[i].output_bytes for i in reversed(draft.events) if recording.forward[i].kernels)
         draft.output_bytes = next(made, 0)
@@ -399,9 +396,9 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
         around = [places[unit].block for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
         segment = places[draft.unit].block
         if segment[0] and (not draft.unit or around[0] != segment):
-            kept = given[segment]
+            kept = recording.visit_of[segment]
         elif around[-1][0] and around[-1] != segment:
-            kept = given[around[-1]]
+            kept = recording.visit_of[around[-1]]
         else:
             continue
         draft.output_bytes = (kept.input_bytes or draft.output_bytes) + kept.state_bytes
@@ -411,7 +408,7 @@ def _block(
     recording: Recording,
     places: list[UnitVisits],
     drafts: Sequence[_Draft],
-    of: tuple[str, int],
+    of: Block,
     seen: dict[str, int],
     dtype: Literal["bf16", "fp32"],
 ) -> CapturedBlock:
@@ -421,11 +418,10 @@ def _block(
         for name, stored in stored_parameters(recording.model).items()
         if _is_below(path, name)
     }
-    saves = _saves(recording, path, call)
+    saves = _saves(recording, of) if path else []
     # Non-reentrant recomputation stops after the last saved tensor.
     rerun_until = max((save.position for save in saves), default=0)
-    visits = (visit for visit in recording.visits if path and (visit.path, visit.call) == of)
-    inputs = frozenset().union(*(visit.inputs for visit in visits))
+    inputs = recording.visit_of[of].inputs if path else frozenset()
     operators: list[CapturedOperator] = []
     others = tuple(f"{place.segment}." for place in places if place.segment != path)
     for draft in drafts:
@@ -452,26 +448,25 @@ def _block(
                 output_bytes=draft.output_bytes,
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(not_rerun),
-                product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
+                product_bytes=sum(_product_bytes(recording, index) for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
-                changed_inputs=None if operators else _changed_inputs(recording, of) or None,
+                changed_inputs=(_changed_inputs(recording, of) or None) if path and not operators else None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
 
 
-def _changed_inputs(recording: Recording, of: tuple[str, int]) -> tuple[int, ...]:
+def _product_bytes(recording: Recording, index: int) -> int:
+    """Return the bytes of a product's results; 0 if they are changed later, so that offloading cannot keep them."""
+    event = recording.forward[index]
+    return 0 if any(recording.changed.get(number, -1) > index for number in event.storages) else event.product_bytes
+
+
+def _changed_inputs(recording: Recording, of: Block) -> tuple[int, ...]:
     """Return the arguments of a block in one call, by position, that are changed in place when it runs or later."""
-    changed = {
-        position
-        for visit in recording.visits
-        if of[0] and (visit.path, visit.call) == of
-        for event in recording.forward[visit.first :]
-        for position, storage in visit.given
-        if event.changes and storage in event.storages
-    }
-    return tuple(sorted(changed))
+    visit = recording.visit_of[of]
+    return tuple(sorted({p for p, storage in visit.given if recording.changed.get(storage, -1) >= visit.first}))
 
 
 def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
@@ -481,13 +476,11 @@ def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> F
     return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
-def _saves(recording: Recording, path: str, call: int) -> list[Save]:
+def _saves(recording: Recording, of: Block) -> list[Save]:
     """Return the tensors that autograd saves in a block in one call."""
-    visits = recording.visits
-    inside: set[int] = set()
-    for index, visit in enumerate(visits):
-        if path and ((visit.path, visit.call) == (path, call) or visit.parent in inside):
-            inside.add(index)
+    inside = {
+        number for i, visit in enumerate(recording.visits) if visit.block == of for number in range(i, visit.last + 1)
+    }
     return [save for save in recording.saves if save.visit in inside]
 
 

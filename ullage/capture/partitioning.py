@@ -16,13 +16,13 @@ them. A call without gradients has units whose backward is empty.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 from torch import nn
 
 from planner.models.captured import join
-from ullage.capture.records import Recording, Visit
+from ullage.capture.records import Block, Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Modules with a smaller share of the parameters join a neighbour. In a block, the share is of the block's parameters.
@@ -50,7 +50,7 @@ class UnitVisits:
     events: list[int] = dataclasses.field(default_factory=list)
 
     @property
-    def block(self) -> tuple[str, int]:
+    def block(self) -> Block:
         """Its block, and the call in which it runs."""
         return self.segment, self.call
 
@@ -63,7 +63,7 @@ def partition(recording: Recording) -> list[UnitVisits]:
     atoms: list[int] = []
     largest = max((_num_params(visits[block].module) for block in blocks), default=0)
     small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
-    inside = {block: [block, *_descendants(visits, block)] for block in blocks}
+    inside = {block: range(block, visits[block].last + 1) for block in blocks}
     skipped = set(itertools.chain.from_iterable(inside.values()))
     for index, visit in enumerate(visits):
         if atoms and visits[atoms[-1]].call != visit.call:
@@ -113,13 +113,13 @@ def joined_around(
 
 def _block_visits(recording: Recording) -> list[int]:
     """Return the visits of repeated blocks that each run once in a call."""
-    count = Counter((visit.path, visit.call) for visit in recording.visits)
+    count = Counter(visit.block for visit in recording.visits)
     found: list[int] = []
     for call in dict.fromkeys(visit.call for visit in recording.visits):
         visit_of = {
             visit.path: index
             for index, visit in enumerate(recording.visits)
-            if visit.call == call and count[visit.path, call] == 1
+            if visit.call == call and count[visit.block] == 1
         }
         found += (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
     return sorted(found)
@@ -161,14 +161,6 @@ def _is_composite(module: nn.Module) -> bool:
 
 def _num_params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _descendants(visits: list[Visit], root: int) -> list[int]:
-    found = {root}
-    for index in range(root + 1, len(visits)):
-        if visits[index].parent in found:
-            found.add(index)
-    return sorted(found - {root})
 
 
 def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
@@ -286,7 +278,7 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, list[int]]) -> None:
+def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int, range]) -> None:
     """Assign each forward event to the unit of its visit, or of a visit around it.
 
     If a visit contains several units, or only part of one, an event directly in it goes to the unit that computes then:
