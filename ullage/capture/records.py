@@ -13,7 +13,6 @@ from torch.func import debug_unwrap
 from executor.callbacks import tensors_of
 from planner.models.captured import CapturedInput
 from planner.models.kernels import Kernels
-from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The types of weights that can be planned, by name."""
@@ -124,6 +123,25 @@ class Save:
     visit: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A block that was not recorded.
+
+    Attributes:
+        path: path of the block.
+        of: path of the equal block that was recorded.
+        after: path of the block that was called before it.
+        first: forward event before which the block was called.
+        stop: forward event before which the next block was called.
+    """
+
+    path: str
+    of: str
+    after: str
+    first: int
+    stop: int = -1
+
+
 @dataclasses.dataclass
 class Recording:
     """A recorded forward and backward.
@@ -196,6 +214,40 @@ class Recording:
     @functools.cached_property
     def _copied(self) -> tuple[str, ...]:
         return tuple(f"{copy.path}." for copy in self.copies)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Type and shape of a tensor, and where its values are in its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        """Return the layout of a tensor in a storage of its own."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @classmethod
+    def in_storage(cls, tensor: Tensor) -> "Layout":
+        """Return the layout of a tensor in its storage."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def room(self) -> int:
+        """Number of values of a storage that ends with the tensor."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return max(self.offset + 1 + last, 0)
+
+    def within(self, values: Tensor) -> Tensor:
+        """Return the tensor with this layout in a storage of ``values``."""
+        return values.as_strided(self.shape, self.strides, self.offset)
+
+    def make(self) -> Tensor:
+        """Return a tensor of this shape and type, without values."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
 def strided(value: Any) -> list[Tensor]:
