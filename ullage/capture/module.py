@@ -21,14 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, kept_generators
-from executor.module.guards import check_memory, trained_memory
+from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
@@ -535,19 +531,18 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
-    modules = set(model.modules())
-
-    def refuse(module: nn.Module, name: str, value: Any) -> None:
-        if module in modules and value is not module._parameters.get(name, module._modules.get(name)):
-            raise CaptureError(
-                f"forward sets {name} of a {type(module).__name__}, but the modules and parameters of a planned model "
-                "stay; set it before prepare()"
-            )
-
-    with contextlib.ExitStack() as stack:
-        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-            stack.callback(register(refuse).remove)
+    undo = refuse_replacements(
+        model.modules(),
+        lambda name, kind: CaptureError(
+            f"forward sets {name} of a {kind}, but the modules and parameters of a planned model "
+            "stay; set it before prepare()"
+        ),
+    )
+    try:
         yield
+    finally:
+        for each in undo:
+            each()
 
 
 @contextlib.contextmanager

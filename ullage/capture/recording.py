@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_here, hook_target, in_backward, replace_attribute, tensors_of
+from executor.callbacks import ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
@@ -42,7 +42,6 @@ from ullage.capture.records import (
     Save,
     Storage,
     Visit,
-    nodes,
     strided,
 )
 from ullage.capture.repeats import Repeats

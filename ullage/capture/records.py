@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import torch
@@ -271,18 +270,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
-
-
-def nodes(root: Any) -> Iterator[Any]:
-    """Yield all autograd nodes behind ``root``."""
-    seen, left = {root}, [root]
-    while left:
-        node = left.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                left.append(following)
 
 
 def remedy(error: Exception, *, has_model: bool) -> str:
