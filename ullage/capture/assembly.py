@@ -5,12 +5,11 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
-    CapturedInput,
     CapturedKernels,
     CapturedModel,
     CapturedOperator,
@@ -48,13 +47,10 @@ class _Draft:
 def assemble(
     recording: Recording,
     places: list[UnitVisits],
-    *,
-    factory: str,
-    inputs: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
-    seq_len: int,
+    about: Mapping[str, Any],
 ) -> CapturedModel:
-    """Return the captured model."""
+    """Return the captured model: its operators in these units, and other fields, ``about`` what was captured."""
     drafts = _operators(recording, places)
     operator_of = {index: number for number, draft in enumerate(drafts) for index in draft.events}
     for event in recording.backward:
@@ -89,11 +85,9 @@ def assemble(
         evaluates = True if several and not is_unused and all(visit.evaluates for visit in visits) else None
         segments.append(CapturedSegment(path=path, block=number, call=call if call > 1 else None, evaluates=evaluates))
     return CapturedModel(
-        factory=factory,
-        inputs=inputs,
+        **about,
         loss=recording.loss,
         dtype=dtype,
-        seq_len=seq_len,
         blocks=tuple(blocks),
         segments=tuple(segments),
         calls=recording.calls,

@@ -22,6 +22,7 @@ import networkx as nx
 from torch import nn
 
 from planner.models.captured import join
+from ullage.capture.executable import Unseen
 from ullage.capture.records import Block, Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -84,15 +85,13 @@ def partition(recording: Recording) -> list[UnitVisits]:
     return _named(_computing(recording, places))
 
 
-def joined_around(
-    recording: Recording, places: list[UnitVisits], weight: str, owner: str, reading: str
-) -> list[UnitVisits] | None:
-    """Return the units where those are one that a weight needs to be there when it is read; ``None`` if they cannot be.
+def joined_around(recording: Recording, places: list[UnitVisits], unseen: Unseen) -> list[UnitVisits] | None:
+    """Return the units where those are one that a weight needs to be seen; ``None`` if they cannot be.
 
     If the weight belongs to a module that calls others, these are the units inside it: a hook on its output then
     reports its backward. Else they are the weight's own, and the one that computes when it is read.
     """
-    path = weight.rpartition(".")[0]
+    path = unseen.weight.rpartition(".")[0]
     copied = {copy.of for copy in recording.copies}
     ranges = []
     for call in {unit.call for unit in places}:
@@ -103,7 +102,7 @@ def joined_around(
             if any(f"{recording.visits[index].path}.".startswith(f"{path}.") for index in places[number].visits)
         ]
         if not path or len(inside) < 2:
-            names = [name.partition("@")[0] for name in (owner, reading)]
+            names = [name.partition("@")[0] for name in (unseen.owner, unseen.reading)]
             inside = [number_of[name] for name in names if name in number_of]
         first, last = min(inside, default=0), max(inside, default=0)
         if first != last and not any(unit.segment in copied for unit in places[first : last + 1]):
