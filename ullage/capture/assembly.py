@@ -19,7 +19,7 @@ from planner.models.captured import (
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.operators import UNUSED
 from planner.models.parameters import FrozenFormat, ParameterSpec
-from ullage.capture.partitioning import UnitVisits
+from ullage.capture.partitioning import UnitVisits, units_of_visits
 from ullage.capture.records import DTYPES, Block, Recording, Save, Visit
 from ullage.capture.repeats import UnequalError
 
@@ -209,14 +209,11 @@ def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
 
 def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
     """Return the unit in which each module is first called: its own unit, or else the unit that computes then."""
-    unit_of = {visit: number for number, unit in enumerate(places) for visit in unit.visits}
     computes = {event: number for number, unit in enumerate(places) for event in unit.events}
     found: dict[str, int] = {}
     current = 0
-    for index, visit in enumerate(recording.visits):  # parents come first
-        if index not in unit_of and visit.parent in unit_of:
-            unit_of[index] = unit_of[visit.parent]
-        current = max(current, unit_of.get(index, computes.get(visit.first - 1, 0)))
+    for visit, unit in zip(recording.visits, units_of_visits(recording.visits, places), strict=True):
+        current = max(current, unit if unit >= 0 else computes.get(visit.first - 1, 0))
         found.setdefault(visit.path, current)
     return found
 

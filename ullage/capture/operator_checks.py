@@ -83,10 +83,11 @@ class OperatorChecks:
                 return
         else:
             refusal = call.refusal()
-        if refusal is None or (self._as_on_gpu and refusal.lacks_kernel and call.is_narrow()):
+        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and call.is_narrow()):
             return
+        reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
         raise RefusedOperatorError(
-            f"{call} does not run: {refusal.text}; give its operands types that it takes "
+            f"{call} does not run: {reason}; give its operands types that it takes "
             "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
         )
 
@@ -100,19 +101,9 @@ def _check_narrow(one: torch.Size, other: torch.Size) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """The error of a real kernel. It does not keep the exception, whose traceback would keep recorded tensors alive."""
-
-    text: str
-    lacks_kernel: bool
-
-    @classmethod
-    def of(cls, error: Exception) -> "_Refusal":
-        lines = str(error).strip().splitlines()
-        # torch 2.11 has no kernel on the CPU for one scale a row, and says so by an assertion.
-        lacks_kernel = isinstance(error, NotImplementedError) or "for CPU backend" in str(error)
-        return cls(lines[0] if lines else type(error).__name__, lacks_kernel)
+def _lacks_kernel(refusal: Exception) -> bool:
+    # torch 2.11 has no kernel on the CPU for one scale a row, and says so by an assertion.
+    return isinstance(refusal, NotImplementedError) or "for CPU backend" in str(refusal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +146,11 @@ class _Call:
             return False
         return True
 
-    def refusal(self) -> _Refusal | None:
-        """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused."""
+    def refusal(self) -> Exception | None:
+        """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused.
+
+        It has no traceback, which would keep recorded tensors alive.
+        """
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -165,7 +159,7 @@ class _Call:
                 try:
                     self._run(1)
                 except Exception:  # noqa: BLE001
-                    return _Refusal.of(error)
+                    return error.with_traceback(None)
         return None
 
     def _run(self, value: int) -> None:

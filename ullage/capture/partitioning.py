@@ -16,7 +16,7 @@ them. A call without gradients has units whose backward is empty.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import networkx as nx
 from torch import nn
@@ -220,18 +220,25 @@ def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
     return visits[max(run, key=size)].path
 
 
+def units_of_visits(visits: Sequence[Visit], places: Iterable[UnitVisits]) -> list[int]:
+    """Return the number of each visit's unit: its own, or else that of the visit around it; -1 if it is in none."""
+    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
+    found: list[int] = []
+    for index, visit in enumerate(visits):  # parents come first
+        found.append(unit_of.get(index, found[visit.parent] if visit.parent >= 0 else -1))
+    return found
+
+
 def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield ranges of units between two runs of a module with parameters in one call of the model.
 
     They must be one unit, which runs once.
     """
-    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
-    ranges: dict[tuple[int, int], tuple[int, int]] = {}
-    for index, visit in enumerate(visits):  # parents come first
-        number = unit_of.setdefault(index, unit_of.get(visit.parent, -1))
+    ranges: dict[tuple[nn.Module, int], tuple[int, int]] = {}
+    for visit, number in zip(visits, units_of_visits(visits, places), strict=True):
         if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
-            first, last = ranges.get((id(visit.module), visit.call), (number, number))
-            ranges[id(visit.module), visit.call] = (min(first, number), max(last, number))
+            first, last = ranges.get((visit.module, visit.call), (number, number))
+            ranges[visit.module, visit.call] = (min(first, number), max(last, number))
     for first, last in ranges.values():
         if places[first].segment != places[last].segment:  # whole segments, which are then no longer segments
             yield _whole(places, first, last)
