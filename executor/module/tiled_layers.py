@@ -19,7 +19,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils.stateless import _reparametrize_module
 
 from executor.callbacks import Saved, replace_attribute, same_autocast
 from executor.memory.recompute_cache import running_again
@@ -45,14 +44,17 @@ class TiledModule:
         self.run: Callable[[Tensor], Tensor] = module.forward
         last = getattr(module, "down_proj", None)
         self._last = last if type(last) is nn.Linear else None
-        self._module = module
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        # The modules that own each parameter, and its name there.
+        self._owners: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for owner in module.modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                self._owners.setdefault(parameter, []).append((owner._parameters, name))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the module's output for ``[..., width]``."""
         if hidden.shape[:-1].numel() <= self.num_tokens:
             return self.run(hidden)
-        parameters = [parameter for parameter in self._names if parameter.requires_grad]  # some may be frozen later
+        parameters = [parameter for parameter in self._owners if parameter.requires_grad]  # some may be frozen later
         if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
             return self.in_tiles(hidden)
         anchor = hidden.new_empty(0).requires_grad_()  # makes a node that saves, even if the input needs no gradient
@@ -82,14 +84,23 @@ class TiledModule:
             parameters: the trained parameters.
             converts: whether products convert their inputs (autocast).
         """
-        aliases = {self._names[parameter]: parameter.detach().requires_grad_() for parameter in parameters}
-        with contextlib.ExitStack() as stack:
-            # As torch.func.functional_call does, which would call the module, and so compute in tiles again.
-            stack.enter_context(_reparametrize_module(self._module, aliases, tie_weights=True))
-            if self._last is not None and not converts:
-                only_backward = functools.partial(_only_backward, self._last)
-                stack.callback(replace_attribute(self._last, "forward", only_backward))
-            yield list(aliases.values())
+        aliases = []
+        restored: list[tuple[dict[str, Any], str, Tensor]] = []
+        for parameter in parameters:
+            aliases.append(parameter.detach().requires_grad_())
+            for owner, name in self._owners[parameter]:
+                restored.append((owner, name, parameter))
+                owner[name] = aliases[-1]
+        undo = None
+        if self._last is not None and not converts:
+            undo = replace_attribute(self._last, "forward", functools.partial(_only_backward, self._last))
+        try:
+            yield aliases
+        finally:
+            if undo is not None:
+                undo()
+            for owner, name, parameter in restored:
+                owner[name] = parameter
 
 
 class _Tiles(torch.autograd.Function):
