@@ -14,10 +14,10 @@ power during the samples stand in the source. Meanwhile the host issues the samp
 device's and not that of Python. What a library does at the first call of a shape (it may build a plan for half a
 second) is done before the clock starts.
 
-[Note: Shared memory] A server with several GPUs lends each some cores and a share of its memory's bandwidth. Neighbours
-come and go, while calibrating and while training. So the central value of updates on the host of a GPU is the median of
-all samples, too: on such a machine with an H200 updates ran as slowly as the slowest fifth of the samples, and the
-fastest quarter was 20 % faster (``benchmarks/results/gpu_agreement.json``).
+A server with several GPUs lends each some cores and a share of its memory's bandwidth. Neighbours come and go, while
+calibrating and while training. So the central value of updates on the host of a GPU is the median of all samples, too:
+on such a machine with an H200 updates ran as slowly as the slowest fifth of the samples, and the fastest quarter was
+20 % faster (``benchmarks/results/gpu_agreement.json``).
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Manner:
 ROBUST = Manner(fastest=FASTEST, shortest_s=5e-4, most_calls=200)
 """See [Note: Robust timing]."""
 SHARED = dataclasses.replace(ROBUST, fastest=1.0)
-"""See [Note: Shared memory]."""
+"""For updates on the host of a GPU, whose neighbours come and go."""
 SUSTAINED = Manner(fastest=1.0, shortest_s=0.01, most_calls=40, lead_s=0.005)
 """See [Note: Sustained clocks]. So few calls of a few kernels are issued while the products run."""
 
