@@ -97,7 +97,6 @@ OF_COMMANDS = {
     "RefusedOperatorError",
     "ReportError",
     "RunError",
-    "StuckError",
     "StudyError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

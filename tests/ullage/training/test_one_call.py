@@ -403,10 +403,10 @@ def test_a_machine_without_a_profile_is_measured_once_and_it_is_the_default_from
 ) -> None:
     here = load_profile("local")
 
-    def calibrate(options: CalibrationOptions, *_: object) -> tuple[HardwareProfile, SimpleNamespace]:
+    def calibrate(options: CalibrationOptions, *_: object) -> tuple[HardwareProfile, tuple[()]]:
         assert options.quick
         torch.rand(3)  # as measurements may
-        return here, SimpleNamespace()
+        return here, ()
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
     keep(cpu="another")

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,12 @@ def run(args: argparse.Namespace) -> int:
     )
     from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
 
+    begin_s = time.perf_counter()
     with seconds_bar() as progress:
-        profile, report = calibrate(options, kernels(), progress)
+        profile, pairs = calibrate(options, kernels(), progress)
+    took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
     profile = _saved(args, profile, path, base)
-    _print(args, profile, path, base, report)
+    _print(args, profile, path, base, pairs, took)
     return 0
 
 
@@ -174,7 +177,7 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
         profile = _saved(args, profile, path, base)
-        _print(args, profile, path, base, None)
+        _print(args, profile, path, base)
     return 0
 
 
@@ -188,7 +191,9 @@ def _saved(
     return profile
 
 
-def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+def _print(
+    args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, pairs: Any = (), took: str = ""
+) -> None:
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
 
@@ -197,6 +202,5 @@ def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base:
     from ullage.report.profile import calibration_part  # noqa: PLC0415 - slow to import
     from ullage.report.terminal import show  # noqa: PLC0415
 
-    took = f"measured in {report.elapsed_s:.0f} s; " if report else ""
     meaning = "; it is now the default of --hardware" if path == local_profile_path() else ""
-    show(calibration_part(profile, base, report), f"{took}profile written to {path}{meaning}")
+    show(calibration_part(profile, base, pairs), f"{took}profile written to {path}{meaning}")
