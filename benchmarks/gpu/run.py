@@ -55,8 +55,8 @@ class Stage(NamedTuple):
 
     Attributes:
         arguments: of Python; ``{results}``, ``{profile}``, ``{memory}``, ``{host}`` (the same, as calibration takes it)
-            and ``{budget}`` (seconds that it may plan with) are filled in, and dropped where there is nothing to fill in
-            with.
+            and ``{budget}`` (seconds that it may plan with) are filled in, and dropped where there is nothing to
+            fill in with.
         limit_s: most seconds that it may take.
         least_s: what stages before it leave of the budget for it.
         makes: files that it writes, which are removed before; the first is its answer on stdout, if ``prints``.
