@@ -184,7 +184,7 @@ def _row_parallel_forward(
     if type(module).__name__ not in {"Linear", "Conv1D"} or weight.dim is None:
         raise BindingError(
             f"{weight.name} belongs to a {type(module).__name__}, but tensor-parallel ranks can only share "
-            "torch.nn.Linear and Conv1D of transformers; plan with --tensor-parallel 1"
+            "torch.nn.Linear and Conv1D of transformers; plan with --parallel tensor=1"
         )
     by_columns = weight.dim == 0
     number = group_id(group)

@@ -54,7 +54,7 @@ def tile_head(
     if (head := find_head(model)) is None:
         raise BindingError(
             f"the plan computes the loss in tiles of {num_tokens} tokens, but the model has no torch.nn.Linear as its "
-            "output embeddings; plan with --loss-tile as large as the micro-batch"
+            "output embeddings; plan with --tiles loss as large as the micro-batch"
         )
     return replace_attribute(head, "forward", TiledHead(head, num_tokens, on_backward, on_logits).forward)
 

@@ -4,7 +4,7 @@ A run yields the measured time of every task. Tasks of one class (computing, cop
 on) are priced with the same quantities. One factor for each class makes the simulated time of these tasks equal to the
 measured one. Tasks slow each other down, in the run and in the simulation. So the factors are not simply the ratios of
 the first comparison: the schedule is simulated again with each new profile, until the factors converge. (Fitting to
-whole runs, :mod:`ullage.rivals.from_runs`, knows no tasks and needs several runs.)
+whole runs, :mod:`benchmarks.published.fitting`, knows no tasks and needs several runs.)
 """
 
 import dataclasses

@@ -13,9 +13,8 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.costs.scalable import all_scalables
-from planner.graph import Batch, units
+from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
-from planner.models.formulas import build_graph
 from planner.simulate.uncertainty import interval_s
 from ullage.rivals.cases import CaseError, Metric, load_cases
 from ullage.rivals.cases.attention import with_attention

@@ -196,7 +196,7 @@ def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
 def test_bad_configurations_are_one_line(tmp_path, capsys, data, message):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(data))
-    assert main(["import-deepspeed", str(path), *MODEL, "--hardware", "a100x8-nvlink", "--gpus", "4"]) == 2
+    assert main(["plan", "--deepspeed", str(path), *MODEL, "--hardware", "a100x8-nvlink", "--gpus", "4"]) == 2
     err = capsys.readouterr().err
     assert re.search(message, err), err
     assert err.count("\n") == 1
@@ -206,7 +206,7 @@ def test_muon_is_not_simulated_of_deepspeed(tmp_path, capsys):
     path, plan = tmp_path / "ds_config.json", tmp_path / "plan.json"
     path.write_text(json.dumps({"train_batch_size": 4}))
     machine = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
-    assert main(["import-deepspeed", str(path), *MODEL, *machine]) == 2
+    assert main(["plan", "--deepspeed", str(path), *MODEL, *machine]) == 2
     assert "--optimizer is muon, which is not simulated for DeepSpeed; choose one of adamw" in capsys.readouterr().err
     assert main(["plan", "--model", "demo-llama", *machine, "--seq-len", "64", "--output", str(plan)]) == 0
     assert "not compared: zero-offload-blocking, zero-offload, twin-flow" in capsys.readouterr().out
@@ -224,7 +224,7 @@ def test_both_are_predicted_side_by_side(tmp_path, capsys):
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     path.write_text(json.dumps(data))
-    arguments = ["import-deepspeed", str(path), *MODEL, "--hardware", "h100x4-80g", "--gpus", "4"]
+    arguments = ["plan", "--deepspeed", str(path), *MODEL, "--hardware", "h100x4-80g", "--gpus", "4"]
     assert main([*arguments, "--json", "--output", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     plan = Plan.model_validate_json(out.read_text())
@@ -234,7 +234,7 @@ def test_both_are_predicted_side_by_side(tmp_path, capsys):
     assert found["theirs"]["iteration_s"] >= by_engine["zero-offload"] * 0.999, "its subgroups are larger"
     assert found["theirs"]["memory_bytes"]["gpu"] > 0
     assert any("DeepSpeed is bound by" in reason for reason in found["reasons"])
-    assert main(arguments) == 0
+    assert main([*arguments, "--output", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 sequences of 512 tokens x 1 micro-batch(es), bf16, AdamW" in shown
 

@@ -90,7 +90,6 @@ OF_COMMANDS = {
     "DeepSpeedConfigError",
     "ForcedExitError",
     "FileIsSpecialError",
-    "FitError",
     "InterruptedTrainingError",
     "InstallationError",
     "NoFormulasError",

@@ -84,7 +84,7 @@ class TokenWise:
         if not paths:
             raise CaptureError(
                 "no norm or MLP of its layers computes every token independently, so layers cannot be computed in "
-                "tiles; leave --layer-tile out"
+                "tiles; leave --tiles layer out"
             )
         return paths
 

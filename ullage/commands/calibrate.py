@@ -9,9 +9,8 @@ from typing import Any
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile, update_profile
-from ullage.cli.arguments import parse_bytes, positive_int
+from ullage.cli.arguments import parse_bytes, parts, positive_int
 from ullage.commands import Subparsers, command_parser
-from ullage.commands.calibrate import fitting
 from ullage.output.progress import seconds_bar
 
 
@@ -25,15 +24,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements\n"
         "of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because\n"
         "other programs can only slow them down; p10 and p90 are over all repetitions.\n"
-        "Under torchrun, --only fabric measures collectives between the ranks.\n"
-        "--from-runs fits quantities to whole runs, if they cannot be measured alone.",
+        "Under torchrun, --only fabric measures collectives between the ranks.",
         """
         ullage calibrate
-        ullage calibrate --quick --device-memory 2GB
+        ullage calibrate --quick --memory device=2GB
         ullage calibrate --name lab-box --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
         ullage calibrate --list
-        ullage calibrate --from-runs cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
         """,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
@@ -56,17 +53,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "~/.local/share/ullage)",
     )
     parser.add_argument(
-        "--device-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory that training may take of each device; of a GPU, 1 GiB of it is for libraries",
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory that training may use on the host, beside a device that cores stand in for (default: 85 %% of "
-        "what is free now, which is too little if the memory of a virtual machine grows as it is used)",
+        "--memory",
+        type=lambda text: parts(text, {"device": parse_bytes, "host": parse_bytes}),
+        default={},
+        metavar="device=SIZE[,host=SIZE]",
+        help="memory that training may take. device: of each device; of a GPU, 1 GiB of it is for libraries. host: of "
+        "the host, beside a device that cores stand in for (default: 85 %% of what is free now, which is too little if "
+        "the memory of a virtual machine grows as it is used)",
     )
     parser.add_argument(
         "--device-cores",
@@ -88,8 +81,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--list", action="store_true", help="list all quantities, and what measures each one, or why nothing does"
     )
-    parser.add_argument("--json", action="store_true", help="print the profile (or the fit) as JSON instead of tables")
-    fitting.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,16 +97,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             show(*catalogue_tables())
         return 0
-    others = fitting.MEASURES if args.from_runs else fitting.FITS
-    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-        rule = (
-            "is for measuring, not for --from-runs"
-            if args.from_runs
-            else "is for fitting, which needs --from-runs CASES"
-        )
-        raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
-    if args.from_runs:
-        return fitting.run(args)
     path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
     if not (args.output or args.into):
         make_folder("--output", path.parent)
@@ -135,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     options = CalibrationOptions(
         quick=args.quick,
         name=args.name,
-        device_memory_bytes=args.device_memory,
-        host_memory_bytes=args.host_memory,
+        device_memory_bytes=args.memory.get("device"),
+        host_memory_bytes=args.memory.get("host"),
         device="host" if args.device_cores else None,
         device_cores=args.device_cores,
         only=only,
