@@ -136,7 +136,7 @@ def test_plain_optimizers_hold_the_roots_of_all_second_moments() -> None:
     all_bf16 = {"precision": {"weights": "bf16", "state": "bf16"}}
     # Without them, the peak is in backward, a little above what the step holds.
     assert 2 * num_params < peak() - peak(fused_update=True) < 4 * num_params
-    assert num_params < peak(**all_bf16) - peak(**all_bf16, fused_update=True) < 2 * num_params
+    assert num_params / 2 < peak(**all_bf16) - peak(**all_bf16, fused_update=True) < 2 * num_params
 
 
 def test_attention_of_other_years_has_its_share_of_the_rate() -> None:
