@@ -171,6 +171,12 @@ def _without_tiles(field: str) -> Off:
     return off
 
 
+def _kernel_for_each_operation(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.kernels not in {None, "transformers"}:
+        for other in _with_less_resident(bench):  # they save more
+            yield changed(other, kernels=None)
+
+
 def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     precision = bench.decisions.precision
     if precision.products:
@@ -241,6 +247,12 @@ TRICKS: tuple[Trick, ...] = (
         "norms and MLPs in tiles of tokens",
         "all tokens at once",
         _without_tiles("layer_tile_tokens"),
+    ),
+    Trick(
+        "joined-kernels",
+        "one kernel for all between two products",
+        "one for each operation",
+        _kernel_for_each_operation,
     ),
     Trick(
         "fp8-products",
