@@ -27,7 +27,7 @@ from planner.explain.moves import (
     single_moves,
 )
 from planner.explain.trial import bounding_lane
-from planner.explain.tricks import without
+from planner.explain.tricks import with_compiled_kernels, without
 from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
 from ullage.rivals.decisions import GradientPath, HostUpdate
@@ -197,6 +197,22 @@ def test_joined_kernels_are_worth_the_bytes_that_they_save() -> None:
     (trial,) = (trial for trick, trial in found.items() if trick.key == "joined-kernels")
     assert trial is not None
     assert trial.iteration_s == pytest.approx(bench("one").own.iteration_s, rel=1e-9)
+
+
+def test_compiled_kernels_are_offered_to_a_plan_that_can_have_them() -> None:
+    """The same placement with them is what is then planned so; it is not offered twice, nor where blocks cannot."""
+    plain, compiled = bench("one"), with_decisions(bench("one"), kernels="compiled")
+    offered = with_compiled_kernels(plain)
+    assert offered is not None
+    assert offered.iteration_s == pytest.approx(compiled.own.iteration_s, rel=1e-9)
+    assert offered.iteration_s < plain.own.iteration_s
+    assert with_compiled_kernels(compiled) is None
+    offloading = {
+        name: unit.model_copy(update={"activations": "offload"})
+        for name, unit in plain.decisions.units.items()
+        if plain.recomputable(name)
+    }
+    assert with_compiled_kernels(with_decisions(plain, units=plain.decisions.units | offloading)) is None
 
 
 def test_narrow_state_off_has_a_master_copy_in_fp32_too() -> None:
