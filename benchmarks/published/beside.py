@@ -1,9 +1,9 @@
 """Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py``.
 
-Same model, batch, types and machine. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16``
-with a master copy in bf16. Where an iteration has more than eight micro-batches, eight are planned: more of them only
-share the update. Each row says what bounds our iteration and how much of it products take: the rest is what other
-kernels, or none, could win.
+Same model, sequences per step, types and machine; how a step is cut into micro-batches and shared by devices is each
+engine's choice. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16`` with a master copy in
+bf16. Of steps with more than eight of LLMQ's micro-batches, eight are planned: more of them only share the update. Each
+row says what bounds our iteration and how much of it products take: the rest is what other kernels, or none, could win.
 """
 
 import itertools
@@ -34,8 +34,7 @@ def planned(run: dict[str, Any], kernels: str) -> Plan | None:
             hardware=run["hardware"],
             gpus=run["devices"],
             seq_len=run["seq_len"],
-            micro_batch=run["micro_batch"],
-            num_micro_batches=min(run["num_micro_batches"], MOST_MICRO_BATCHES),
+            global_batch=run["devices"] * run["micro_batch"] * min(run["num_micro_batches"], MOST_MICRO_BATCHES),
             precision=Precision(weights="bf16", master="bf16"),
             products=run["products"],
             optimizer="adamw-bf16",
@@ -68,6 +67,7 @@ def row(run: dict[str, Any]) -> dict[str, Any]:
         "ours_tokens_per_s": round(seen.tokens_per_s),
         "ratio": round(seen.tokens_per_s / run["tokens_per_s"], 3),
         "kernels": kernels,
+        "micro_batch": best.decisions.micro_batch,
         "binds": binds(seen.critical_s, seen.iteration_s),
         "products_share": round(products_share(best), 3),
     }

@@ -62,6 +62,20 @@ def without(bench: Bench, trick: Trick) -> Trial | None:
     return min((bench.trial(decisions) for decisions in other), key=lambda trial: trial.order, default=None)
 
 
+def with_compiled_kernels(bench: Bench) -> Trial | None:
+    """Return the plan with compiled kernels; ``None`` if it has others than those of ``transformers``, or they cannot.
+
+    They are for GPUs, and change the last bits of losses.
+    """
+    if bench.plan.hardware.device.kind != "gpu" or bench.decisions.kernels not in {None, "transformers"}:
+        return None
+    if any(unit.offloads for unit in bench.decisions.units.values()):  # compiled blocks offload no activations
+        return None
+    with suppress(ModelConfigError, ValueError):  # not known of the model, or not beside another choice of the plan
+        return bench.trial(changed(bench.decisions, kernels="compiled"))
+    return None
+
+
 def _options(**options: object) -> Off:
     """Return the switch for a trick that depends on options that all units share."""
 
@@ -145,8 +159,12 @@ def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
 
 
 def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
-    """Yield the plan's decisions, and those with resident state streamed or on the CPU."""
+    """Yield the plan's decisions, and those with some or all of the resident state streamed or on the CPU."""
     yield bench.decisions
+    resident = bench.pieces(Place.GPU) if bench.decisions.pipeline_parallel == 1 else []
+    for share, instead in itertools.product((8, 4, 2), (Place.STREAM, Place.CPU)):
+        if away := resident[len(resident) - len(resident) // share :]:  # those whose next forward is last
+            yield bench.placed(dict.fromkeys(away, instead))
     yield from _resident_state(bench)
 
 
@@ -169,6 +187,17 @@ def _without_tiles(field: str) -> Off:
                 yield whole
 
     return off
+
+
+def _kernel_for_each_operation(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.kernels not in {None, "transformers"}:
+        recomputing = {
+            name: unit.model_copy(update={"activations": "recompute"})
+            for name, unit in bench.decisions.units.items()
+            if bench.recomputable(name)
+        }
+        for other in (bench.with_units(recomputing), *_with_less_resident(bench)):  # plain kernels save more
+            yield changed(other, kernels=None)
 
 
 def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
@@ -241,6 +270,12 @@ TRICKS: tuple[Trick, ...] = (
         "norms and MLPs in tiles of tokens",
         "all tokens at once",
         _without_tiles("layer_tile_tokens"),
+    ),
+    Trick(
+        "joined-kernels",
+        "one kernel for all between two products",
+        "one for each operation",
+        _kernel_for_each_operation,
     ),
     Trick(
         "fp8-products",

@@ -191,7 +191,7 @@ def test_the_loss_is_said() -> None:
         "mixer": "the output",
         "vit": "the output's loss",
         "stages": "the scalar in the output",
-        "encoder": "the mean of the first floating output",
+        "encoder": "your loop's, planned as the cross-entropy of the first floating output",
     }
 
 

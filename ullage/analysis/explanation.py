@@ -17,7 +17,7 @@ from planner.explain.moves import (
     why,
 )
 from planner.explain.trial import Bench, Trial, bounding_lane
-from planner.explain.tricks import Trick, worths
+from planner.explain.tricks import Trick, with_compiled_kernels, worths
 from planner.schedule.tasks import Lane, Tier
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
@@ -49,6 +49,7 @@ class PlanExplained:
         full: tiers without room for one more subgroup of state.
         rests_on: conditions that the bound rests on, with their weights.
         worths: the effect of switching each technique off.
+        compiled: the same placement with compiled kernels, which change bits; ``None`` if the plan cannot have them.
         groups: units with equal decisions, and the cheapest moves of some of them.
         limits: the effect of each quantity of the machine, and the values at which another lane binds.
     """
@@ -58,6 +59,7 @@ class PlanExplained:
     full: tuple[Tier, ...]
     rests_on: dict[tuple[str, str], float]
     worths: dict[Trick, Trial | None]
+    compiled: Trial | None
     groups: tuple[Group, ...]
     limits: tuple[Limit, ...]
 
@@ -70,6 +72,7 @@ class PlanExplained:
             full=tuple(tier for tier, _ in full_tiers(bench)),
             rests_on=bound_rests_on(bench),
             worths=worths(bench, lambda done: progress("switching tricks off", done, 0), TRICKS),
+            compiled=with_compiled_kernels(bench),
             groups=groups(bench, every=every, progress=lambda done, total: progress("moving units", done, total)),
             limits=limits(bench, lambda done, total: progress("changing the machine", done, total)),
         )
@@ -115,6 +118,7 @@ class PlanExplained:
                 }
                 for trick, trial in self.worths.items()
             ],
+            "compiled": self.compiled and _trial(self.bench, self.compiled),
             "units": [
                 {
                     "name": group.name,

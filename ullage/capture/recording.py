@@ -24,7 +24,7 @@ from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
-from executor.packed import stored_parameters
+from executor.packed import as_real, stored_parameters
 from planner.models.captured import NO_TILES
 from planner.models.kernels import flop
 from planner.models.operators import Batch
@@ -52,6 +52,7 @@ from ullage.capture.tiles.token_wise import TokenWise
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 aten = torch.ops.aten
 OUTPUTS_LOSS: Final = "the output's loss"
+OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
 
 
@@ -132,7 +133,8 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     """Return the loss in a model's output, and a description of its place.
 
     The loss is the output itself if that is a floating scalar; else its ``loss`` (an attribute or a key); else its only
-    floating scalar; else the mean of its first floating tensor.
+    floating scalar. Else the loop makes one of its first floating tensor; its cross-entropy stands for that: of what
+    loops make of logits, it takes the most memory.
 
     Raises:
         CaptureError: no tensor in the output has a gradient.
@@ -146,12 +148,30 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     scalars = [leaf for leaf in trained if leaf.dim() == 0]
     if len(scalars) == 1:
         return scalars[0], "the scalar in the output"
+    if trained and trained[0].dim():
+        made = _Kept.apply(as_real(trained[0]))  # type: ignore[no-untyped-call]
+        return -functional.log_softmax(made.float(), -1).mean(), OF_LOOP
     if trained:
-        return trained[0].float().mean(), "the mean of the first floating output"
+        return trained[0], "the first scalar in the output"
     raise CaptureError(
         f"the output, a {type(output).__name__}, has no tensor with a gradient, so nothing can be trained; return "
         "a scalar loss, an object with a loss, or the tensor to train"
     )
+
+
+class _Kept(torch.autograd.Function):
+    """Values that the loop keeps until their backward, as it has a name for them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        """Return the same values."""
+        ctx.save_for_backward(values)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the same gradient."""
+        return gradient
 
 
 @contextlib.contextmanager

@@ -109,8 +109,8 @@ class Options(Asked):
         "inputs of a captured model, as in 4x2048:int64 or input_ids=4x2048:int64 labels=4x2048:int64. TYPE is "
         "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch; "
         "--micro-batch changes it, and --seq-len changes the tokens of integer inputs. "
-        "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
-        "floating tensor",
+        "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the cross-entropy of "
+        "its first floating tensor stands for it",
         input_shape,
         "[NAME=]SHAPE[:TYPE]",
         nargs="+",

@@ -27,7 +27,7 @@ from planner.explain.moves import (
     single_moves,
 )
 from planner.explain.trial import bounding_lane
-from planner.explain.tricks import without
+from planner.explain.tricks import with_compiled_kernels, without
 from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
 from ullage.rivals.decisions import GradientPath, HostUpdate
@@ -151,6 +151,7 @@ def test_every_trick_can_be_switched_off() -> None:
             for name, unit in bench("one").decisions.units.items()
         },
     )
+    compiled = with_decisions(bench("one"), kernels="compiled")
     narrow = with_decisions(bench("slow"), optimizer="adamw-8bit")
     fast = bench("one").plan.model_copy(update={"hardware": machine(gpu_bytes=1.3e8, fp8_flop_per_s=4e14)})
     in_fp8 = with_decisions(bench_of(fast), precision=Precision(weights="bf16", products="fp8"))
@@ -158,7 +159,7 @@ def test_every_trick_can_be_switched_off() -> None:
     away = {name: unit for name, unit in away.items() if Place.GPU not in unit.update}
     fetched = with_decisions(in_fp8, units=in_fp8.decisions.units | away, fp8_weights=True)
     assert any(map(fetched.decisions.moves_fp8, fetched.units.values()))
-    for other in (stage_1, slots, mixed, tiled, narrow, in_fp8, fetched):
+    for other in (stage_1, slots, mixed, tiled, compiled, narrow, in_fp8, fetched):
         used |= {trick.key for trick, trial in worths_of(other, tricks=TRICKS).items() if trial}
     assert used == {trick.key for trick in TRICKS}
 
@@ -187,7 +188,31 @@ def test_a_trick_off_changes_nothing_else() -> None:
                 assert different.keys() == GLOBAL.get(trick.key, {"units": None}).keys() or not different, trick.key
                 assert all(different[key] == GLOBAL[trick.key][key] for key in different if key != "units")
                 seen.add(trick.key)
-    assert len(seen) >= len(TRICKS) - 5
+    assert len(seen) >= len(TRICKS) - 6
+
+
+def test_joined_kernels_are_worth_the_bytes_that_they_save() -> None:
+    """Without them, an iteration is the one that was planned without them."""
+    found = worths_of(with_decisions(bench("one"), kernels="compiled"), tricks=TRICKS)
+    (trial,) = (trial for trick, trial in found.items() if trick.key == "joined-kernels")
+    assert trial is not None
+    assert trial.iteration_s == pytest.approx(bench("one").own.iteration_s, rel=1e-9)
+
+
+def test_compiled_kernels_are_offered_to_a_plan_that_can_have_them() -> None:
+    """The same placement with them is what is then planned so; it is not offered twice, nor where blocks cannot."""
+    plain, compiled = bench("one"), with_decisions(bench("one"), kernels="compiled")
+    offered = with_compiled_kernels(plain)
+    assert offered is not None
+    assert offered.iteration_s == pytest.approx(compiled.own.iteration_s, rel=1e-9)
+    assert offered.iteration_s < plain.own.iteration_s
+    assert with_compiled_kernels(compiled) is None
+    offloading = {
+        name: unit.model_copy(update={"activations": "offload"})
+        for name, unit in plain.decisions.units.items()
+        if plain.recomputable(name)
+    }
+    assert with_compiled_kernels(with_decisions(plain, units=plain.decisions.units | offloading)) is None
 
 
 def test_narrow_state_off_has_a_master_copy_in_fp32_too() -> None:

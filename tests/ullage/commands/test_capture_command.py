@@ -111,7 +111,7 @@ def test_a_plan_stands_alone(package: str, tmp_path: Path, capsys: pytest.Captur
     assert main(["plan", "--model", f"{package}:make", *SHAPE, *MACHINE]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "captured, 4 repeated blocks" in shown
-    assert "the loss is the mean of the first floating output" in shown
+    assert "the loss is your loop's, planned as the cross-entropy of the first floating output" in shown
     plan = load_plan(tmp_path / "plan.json")
     assert isinstance(plan.model, CapturedModel)
     assert f"{plan.model.num_params:,} parameters" in shown
