@@ -1,13 +1,16 @@
-"""Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py``.
+"""Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py [SUBSTRING]``.
 
 Same model, sequences per step, types and machine; how a step is cut into micro-batches and shared by devices is each
 engine's choice. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16`` with a master copy in
 bf16. Of steps with more than eight of LLMQ's micro-batches, eight are planned: more of them only share the update. Each
 row says what bounds our iteration and how much of it products take: the rest is what other kernels, or none, could win.
+
+With a substring only runs whose name has it are planned again.
 """
 
 import itertools
 import json
+import sys
 from typing import Any
 
 import ullage
@@ -38,6 +41,7 @@ def planned(run: dict[str, Any], kernels: str) -> Plan | None:
             precision=Precision(weights="bf16", master="bf16"),
             products=run["products"],
             optimizer="adamw-bf16",
+            pipeline_parallel=1,  # which can be executed
             kernels=kernels,
             storage="activations" if kernels == "transformers" else "never",
         )
@@ -75,9 +79,11 @@ def row(run: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Plan for every run, and write both."""
+    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    before = {each["id"]: each for each in json.loads(OUTPUT.read_text())["rows"]} if part else {}
     rows = []
     for run in json.loads((HERE / "llmq.json").read_text())["runs"]:
-        rows.append(row(run))
+        rows.append(row(run) if part in run["id"] else before[run["id"]])
         print(json.dumps(rows[-1]), flush=True)
     write_result(OUTPUT, {**origin("numpy"), "rows": rows})
 

@@ -7,8 +7,10 @@ choices, skipped ones too.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Final
 
 from planner.bounds.certificate import certify, computing_s
 from planner.bounds.conditions import conditions
@@ -16,9 +18,10 @@ from planner.bounds.program import NEVER_S
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import Variant
-from planner.decisions import Decisions
+from planner.decisions import Choice, Decisions
 from planner.placements import resident
 from planner.search import (
+    MANY,
     Candidate,
     Progress,
     Scorer,
@@ -31,10 +34,16 @@ from planner.search import (
 from planner.search.pipelines import search_pipeline
 from planner.simulate.prediction import Prediction
 
-# The most choices that get a full search, a short search, and a bound.
-_MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
+# The most choices that get a short search, and a bound.
+_MOST_LOOKS, _MOST_BOUNDS = 10, 32
+# The most that get a full search: of one with other tiles or fetches, and of the best with other batches or degrees.
+_MOST_ALIKE, _MOST_OTHERS = 2, 2
+# Choices that differ in these alone have nearly the same plans.
+_ALIKE: Final = {"loss_tile_tokens": None, "layer_tile_tokens": None, "fp8_weights": None}
 # A choice is skipped if its bound is less than this much faster.
 _WORTH = 1e-2
+# A plan is searched for again if its whole iteration takes so much more or less than it was scored.
+_EXACT = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +76,15 @@ class Found:
         """Its predicted time and memory."""
         return Scorer.of(self.own).predict(self.decisions)
 
+    @property
+    def is_as_scored(self) -> bool:
+        """Whether it takes as long and as much memory as it was scored; see [Note: Few micro-batches]."""
+        if self.best.missing_bytes or self.decisions.num_micro_batches < MANY:
+            return True
+        seen = self.prediction
+        off = abs(seen.iteration_s / self.best.iteration_s - 1)
+        return off < _EXACT and not any(use.missing_bytes for use in seen.memory.values())
+
     def certificate(self) -> Certificate:
         """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
         misfits = self.misfits.result() if self.misfits else {}
@@ -97,8 +115,20 @@ def compete(
     deadline_s: float | None = None,
 ) -> Found:
     """Return the best of several choices."""
+    found = _compete(rivals, max_simulations, progress, deadline_s, whole=False)
+    return found if found.is_as_scored else _compete(rivals, max_simulations, progress, deadline_s, whole=True)
+
+
+def _compete(
+    rivals: Sequence[Variant],
+    max_simulations: int | None,
+    progress: Progress | None,
+    deadline_s: float | None,
+    *,
+    whole: bool,
+) -> Found:
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
-        scorer = Scorer.of(rivals[0], deadline_s)
+        scorer = Scorer.of(rivals[0], deadline_s, whole=whole)
         best = search(rivals[0].setup, scorer, max_simulations, progress)
         return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
@@ -107,16 +137,16 @@ def compete(
         hopeless = so_far and not so_far.missing_bytes and bound_s >= so_far.iteration_s * (1 - _WORTH)
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
-        scorer = Scorer.of(variant, deadline_s)
+        scorer = Scorer.of(variant, deadline_s, whole=whole)
         looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
     found: list[tuple[_Look, Candidate]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
-    finalists = sorted(looks[:_MOST_SEARCHES], key=lambda look: (look.found.overload, look.num_tiled))
+    finalists = sorted(_finalists(looks), key=lambda look: (look.found.overload, look.num_tiled))
     for look in finalists:
-        if not found or look.bound_s < found[0][1].iteration_s * (1 - _WORTH):
+        if not found or look.bound_s < _fastest_s(found) * (1 - _WORTH):
             best, setup = look.found, look.variant.setup
             if not look.is_pipeline:
                 best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
@@ -125,6 +155,20 @@ def compete(
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
+
+
+def _fastest_s(found: Sequence[tuple[_Look, Candidate]]) -> float:
+    _, best = min(found, key=lambda item: item[1].order)
+    return math.inf if best.missing_bytes else best.iteration_s
+
+
+def _finalists(looks: Sequence[_Look]) -> list[_Look]:
+    """Return what gets a full search of choices in order: the first kind's best, and the best of the next kinds."""
+    alike: dict[Choice, list[_Look]] = {}
+    for look in looks:
+        alike.setdefault(look.variant.choice.model_copy(update=_ALIKE), []).append(look)
+    (first, *others) = alike.values()
+    return [*first[:_MOST_ALIKE], *(other[0] for other in others[:_MOST_OTHERS])]
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
@@ -151,7 +195,7 @@ def closest(rival: Variant, scorer: Scorer) -> Candidate:
 def first_fit(rivals: Sequence[Variant]) -> Candidate | None:
     """Return a candidate that fits, from short searches of the first choices; ``None`` if there is none."""
     for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
-        found = _look(rival, Scorer.of(rival))
+        found = _look(rival, Scorer.of(rival, whole=False))
         if not found.missing_bytes:
             return found
     return None

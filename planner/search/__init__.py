@@ -20,6 +20,7 @@ from planner.search.mixtures import first_look, smallest, starting_points
 from planner.search.moves import polish
 from planner.search.scoring import (
     ENDLESS,
+    MANY,
     Candidate,
     Key,
     Progress,
@@ -198,6 +199,7 @@ def _quieter(limit_s: float) -> Key:
 
 
 __all__ = [
+    "MANY",
     "Candidate",
     "Progress",
     "Scorer",

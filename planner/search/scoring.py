@@ -28,6 +28,8 @@ ENDLESS = 10**9
 _WORTH = 1e-3
 # The factor on the patience while the best plan is far from the lower bound.
 _LONGER = 2
+# Iterations of at least the first number of micro-batches are scored from iterations of the other two numbers.
+MANY, _FEW = 16, (6, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,12 @@ class Lower(Protocol):
 class Scorer:
     """Scores decisions by simulating their schedule, each once.
 
+    [Note: Few micro-batches] Between the first and the last micro-batches of an iteration, one takes as long as the
+    next. So if a search need not be exact (``whole=False``), an iteration of many is scored from two iterations of few:
+    the difference of their times is that of the micro-batches by which they differ. Lowering 64 micro-batches takes six
+    times as long. The memory is that of the larger one. What a search returns is then simulated whole, and the search
+    is made again, whole, where that differs (:func:`planner.plan.competition.compete`).
+
     Attributes:
         cost: prices and machine.
         num_simulations: schedules simulated so far.
@@ -110,9 +118,16 @@ class Scorer:
     """
 
     def __init__(
-        self, workload: Workload, cost: CostModel, deadline_s: float | None = None, lower: Lower = lower
+        self,
+        workload: Workload,
+        cost: CostModel,
+        deadline_s: float | None = None,
+        lower: Lower = lower,
+        *,
+        whole: bool = True,
     ) -> None:
         self.deadline_s = deadline_s
+        self._whole = whole
         self.num_simulations = 0
         self.set_patience()
         self._workload, self._lower = workload, lower
@@ -122,13 +137,14 @@ class Scorer:
         self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
 
     @classmethod
-    def of(cls, variant: Variant, deadline_s: float | None = None, lower: Lower = lower) -> Self:
+    def of(cls, variant: Variant, deadline_s: float | None = None, lower: Lower = lower, *, whole: bool = True) -> Self:
         """Return a scorer for a variant of a request."""
-        return cls(Workload(variant.setup.units, variant.request.seq_len), variant.cost, deadline_s, lower)
+        workload = Workload(variant.setup.units, variant.request.seq_len)
+        return cls(workload, variant.cost, deadline_s, lower, whole=whole)
 
-    def separate(self) -> "Scorer":
+    def separate(self, *, whole: bool = False) -> "Scorer":
         """Return a scorer for the same work on the same machine, with a count of its own and no end."""
-        return Scorer(self._workload, self.cost, lower=self._lower)
+        return Scorer(self._workload, self.cost, lower=self._lower, whole=whole or self._whole)
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""
@@ -160,9 +176,7 @@ class Scorer:
             known = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
         _, key = known
         if key not in self._seen:
-            units, asynchronous = self._workload.units, self.cost.asynchronous
-            schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
-            self._seen[key] = found = self._score(decisions, schedule)
+            self._seen[key] = found = self._extrapolated(decisions) or self._scored(decisions)
             overload, iteration_s = self._best
             if found.order < (overload, iteration_s * (1 - _WORTH)):
                 self._best, self._gained_at = found.order, self.num_simulations
@@ -182,7 +196,39 @@ class Scorer:
             self._costs[decisions.precision] = CostModel.of(self.cost.profile, self._workload.units, decisions)
         return self._costs[decisions.precision]
 
-    def _score(self, decisions: Decisions, schedule: Schedule) -> Candidate:
+    def _extrapolated(self, decisions: Decisions) -> Candidate | None:
+        """Return the candidate of decisions with many micro-batches from few; see [Note: Few micro-batches]."""
+        count = decisions.num_micro_batches
+        if not self._shortens(decisions):
+            return None
+        begun = self.num_simulations
+        more, fewer = (self._scored(decisions.model_copy(update={"num_micro_batches": few})) for few in _FEW)
+        self.num_simulations = min(self.num_simulations, begun + 1)
+        times = (count - _FEW[0]) / (_FEW[0] - _FEW[1])
+
+        def at_count(of_more: float, of_fewer: float) -> float:
+            return of_more if of_more == math.inf else of_more + times * (of_more - of_fewer)
+
+        return dataclasses.replace(
+            more,
+            decisions=decisions,
+            iteration_s=at_count(more.iteration_s, fewer.iteration_s),
+            traffic_bytes=round(at_count(more.traffic_bytes, fewer.traffic_bytes)),
+            busy_s={lane: at_count(busy_s, fewer.busy_s.get(lane, 0.0)) for lane, busy_s in more.busy_s.items()},
+        )
+
+    def _shortens(self, decisions: Decisions) -> bool:
+        return not self._whole and decisions.num_micro_batches >= MANY and decisions.pipeline_parallel == 1
+
+    def exact(self, candidate: Candidate) -> Candidate:
+        """Return the candidate, simulated whole."""
+        return self._scored(candidate.decisions) if self._shortens(candidate.decisions) else candidate
+
+    def _scored(self, decisions: Decisions) -> Candidate:
+        """Simulate the schedule of decisions."""
+        units, asynchronous = self._workload.units, self.cost.asynchronous
+        key = id(units), asynchronous, decisions.model_dump_json()
+        schedule = _LOWERED.get(key, units, lambda: self.schedule(decisions))
         cost = self._priced(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)

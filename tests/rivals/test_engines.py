@@ -307,6 +307,23 @@ def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: 
         assert scorer.num_simulations <= thorough.num_simulations
 
 
+@pytest.mark.parametrize("profile", ["rtx-4090", "a100-80"])
+def test_engines_of_many_micro_batches_are_compared_by_few(profile: str) -> None:
+    """The rows are those of whole schedules; see [Note: Few micro-batches] in ``planner/search/scoring.py``."""
+    (variant,) = variants(
+        Request(
+            resolve_model("gpt2"), load_profile(profile), seq_len=256, micro_batch=4, num_micro_batches=16, clip=False
+        )
+    )
+    few, whole = (Scorer.of(variant, lower=lower, whole=way) for way in (False, True))
+    names = [name for name in (*POLICIES, *STORAGE_POLICIES) if can_run(name, variant.setup, 1)]
+    assert len(names) > 8
+    for name in names:
+        found, expected = (best_of_engine(variant.setup, scorer, name) for scorer in (few, whole))
+        assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-2)
+        assert found.filled == pytest.approx(expected.filled, rel=1e-2)
+
+
 def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() -> None:
     total = len(places(next(gpu_only(setup()))))
     mix = Mix(num_gpu=2, num_stream=2, num_keep=1)

@@ -28,13 +28,15 @@ from ullage.rivals.lowering import lower
 
 # Rows of engines that use drives stand before that of this one.
 _AFTER_STORAGE = "fsdp2-offload"
+# Engines that run all micro-batches through some layers before the next ones, so that each adds to what is held.
+_IN_BREADTH = ("roundpipe", "roundpipe-sync")
 # Ratel's users swap the activations of so many tenths of all segments.
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 
 
 def scorer_of(variant: Variant) -> Scorer:
-    """Return a scorer that knows other engines."""
-    return Scorer.of(variant, lower=lower)
+    """Return a scorer that knows other engines, and compares their placements as [Note: Few micro-batches] says."""
+    return Scorer.of(variant, lower=lower, whole=False)
 
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
@@ -53,7 +55,8 @@ def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits. The
     time is that of one iteration of the user's batch, also where a schedule stands for several.
     """
-    found = _best_of_engine(setup, scorer, name)
+    scorer = scorer.separate(whole=True) if name in _IN_BREADTH else scorer
+    found = scorer.exact(_best_of_engine(setup, scorer, name))
     assert isinstance(found.decisions, RivalDecisions)
     return dataclasses.replace(found, iteration_s=found.iteration_s / found.decisions.num_steps)
 

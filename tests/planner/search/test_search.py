@@ -12,9 +12,11 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import Place
 from planner.models import resolve_model
 from planner.placements import mixed, resident
+from planner.plan.competition import compete
 from planner.plan.planning import make_plan, prepare
 from planner.schedule.schedule import Schedule
 from planner.search import Candidate, Scorer, scoring, search
@@ -53,6 +55,32 @@ REQUESTS = {
     "a100": Request(resolve_model("opt-1.3b"), load_profile("a100-40"), seq_len=1024, micro_batch=2),
     "3090": Request(resolve_model("opt-2.7b"), load_profile("rtx-3090"), seq_len=512, micro_batch=1),
 }
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("count", [16, 37])
+@pytest.mark.parametrize("name", ["roomy", "tight", "no clip", "several"])
+def test_many_micro_batches_are_scored_from_few(name: str, count: int) -> None:
+    """[Note: Few micro-batches]: all that a search looks at takes as long as its whole schedule, and as much memory."""
+    setup, workload, cost = prepare(dataclasses.replace(REQUESTS[name], num_micro_batches=count))
+    few, whole, seen = Scorer(workload, cost, whole=False), Scorer(workload, cost), list[Candidate]()
+    best = search(setup, few, 40, lambda candidate, _: seen.append(candidate))
+    assert few.exact(best).iteration_s == pytest.approx(best.iteration_s, rel=1e-2)
+    for candidate in seen:
+        exact = whole.score(candidate.decisions)
+        assert candidate.iteration_s == pytest.approx(exact.iteration_s, rel=1e-2)
+        assert candidate.missing_bytes == exact.missing_bytes
+        assert candidate.traffic_bytes == exact.traffic_bytes
+        assert candidate.filled == pytest.approx(exact.filled, rel=1e-2)
+        for lane, busy_s in candidate.busy_s.items():
+            assert busy_s == pytest.approx(exact.busy_s[lane], rel=1e-2)
+
+
+def test_a_plan_that_was_scored_wrongly_is_known() -> None:
+    found = compete(variants(small("gpt2", SMALL_GPU, num_micro_batches=16)), 20)
+    assert found.is_as_scored
+    off = dataclasses.replace(found.best, iteration_s=1.05 * found.best.iteration_s)
+    assert not dataclasses.replace(found, best=off).is_as_scored
 
 
 @pytest.mark.part(2)
