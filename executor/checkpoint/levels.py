@@ -3,7 +3,7 @@
 One thread for each level does what an arriving checkpoint asks for: on the fastest level it verifies what training has
 written, on a slower one it copies. Then it removes old checkpoints.
 
-[Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
+Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
 is read again in its new place, before the copy gets its name. During a copy, retention does not remove the source. Each
 level copies one checkpoint at a time, and one more may wait. A newer checkpoint replaces the one that waits, which is
 then not copied. A failure loses that checkpoint in that place, and nothing else.
@@ -181,7 +181,7 @@ class _Request:
 
 @final
 class Levels:
-    """The places of a run's checkpoints: copies between them, and retention; see [Note: Promotion].
+    """The places of a run's checkpoints: copies between them, and retention.
 
     Args:
         levels: fastest first. The first level is a folder.

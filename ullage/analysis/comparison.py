@@ -262,23 +262,25 @@ class Explained:
             ],
             "critical": _plain(self.critical),
             "tasks": [
-                {**dataclasses.asdict(tasks), "amount": amount, "unit": unit}
+                {
+                    **dataclasses.asdict(tasks),
+                    **dict(zip(("amount", "unit"), self.work[tasks.lane, tasks.op], strict=True)),
+                }
                 for tasks in found.tasks
-                for amount, unit in (self.work[tasks.lane, tasks.op],)
             ],
             "stalls": [{**_kind_json(kind), "seconds": seconds} for kind, seconds in found.stalls_s.items()],
             "order": {"swapped": found.swapped, "broken": found.num_broken},
             "refit": {
                 "predicted_s": self.refitted.predicted_s,
                 "measured_s": self.refitted.measured_s,
-                "quantities": [dataclasses.asdict(change) for change in self.changes],
+                "quantities": self.changes,
             },
         }
         return result | ({"before": self.before.to_json()} if self.before else {})
 
 
 def _kind_json(kind: TaskKind | None) -> dict[str, str | None]:
-    return {"lane": kind[0].value, "op": kind[1].value} if kind else {"lane": None, "op": None}
+    return dict(zip(("lane", "op"), kind or (None, None), strict=True))
 
 
 def kind_words(kind: TaskKind) -> str:

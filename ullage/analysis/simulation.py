@@ -127,7 +127,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     if engine == OURS and setting is None:
         return plan.decisions
     tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
-    request = dataclasses.replace(request_of(plan), **tiles)
+    request = dataclasses.replace(chosen_request(plan), **tiles)
     return _decided(request, engine, setting)[1]
 
 
@@ -170,7 +170,7 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 
-def request_of(plan: Plan) -> Request:
+def chosen_request(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
     chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
     return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")

@@ -63,15 +63,6 @@ def positive_int(text: str) -> int:
     return _whole(text, 1, _MOST_COUNT)
 
 
-def positive_ints(text: str) -> tuple[int, ...]:
-    """Return whole numbers, each at least 1, from a list such as ``10,100``.
-
-    Raises:
-        argparse.ArgumentTypeError: an entry is not such a number.
-    """
-    return tuple(positive_int(part) for part in text.split(","))
-
-
 def non_negative_int(text: str) -> int:
     """Return a whole number of at least 0 that fits in 62 bits, such as a data position or a seed.
 

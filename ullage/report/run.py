@@ -1,12 +1,17 @@
 """A run against its prediction as sections: the answer, the causes of the difference, tasks, and all figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.fitting.attribution import Tasks
+from planner.plan.document import Plan, describe
 from ullage.analysis.comparison import Comparison, Explained, Row, kind_words
 from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace, bars
+
+if TYPE_CHECKING:
+    from ullage.training.out_of_memory import MemoryReport  # torch, which `ullage compare` does without
+    from ullage.training.replanning import Replanned
 
 _LEAST = 1e-3  # fraction of the iteration; smaller causes and stalls are merged
 
@@ -122,6 +127,33 @@ def _stalls(explained: Explained) -> tuple[Table, ...]:
     rows = tuple((words, si(s, "s"), percent(s / found.measured_s)) for words, s in shown.items())
     title = "stalls in one iteration: gaps on the measured critical path"
     return (Table(title, ("before", "time", "share"), rows),)
+
+
+def replanned_table(found: "Replanned", measured_s: float | None) -> Table:
+    """Show the plan before and after it was changed during training; ``measured_s``: of an iteration at the end."""
+
+    def row(name: str, plan: Plan, *seconds: float | None) -> tuple[str, ...]:
+        return (name, describe(plan.decisions, plan.units()), *("-" if s is None else si(s, "s") for s in seconds))
+
+    before, after = found.before, found.after
+    rows = [row("first", before, before.prediction.iteration_s, found.refit.predicted_s, found.refit.measured_s)]
+    if after is not None:
+        rows.append(row("new", after, None, after.prediction.iteration_s, measured_s if found.switched else None))
+    return Table("planned again", ("plan", "decides", "predicted", "at measured rates", "measured"), tuple(rows))
+
+
+def out_of_memory(report: "MemoryReport") -> tuple[str | Table, ...]:
+    """Show the bytes by class of a tier that was too small, predicted and actual, and the remedy."""
+    sides = (report.predicted_bytes, report.actual_bytes)
+    rows: list[tuple[str, ...]] = [
+        (name, si(sides[0].get(name, 0), "B"), si(sides[1][name], "B") if name in sides[1] else "not measured")
+        for name in {**sides[0], **sides[1]}
+    ]
+    rows.append(("in all", *(si(sum(side.values()), "B") for side in sides)))
+    rows.append(("capacity", si(report.capacity_bytes, "B"), ""))
+    title = f"memory of the {report.tier}, one process"
+    table = Table(title, ("", "predicted", "actual"), tuple(rows))
+    return f"out of memory: {report.what}", table, "", f"remedy: {report.remedy}"
 
 
 def _refit(explained: Explained) -> Section:

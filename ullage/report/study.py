@@ -53,7 +53,7 @@ def _part(study: Study, fitting: Sequence[Point], sections: tuple[Section, ...])
     if fitting:
         fastest = max(fitting, key=_speed)
         figures = _figures(fastest)
-        share = percent(next(iter(figures.critical_shares.values()), 0.0))
+        share = percent(figures.critical_s[figures.bound_by] / sum(figures.critical_s.values()))
         facts += [
             Fact(
                 "fastest", f"{_speed(fastest):,.0f} tokens/s", f"with {_settings(study, fastest)}", origin="predicted"

@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
-from rich.console import Group, RenderableType
 
 from executor.devices.cuda import RESERVED, RETRIES
 from executor.memory.arenas import DeviceMemoryError, MeasuredMemory
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
-from ullage.output.console import table
 from ullage.output.formatting import si
 from ullage.training.processes import ranks_per_node
 
@@ -129,18 +127,6 @@ def warning_of_retries(counts: Mapping[str, int]) -> str:
         f"warning: device memory was full {num_retries} x after the first iterations; each time PyTorch's allocator "
         "waited for the device to give memory back, so times are too long: plan with a smaller --memory device="
     )
-
-
-def render_report(report: MemoryReport) -> RenderableType:
-    """Return the report for printing with :func:`ullage.output.console.console`."""
-    rows = table(f"memory of the {report.tier}, one process", "", "predicted", "actual")
-    for name in {**report.predicted_bytes, **report.actual_bytes}:
-        pair = (report.predicted_bytes.get(name, 0), report.actual_bytes.get(name))
-        rows.add_row(name, *("not measured" if value is None else si(value, "B") for value in pair))
-    totals = (sum(side.values()) for side in (report.predicted_bytes, report.actual_bytes))
-    rows.add_row("in all", *(si(total, "B") for total in totals))
-    rows.add_row("capacity", si(report.capacity_bytes, "B"), "")
-    return Group(f"out of memory: {report.what}", "", rows, "", f"remedy: {report.remedy}")
 
 
 def _report_of(

@@ -154,8 +154,7 @@ def test_parts_are_renewed_in_place(local, capsys):
         (["hardware", "list", "h100"], "needs no name"),
         (["hardware", "check", "h100", "h200"], "needs at most one name"),
         (["hardware", "show", "h100", "--output", "x.json"], "only `ullage hardware check` writes a profile"),
-        (["calibrate", "--into", "x.json"], "add --only PART"),
-        (["calibrate", "--only", "cpu", "--into", "x.json"], "there is no such file"),
+        (["calibrate", "--only", "cpu", "--output", "x.json"], "there is no local profile"),
         (["calibrate", "--only", "cpu"], "there is no local profile"),
     ],
 )

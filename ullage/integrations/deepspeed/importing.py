@@ -106,8 +106,8 @@ class SideBySide:
             return {
                 "fits": not seen.missing,
                 "iteration_s": seen.period_s,
-                "phases_s": {phase.value: s for phase, s in seen.phases.by_phase.items()},
-                "memory_bytes": {tier.value: use.peak_bytes for tier, use in seen.peaks.items()},
+                "phases_s": seen.phases.by_phase,
+                "memory_bytes": {tier: use.peak_bytes for tier, use in seen.peaks.items()},
             }
 
         return {
@@ -115,7 +115,7 @@ class SideBySide:
             "ours": plain(self.our_iteration) if self.our_iteration else None,
             "ratio": self.ratio,
             "reasons": self.reasons,
-            "assumed": list(self.imported.assumed),
+            "assumed": self.imported.assumed,
             "why_no_plan": self.missing or None,
         }
 
