@@ -10,7 +10,7 @@ from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace, bars
 
 if TYPE_CHECKING:
-    from ullage.training.out_of_memory import MemoryReport  # torch, which `ullage compare` does without
+    from ullage.training.out_of_memory import OutOfMemoryError  # torch, which `ullage compare` does without
     from ullage.training.replanning import Replanned
 
 _LEAST = 1e-3  # fraction of the iteration; smaller causes and stalls are merged
@@ -142,18 +142,18 @@ def replanned_table(found: "Replanned", measured_s: float | None) -> Table:
     return Table("planned again", ("plan", "decides", "predicted", "at measured rates", "measured"), tuple(rows))
 
 
-def out_of_memory(report: "MemoryReport") -> tuple[str | Table, ...]:
+def out_of_memory(error: "OutOfMemoryError") -> tuple[str | Table, ...]:
     """Show the bytes by class of a tier that was too small, predicted and actual, and the remedy."""
-    sides = (report.predicted_bytes, report.actual_bytes)
+    sides = (error.predicted_bytes, error.actual_bytes)
     rows: list[tuple[str, ...]] = [
         (name, si(sides[0].get(name, 0), "B"), si(sides[1][name], "B") if name in sides[1] else "not measured")
         for name in {**sides[0], **sides[1]}
     ]
     rows.append(("in all", *(si(sum(side.values()), "B") for side in sides)))
-    rows.append(("capacity", si(report.capacity_bytes, "B"), ""))
-    title = f"memory of the {report.tier}, one process"
+    rows.append(("capacity", si(error.capacity_bytes, "B"), ""))
+    title = f"memory of the {error.tier}, one process"
     table = Table(title, ("", "predicted", "actual"), tuple(rows))
-    return f"out of memory: {report.what}", table, "", f"remedy: {report.remedy}"
+    return f"out of memory: {error.what}", table, "", f"remedy: {error.remedy}"
 
 
 def _refit(explained: Explained) -> Section:
@@ -163,7 +163,11 @@ def _refit(explained: Explained) -> Section:
         return Section("refit", "Profile", "The profile that this run proposes", words, ())
     predicted = si(explained.refitted.predicted_s, "s")
     note = f"with this profile, the prediction would be {predicted}; `ullage compare RUN --refit PATH` writes it"
-    columns, rows = ("quantity", "from", "to", "change"), tuple(change.cells for change in explained.changes)
+    columns = ("quantity", "from", "to", "change")
+    rows = tuple(
+        (path, *(si(x, unit) if unit else f"{x:.3g}" for x in (before, after)), signed_percent(after / before - 1))
+        for path, before, after, unit in explained.changes
+    )
     table = Table("refit: the profile that this run proposes", columns, rows, note)
     return Section("refit", "Profile", "The profile that this run proposes", (), (table,))
 

@@ -92,8 +92,8 @@ OF_COMMANDS = {
     "InstallationError",
     "NoFormulasError",
     "RefusedOperatorError",
-    "ReportError",
     "RunError",
+    "SignalledError",
     "StudyError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

@@ -167,6 +167,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         execute(plan, args)
     except OutOfMemoryError as error:
-        show(*out_of_memory(error.report), stderr=True)
+        show(*out_of_memory(error), stderr=True)
         return 1
     return 0

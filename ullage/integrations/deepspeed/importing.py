@@ -161,7 +161,7 @@ def side_by_side(found: Imported) -> SideBySide:
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:
-    switches = {"bf16": config.bf16.enabled, "fp16": config.fp16.enabled}
+    switches = {"bf16": config.bf16, "fp16": config.fp16}
     on = [name for name, enabled in switches.items() if enabled is True]
     if not on and AUTO in switches.values():
         assumed.append("the type of weights is 'auto': bf16")
@@ -180,7 +180,7 @@ def _with_types(config: Config, request: Request, given: Callable[[str], bool], 
     if not given("precision"):
         changes["precision"] = _precision(config, assumed)
     if not given("optimizer"):
-        name = config.optimizer.type if config.optimizer else "AdamW"
+        name = config.optimizer or "AdamW"
         if config.optimizer is None:
             assumed.append("no optimizer is named: AdamW")
         if name.lower() not in _OPTIMIZERS:
