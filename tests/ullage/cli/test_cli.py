@@ -218,7 +218,7 @@ BAD_INPUT = {
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
     "no model": (["plan"], ["--model"]),
-    "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=TIME"]),
+    "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=..."]),
     "failures at no time": (["plan", "--model", "gpt2", "--mtbf", "soon"], ["'soon'", "6h"]),
     "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--checkpoints", "max-overhead=120%"], ["1%"]),
     "limits without failures": (
