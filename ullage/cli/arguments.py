@@ -1,7 +1,6 @@
 """Types of command-line arguments. Each error states the value, the rule and an example."""
 
 import argparse
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -138,36 +137,24 @@ def choice(*known: str) -> Callable[[str], str]:
     return read
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What is trained on: a file, or the built-in text.
-
-    Attributes:
-        path: the file.
-        dtype: type of the tokens in a raw file, ``uint16`` or ``uint32``.
-        skip: sequences to skip.
-    """
-
-    path: Path | None = None
-    dtype: Literal["uint16", "uint32"] | None = None
-    skip: int = 0
-
-
-def data(text: str) -> Data:
+def data(text: str) -> dict[str, Any]:
     """Return what to train on, from a text such as ``corpus.npy`` or ``corpus.bin,dtype=uint16,skip=8000``.
+
+    The path of the file is named ``""``. ``dtype`` is the type of the tokens in a raw file, and ``skip`` a number of
+    sequences.
 
     Raises:
         argparse.ArgumentTypeError: the text does not say it, or a trainer of ``transformers`` trains on such a file.
     """
     found = parts(text, {"": Path, "dtype": choice("uint16", "uint32"), "skip": non_negative_int})
-    path = found.pop("", None)
+    path = found.get("")
     if path is not None and path.suffix in _OF_TRAINERS:
         raise argparse.ArgumentTypeError(
             f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
             "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole "
             "program"
         )
-    return Data(path, **found)
+    return found
 
 
 def audit(text: str) -> AuditTime:

@@ -32,10 +32,10 @@ def check_options(args: argparse.Namespace) -> None:
             f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_MEASURED} more, but "
             f"there are {args.num_iterations}; run at least {REPLAN_AFTER + MIN_MEASURED}"
         )
-    if args.data.path is not None:
-        check_regular(args.data.path)
-    if args.data.dtype is not None and args.data.path is None:
-        raise ValueError(f"--data dtype={args.data.dtype} has no file; give --data PATH,dtype={args.data.dtype}")
+    if "" in args.data:
+        check_regular(args.data[""])
+    elif "dtype" in args.data:
+        raise ValueError(f"--data dtype={args.data['dtype']} has no file; give --data PATH,dtype={args.data['dtype']}")
     if args.save and "" not in args.save:
         raise ValueError(f"--save dtype={args.save['dtype']} has no folder; give --save DIR,dtype={args.save['dtype']}")
     if args.weights is not None:

@@ -7,7 +7,6 @@ from planner.plan.document import load_plan
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import (
     WEIGHT_BYTES,
-    Data,
     audit,
     choice,
     cores,
@@ -55,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--data",
         type=data,
-        default=Data(),
+        default={},
         metavar="PATH[,dtype=TYPE][,skip=N]",
         help="train on tokens, a .npy file or a raw file with dtype=uint16 or dtype=uint32 (little-endian); or on any "
         "other file as text, one token per byte (default: a built-in English text). skip: sequences to skip, such as "

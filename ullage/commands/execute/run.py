@@ -77,7 +77,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         check_measured_here(plan.hardware)
     tokens = tokens_for(plan, args.data)
     batches = Batches(plan, tokens, args.seed, process.data_rank)
-    batches.position = args.data.skip
+    batches.position = args.data.get("skip", 0)
     if process.is_first:
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
