@@ -50,7 +50,7 @@ def _fits(run: Evaluator) -> Study:
     tried: list[Case] = []
     chosen: dict[str, int] = {}
     while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
-        cases = {name: _case_at(space, name, counts.pop(0)) for name, counts in waiting.items()}
+        cases = {name: space.case({"hardware": name, "gpus": counts.pop(0)}) for name, counts in waiting.items()}
         tried += cases.values()
         results = run.results(cases.values(), "how many devices")
         chosen |= {
@@ -126,7 +126,9 @@ def _cheapest(run: Evaluator) -> Study:
         raise StudyError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
     cases = [
-        _case_at(space, name, count) for name, machine in machines.items() for count in _device_counts(space, machine)
+        space.case({"hardware": name, "gpus": count})
+        for name, machine in machines.items()
+        for count in _device_counts(space, machine)
     ]
     study = _study(run, cases)
     currency = prices.currency
@@ -210,8 +212,9 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
 def _scale(run: Evaluator) -> Study:
     space, hardware = run.space, load_profile(run.space.hardware)
     counts = list(_device_counts(space, hardware))
-    cases = [_with_settings(space.case({"gpus": count}), {"gpus": count}) for count in counts]
-    study = run.study(cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))
+    study = run.study(
+        [space.case({"gpus": count}) for count in counts], (_GPUS.model_copy(update={"values": tuple(counts)}),)
+    )
     fits = [point.figures for point in study.points if point.figures]
     if not fits:
         return _answered(study, "scale", [f"no plan was found on up to {counts[-1]} devices of {hardware.name}"], [])
@@ -361,11 +364,6 @@ def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
     powers = (2**i for i in itertools.count())
     yield from itertools.takewhile(lambda count: count < most, powers)
     yield most
-
-
-def _case_at(space: Space, hardware: str, count: int) -> Case:
-    settings: dict[str, str | int] = {"hardware": hardware, "gpus": count}
-    return _with_settings(space.case(dict(settings)), settings)
 
 
 def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
