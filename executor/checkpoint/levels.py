@@ -8,7 +8,7 @@ is read again in its new place, before the copy gets its name. During a copy, re
 level copies one checkpoint at a time, and one more may wait. A newer checkpoint replaces the one that waits, which is
 then not copied. A failure loses that checkpoint in that place, and nothing else.
 
-[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
+Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
 takes bandwidth from writes that training may wait for. So the fastest level's thread reads one checkpoint at a time,
 always the newest. Once enough checkpoints are verified, the unread ones are removed. If intervals are long, all
 checkpoints are read. The thread reads for at most a share of the time
@@ -306,7 +306,7 @@ class Levels:
             self._submit(level + 1, replaced)
 
     def _verify(self, request: _Request) -> float:
-        """Verify a checkpoint of training and remove old ones; see [Note: Read again]."""
+        """Verify a checkpoint of training and remove old ones."""
         begin_s, outcome = time.monotonic(), request.source
         assert outcome.path is not None, "only written checkpoints are submitted"
         with self.fastest.reading(outcome.path):

@@ -1,6 +1,6 @@
 """The effect of every resource on one point, and where the bottleneck moves, by planning anew.
 
-[Note: Elasticity] The request is planned again with a fifth more and with a fifth less of a resource. The elasticity is
+The request is planned again with a fifth more and with a fifth less of a resource. The elasticity is
 the logarithm of the ratio of iteration times, divided by the logarithm of the ratio of the resource. Both sides are
 reported, because they differ if the best plan changes: it may be bound by a link on one side and by cores on the other.
 A search ends within about a percent of the best, so an elasticity below
@@ -42,7 +42,7 @@ Trials = dict[tuple[str, float], Side]
 
 
 def sensitivities(evaluator: Evaluator) -> Sensitivities:
-    """Return the effect of every resource of the base point; see [Note: Elasticity].
+    """Return the effect of every resource of the base point.
 
     Raises:
         StudyError: the base point has no plan.

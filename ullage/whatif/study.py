@@ -224,7 +224,7 @@ class Side(Frozen):
 
 
 AS_GOOD_AS_NONE: Final = 0.05
-"""Smaller elasticities may be errors of the search; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
+"""Smaller elasticities may be errors of the search; see :mod:`ullage.whatif.sensitivity`."""
 
 
 class Sensitivity(Frozen):

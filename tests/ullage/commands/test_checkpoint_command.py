@@ -281,7 +281,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
     steps = [entry["step"] for entry in listed]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] == NUM_ITERATIONS
-    assert len(steps) >= 9  # which of them depends on what was read again in time, see [Note: Read again]
+    assert len(steps) >= 9  # which of them depends on what was read again in time
     assert run("verify", str(copies))[0] == 0
     assert run("export", str(copies), "--save", f"{tmp_path / 'model'},dtype=float32")[0] == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
