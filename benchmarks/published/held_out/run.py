@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin, write_result
-from benchmarks.published.run import ROOT, call
+from benchmarks.published.run import ROOT
+from benchmarks.published.validate import parsed, predicted
 
 HERE = Path(__file__).parent
 OUTPUT = ROOT / "benchmarks" / "results" / "published_held_out.json"
@@ -38,7 +39,8 @@ def main() -> None:
     first = json.loads((HERE / "first.json").read_text())["predicted"]
     result = origin("numpy")
     rows: list[dict[str, Any]] = []
-    for case in call("validate", "--intervals", *(str(HERE / f"{name}.json") for name in FILES))["cases"]:
+    files = [str(HERE / f"{name}.json") for name in FILES]
+    for case in predicted(parsed(["--intervals", *files]))[0]["cases"]:
         file = Path(case["file"]).stem
         row: dict[str, Any] = {"id": case["id"], "file": file}
         row |= {name: case[name] for name in ("interval_s", "inside") if name in case}
