@@ -28,11 +28,11 @@ from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import Interruption, SignalledError
 from ullage.commands.execute.checks import REPLAN_AFTER, check_options, check_room
-from ullage.output.console import console, write_json
+from ullage.output.console import console
 from ullage.output.formatting import si
 from ullage.output.plans import tokens_per_iteration
 from ullage.report.run import comparison_section, replanned_table
-from ullage.report.terminal import Shown, show
+from ullage.report.terminal import Shown, answer
 from ullage.this_machine.planning import Options
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
@@ -346,12 +346,10 @@ def _report(
     args: argparse.Namespace, record: RunRecord, compared: Mapping[str, Comparison], replanned: Replanned | None
 ) -> None:
     losses, comparison = record.losses, compared[""]
-    if args.json:
-        extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
-        if " before" in compared:
-            extra["replan"]["comparison_before"] = compared[" before"].to_json()
-        write_json({"losses": list(losses), "output_dir": str(args.output_dir), **comparison.to_json(), **extra})
-        return
+    extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+    if " before" in compared:
+        extra["replan"]["comparison_before"] = compared[" before"].to_json()
+    data = {"losses": losses, "output_dir": str(args.output_dir), **comparison.to_json(), **extra}
     plan, run, trace = record.plan, args.output_dir / _RUN, args.output_dir / _TRACE
     iteration_s = next(row for row in comparison.phases if row.name == "iteration").measured
     lines = [f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
@@ -362,4 +360,4 @@ def _report(
         shown += [replanned_table(replanned, iteration_s), str(replanned)]
     if trace.exists():
         shown += ["", f"run written to {run}", f"trace written to {trace} (open it in ui.perfetto.dev)"]
-    show(*shown)
+    answer(args, data, *shown)
