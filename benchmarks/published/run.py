@@ -7,7 +7,9 @@ Usage: python benchmarks/published/run.py [--no-fit] [--only PROFILE ...]
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -15,10 +17,10 @@ from typing import Any
 
 from benchmarks.published import fit as fitter
 from benchmarks.published.fitting import fitted_paths
-from benchmarks.published.validate import parsed, predicted
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
+from ullage.main import main as ullage
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -166,6 +168,17 @@ FITTINGS = (
 SAME_SERVERS = ("a100x8-nvlink", "a100-cluster")
 
 
+def call(*arguments: str) -> dict[str, Any]:
+    """Run ``ullage`` with ``--json`` and return what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = ullage([*arguments, "--json"])
+    if code != 0:
+        raise SystemExit(f"ullage {' '.join(arguments)}: exit code {code}")
+    result: dict[str, Any] = json.loads(out.getvalue())
+    return result
+
+
 def packaged(profile: str) -> Path:
     """Return where a built-in profile lives."""
     return ROOT / "hwprofiles" / "data" / f"{profile}.json"
@@ -202,7 +215,7 @@ def main() -> int:
         if not args.only or fitting.profile in args.only:
             found = fits[f"{fitting.profile} on {fitting.file}"] = fit(fitting)
             sys.stdout.write(f"{fitting.profile} on {fitting.file}: {100 * found['rms_residual']:.1f} %\n")
-    validated, _ = predicted(parsed([str(HERE / f"{file}.json") for file in args.files]))
+    validated = call("validate", *(str(HERE / f"{file}.json") for file in args.files))
     for case in validated["cases"]:
         case["file"] = Path(case["file"]).name
     result = {"command": "python benchmarks/published/run.py", "fits": fits, **validated}

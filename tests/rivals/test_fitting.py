@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from benchmarks.published.fit import main as fit_program
 from benchmarks.published.fitting import MAX_PARAMETERS, FitError, fit, fitted_paths
-from benchmarks.published.validate import fitted_runs
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from ullage.commands.validate import fitted_runs
 from ullage.rivals.cases import Case, Metric
 from ullage.rivals.cases.training import TrainingCase
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin, write_result
-from benchmarks.published.run import ROOT
-from benchmarks.published.validate import parsed, predicted
+from benchmarks.published.run import ROOT, call
 
 HERE = Path(__file__).parent
 OUTPUT = ROOT / "benchmarks" / "results" / "published_held_out.json"
@@ -39,8 +38,7 @@ def main() -> None:
     first = json.loads((HERE / "first.json").read_text())["predicted"]
     result = origin("numpy")
     rows: list[dict[str, Any]] = []
-    files = [str(HERE / f"{name}.json") for name in FILES]
-    for case in predicted(parsed(["--intervals", *files]))[0]["cases"]:
+    for case in call("validate", "--intervals", *(str(HERE / f"{name}.json") for name in FILES))["cases"]:
         file = Path(case["file"]).stem
         row: dict[str, Any] = {"id": case["id"], "file": file}
         row |= {name: case[name] for name in ("interval_s", "inside") if name in case}

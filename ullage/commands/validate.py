@@ -1,16 +1,9 @@
-"""Predict published runs, and show the errors: +10 % means that the prediction is 10 % too high.
-
-If a case cannot be predicted, nothing is. The thresholds apply to the totals of a run (iteration time, end-to-end time,
-throughput) over all cases. If one is exceeded, the exit code is 1.
-
-Usage: python -m benchmarks.published.validate benchmarks/published/nvme_offload.json --case '*-cpu' --max-mean-error 15
-"""
+"""``ullage validate``: predict published runs, and show the errors."""
 
 import argparse
 import dataclasses
 import fnmatch
 import statistics
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +14,29 @@ from hwprofiles.registry import load_profile
 from planner.simulate.uncertainty import interval_s
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
+from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent
 from ullage.report.charts import Table
 from ullage.report.terminal import answer
 from ullage.rivals.cases import Case, CaseError, Metric, Outcome, load_cases
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the parsed arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "validate",
+        run,
+        "Predict published runs, and show the errors: +10 % means that the prediction is 10 % too high. If a case\n"
+        "cannot be predicted, the command fails.\n"
+        "The thresholds apply to the totals of a run (iteration time, end-to-end time, throughput) over all cases.\n"
+        "If one is exceeded, the exit code is 1.",
+        """
+        ullage validate cases.json
+        ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
+        ullage validate nvme.json --case '*-cpu' --json
+        """,
+    )
     parser.add_argument("files", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
     parser.add_argument("--hardware", metavar="NAME", help="only the cases of this machine")
     parser.add_argument("--case", metavar="PATTERN", help="only the cases whose id matches, as in '*-cpu'")
@@ -41,7 +48,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="simulate each iteration with other rates too: within which interval 8 of 10 should be, and how many are",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return parser.parse_args(arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,20 +90,8 @@ class Checked:
                 yield f"{self.case.id} ({metric.value})", row.error or 0.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Predict all cases, print errors, apply thresholds; return the exit code."""
-    args = parsed(arguments)
-    data, shown = predicted(args)
-    answer(args, data, *shown)
-    return 1 if data["failures"] else 0
-
-
-def predicted(args: argparse.Namespace) -> tuple[dict[str, Any], tuple[str | Table, ...]]:
-    """Return the errors of all cases as data, and as tables.
-
-    Raises:
-        ValueError: no case is left, or a case cannot be predicted.
-    """
+def run(args: argparse.Namespace) -> int:
+    """Predict all cases, print errors, apply thresholds."""
     chosen = [
         (path, case)
         for path in dict.fromkeys(args.files)
@@ -117,7 +111,8 @@ def predicted(args: argparse.Namespace) -> tuple[dict[str, Any], tuple[str | Tab
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
     data = {"cases": [_case_json(item) for item in checked], "summaries": summaries, "failures": failures}
-    return data, _shown(checked, summaries, failures)
+    answer(args, data, *_shown(checked, summaries, failures))
+    return 1 if failures else 0
 
 
 def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
@@ -233,7 +228,3 @@ def _shown(
     warnings = dict.fromkeys(f"warning: {text}" for item in checked for text in item.outcome.warnings)
     errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
     return (*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
