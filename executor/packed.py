@@ -1,6 +1,6 @@
 """The bytes of a frozen parameter: one tensor, or the several tensors of a quantized one.
 
-[Note: Packed parameters] ``bitsandbytes`` keeps a quantized matrix as a parameter of packed values, with scales in
+``bitsandbytes`` keeps a quantized matrix as a parameter of packed values, with scales in
 attributes beside it; ``torchao`` as a parameter of a class of its own, which has all of them as attributes. The modules
 of both dequantize it at each use. So it is enough to keep and move bytes: those of all these tensors, one after
 another, each from a whole grain on. Wherever a unit's bytes are, the tensors are views of them. The tables by which
@@ -28,7 +28,7 @@ _Place = tuple[Any, str]
 
 
 class StoredParameter(NamedTuple):
-    """A parameter, and the module that owns it; see [Note: Packed parameters]."""
+    """A parameter, and the module that owns it."""
 
     parameter: nn.Parameter
     module: nn.Module

@@ -3,8 +3,10 @@
 Names are imported at their first use. So ``import ullage`` is fast, and planning never loads torch.
 """
 
+import ast
 import importlib
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -73,55 +75,9 @@ if TYPE_CHECKING:
 for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
-_MODULES = {
-    "executor.audit.audit": ("AuditError",),
-    "executor.checkpoint.engine": ("Outcome",),
-    "executor.checkpoint.files.system_calls": ("CheckpointError", "DamagedError"),
-    "executor.checkpoint.format.reader": ("Checkpoint",),
-    "executor.checkpoint.levels": ("Level",),
-    "executor.checkpoint.places.locating": ("checkpoint_at",),
-    "executor.devices.lanes": ("LaneError",),
-    "executor.distributed.shards": ("BindingError",),
-    "executor.distributed.watchdog": ("RankError",),
-    "executor.gradients": ("GradientError",),
-    "executor.memory.arenas": ("DeviceMemoryError",),
-    "executor.memory.nvme_files": ("StorageError",),
-    "executor.memory.recompute_cache": ("ActivationError",),
-    "executor.module.compilation": ("CompileError",),
-    "executor.optimizer.reference": ("AdamW8bit", "AdamWBf16", "Lion", "Muon"),
-    "executor.prepare": ("OffloadedOptimizer",),
-    "executor.training_state.restoring": ("restore",),
-    "executor.training_state.saving": ("Checkpoints", "Resumed"),
-    "executor.session": ("Session",),
-    "executor.weights.files": ("WeightsError",),
-    "executor.weights.loading": ("load", "Loaded"),
-    "executor.weights.saving": ("save",),
-    "hwprofiles.machine": ("OtherMachineError",),
-    "hwprofiles.profile": ("HardwareProfile",),
-    "hwprofiles.registry": ("load_profile", "ProfileError"),
-    "planner.choices.request": ("Request",),
-    "planner.decisions": ("Decisions", "Precision"),
-    "planner.models.captured": ("CapturedInput", "CapturedModel"),
-    "planner.models.config": ("ModelConfig", "ModelConfigError", "UnknownModelError"),
-    "planner.models.registry": ("resolve_model",),
-    "planner.plan.document": ("load_plan", "Plan", "PlanError"),
-    "planner.plan.planning": ("InfeasibleError",),
-    "planner.schedule.loop": ("OutOfOrderError",),
-    "planner.schedule.timeline": ("Timeline",),
-    "planner.simulate.machine": ("Simulation",),
-    "planner.simulate.prediction": ("Prediction",),
-    "ullage.analysis.simulation": ("simulate",),
-    "ullage.capture.module": ("capture_module",),
-    "ullage.capture.records": ("CaptureError",),
-    "ullage.integrations.transformers_trainer": ("offloaded",),
-    "ullage.planning": ("plan",),
-    "ullage.this_machine.planning": ("Options",),
-    "ullage.training.levels": ("memory_folder",),
-    "ullage.training.out_of_memory": ("OutOfMemoryError",),
-    "ullage.training.preparing": ("prepare",),
-    "ullage.training.replanning": ("replan", "Replanned"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+# The list above is the only one: what it imports from where is read from this file.
+_IMPORTS = [node for node in ast.walk(ast.parse(Path(__file__).read_bytes())) if isinstance(node, ast.ImportFrom)]
+_MODULE_OF = {name.name: node.module or "" for node in _IMPORTS for name in node.names if name.asname}
 
 __all__ = list(_MODULE_OF)
 __all__.sort(key=str.lower)

@@ -76,7 +76,7 @@ def same_again(study: Study, folder: Path) -> int:
             request = cases[point.key].request
             assert request is not None
             store.put(point.key, plan_point(request, "plan"))
-            assert store.get(point.key) == point.result, f"{point.settings} came out differently"
+            assert store.results[point.key] == point.result, f"{point.settings} came out differently"
     return len(sample)
 
 

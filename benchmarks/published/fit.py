@@ -151,36 +151,30 @@ def _statistics(values: Sequence[float]) -> dict[str, float]:
 
 def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path: Path) -> None:
     from ullage.analysis.provenance import unit_and_value  # noqa: PLC0415
-    from ullage.output.console import console, table  # noqa: PLC0415 - slow to import
     from ullage.output.formatting import percent, si  # noqa: PLC0415
+    from ullage.report.charts import Table  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415 - slow to import
 
-    out = console()
-    out.print(f"{result.profile.name}: fitted to {len(chosen)} run(s)")
-    for case in chosen:
-        out.print(f"  {case.id}", soft_wrap=True)
-    out.print()
     known = quantities(result.profile)
-    rows = table("fitted", "quantity", "before", "now", "standard error", "bounds")
+    rows = []
     for item in result.fitted:
         unit, _ = unit_and_value(known[item.path])
         stopped = " (reached)" if item.at_bound else ""
-        rows.add_row(
-            item.path,
-            si(item.start, unit),
-            si(number(known[item.path]), unit),
-            percent(item.relative_error),
-            f"{si(item.low, unit)} to {si(item.high, unit)}{stopped}",
-        )
-    out.print(rows)
-    out.print()
-    summary = table("absolute errors", "runs", "quantity", "values", "mean", "worst", num_text=2)
+        before, now, low, high = (si(x, unit) for x in (item.start, number(known[item.path]), item.low, item.high))
+        rows.append((item.path, before, now, percent(item.relative_error), f"{low} to {high}{stopped}"))
+    errors = []
     for group, found in groups.items():
         for metric in (metric for metric in Metric if metric in found):
             row = _statistics(found[metric])
-            summary.add_row(group, metric.value, str(row["num"]), percent(row["mean"]), percent(row["worst"]))
-    out.print(summary)
-    out.print(f"residuals of the fit: {percent(result.rms)} (root mean square)")
-    out.print(f"profile written to {path}", soft_wrap=True)
+            errors.append((group, metric.value, str(row["num"]), percent(row["mean"]), percent(row["worst"])))
+    show(
+        f"{result.profile.name}: fitted to {len(chosen)} run(s)",
+        *(f"  {case.id}" for case in chosen),
+        Table("fitted", ("quantity", "before", "now", "standard error", "bounds"), tuple(rows)),
+        Table("absolute errors", ("runs", "quantity", "values", "mean", "worst"), tuple(errors)),
+        f"residuals of the fit: {percent(result.rms)} (root mean square)",
+        f"profile written to {path}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Asynchronous checkpoints: the schedule takes pieces of state before their updates, and other threads write them.
 
-[Note: Lazy] A checkpoint begins between two iterations. At that moment only small values (step counts, RNG state) are
+A checkpoint begins between two iterations. At that moment only small values (step counts, RNG state) are
 copied, so the training loop does not wait. Tasks of the schedule take the tensors during the next iteration ([Note:
 Snapshots] in :mod:`planner.lowering.snapshots`). Tensors on a device are copied, in chunks, into buffers that the
 flusher's threads hash and write. Tensors in host memory are leased to these threads. An update waits until its own

@@ -3,12 +3,12 @@
 One thread for each level does what an arriving checkpoint asks for: on the fastest level it verifies what training has
 written, on a slower one it copies. Then it removes old checkpoints.
 
-[Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
+Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
 is read again in its new place, before the copy gets its name. During a copy, retention does not remove the source. Each
 level copies one checkpoint at a time, and one more may wait. A newer checkpoint replaces the one that waits, which is
 then not copied. A failure loses that checkpoint in that place, and nothing else.
 
-[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
+Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
 takes bandwidth from writes that training may wait for. So the fastest level's thread reads one checkpoint at a time,
 always the newest. Once enough checkpoints are verified, the unread ones are removed. If intervals are long, all
 checkpoints are read. The thread reads for at most a share of the time
@@ -181,7 +181,7 @@ class _Request:
 
 @final
 class Levels:
-    """The places of a run's checkpoints: copies between them, and retention; see [Note: Promotion].
+    """The places of a run's checkpoints: copies between them, and retention.
 
     Args:
         levels: fastest first. The first level is a folder.
@@ -306,7 +306,7 @@ class Levels:
             self._submit(level + 1, replaced)
 
     def _verify(self, request: _Request) -> float:
-        """Verify a checkpoint of training and remove old ones; see [Note: Read again]."""
+        """Verify a checkpoint of training and remove old ones."""
         begin_s, outcome = time.monotonic(), request.source
         assert outcome.path is not None, "only written checkpoints are submitted"
         with self.fastest.reading(outcome.path):

@@ -1,6 +1,6 @@
 """Runs a schedule on real lanes: threads, streams, and the caller's thread for forward and backward.
 
-[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. If such a task is issued,
+Forward, backward and the norm run in the thread that calls the model. If such a task is issued,
 the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The task
 ends when the caller's next task is issued, or at :meth:`LaneMachine.end_open`.
 
@@ -154,7 +154,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             self._check()
 
     def issue(self, tasks: Sequence[Task], iteration: int) -> None:
-        """Append tasks to their lanes, in this order. For the caller's lanes, see [Note: Caller lanes].
+        """Append tasks to their lanes, in this order. For the caller's lanes, see the module's docstring.
 
         Raises:
             LaneError: a task failed on some lane.

@@ -1,6 +1,6 @@
 """Experts that are divided over several units or ranks.
 
-[Note: Separate experts] ``transformers`` keeps all experts of a layer in two parameters, and computes them in one
+``transformers`` keeps all experts of a layer in two parameters, and computes them in one
 module. If these experts are divided over units or ranks, this module's forward is replaced by one with the same
 arithmetic (``grouped_mm``). Tokens are sorted by expert. The experts of each unit compute as one task of the schedule,
 unit after unit. Expert-parallel ranks first exchange the numbers of tokens for each other's experts, then the tokens,
@@ -97,7 +97,7 @@ def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-    """The forward of a module of experts; see [Note: Separate experts]. ``_group`` is ``None`` if it has one rank."""
+    """The forward of a module of experts. ``_group`` is ``None`` if it has one rank."""
 
     _module: nn.Module
     _banks: Sequence[_Bank]

@@ -1,6 +1,6 @@
 """How ranks meet: they make process groups over gloo, and exchange what they need before they have a session.
 
-[Note: Lost handshakes] gloo connects each pair of ranks when a group is made. On a busy machine a rank may lose such a
+gloo connects each pair of ranks when a group is made. On a busy machine a rank may lose such a
 connection: it raises an error, and the others wait for it until the group's timeout. So that timeout is short until
 the group is there. Then all ranks exchange, through the store, whether they have it, and if one has not, all try again.
 """
@@ -91,7 +91,7 @@ def _next(store: Any, what: str, rank: int) -> PrefixStore:
 
 
 def _connected(watchdog: Watchdog, make: Callable[[dt.timedelta], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Make a process group on all ranks; see [Note: Lost handshakes]."""
+    """Make a process group on all ranks."""
     for _ in range(_ATTEMPTS):
         group, lost = None, ""
         try:

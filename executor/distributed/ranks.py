@@ -1,6 +1,6 @@
 """All ranks of a plan: their process groups, and how they stop if one rank fails.
 
-[Note: Groups] All ranks must call the collectives of one process group in the same order. Four kinds of groups ensure
+All ranks must call the collectives of one process group in the same order. Four kinds of groups ensure
 that. Only the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in
 first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor- or expert-parallel
 ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over host memory, for

@@ -1,6 +1,6 @@
 """Tensor parallelism: the collectives inside a model's modules.
 
-[Note: Shared layers] The plan decides which shard of each weight a rank has ([Note: Tensor-parallel shards]). With
+The plan decides which shard of each weight a rank has ([Note: Tensor-parallel shards]). With
 these shards the user's own modules compute the rank's heads, channels and part of the vocabulary. This module adds the
 collectives that the planner counts inside units ([Note: Tensor parallelism] in :mod:`planner.models.sharding`). The
 gradient of the input of column-parallel modules is all-reduced, once for all modules with the same input. The output of

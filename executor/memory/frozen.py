@@ -1,6 +1,6 @@
 """Frozen weights: bytes that only move.
 
-[Note: Frozen weights] A unit's frozen weights are one row of bytes beside those that are trained: the parameters one
+A unit's frozen weights are one row of bytes beside those that are trained: the parameters one
 after another, those in a form of their own first, so that each begins at a whole grain. They are kept on the device, on
 the host, or on NVMe in one version, as they are never written again. Weights that are not resident come to the unit's
 slot with the trained ones. In ZeRO-3 each rank keeps a shard of the bytes.
@@ -61,7 +61,7 @@ class FrozenParameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenWeights:
-    """The frozen weights of one unit; see [Note: Frozen weights].
+    """The frozen weights of one unit.
 
     Attributes:
         name: the unit's name.

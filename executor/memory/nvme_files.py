@@ -5,7 +5,7 @@ version beside the old one. The new version becomes current only when all of it 
 is cut short, the old version stays whole, and a read never sees half of a new version. Data that lives within an
 iteration (gradients, activations) has one version.
 
-[Note: Direct] Records are read and written once an iteration, and together are larger than memory. The page cache would
+Records are read and written once an iteration, and together are larger than memory. The page cache would
 only cost memory and a copy. So files are opened with ``O_DIRECT``, and offsets, lengths and addresses are multiples of
 a block. If a file system does not support that (tmpfs, some network file systems), transfers go through the page cache,
 which is advised to drop the data.

@@ -1,6 +1,6 @@
 """The way of state in and out of the memory where a plan keeps it.
 
-[Note: Named ranges] Whoever has state has named flat tensors: a checkpoint, a saved ``state_dict``, a file between two
+Whoever has state has named flat tensors: a checkpoint, a saved ``state_dict``, a file between two
 plans. A tensor's name is that of a parameter's shard, after a key that says which of its state it is
 (:func:`tensor_name`). A plan keeps the same values as pieces of units in slabs, in its own types. State comes in by
 :func:`write_state`, which asks a :class:`Source` for ranges of its tensors, and goes out by :func:`whole_state`.

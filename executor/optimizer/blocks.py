@@ -5,7 +5,7 @@ Deep Learning*, arXiv:1511.04561): a code stands for one of 256 values between -
 0. The scale of a block is its largest magnitude, and what is kept is ``values[code] * scale``. A value that is not
 finite makes its whole block NaN. Where blocks begin, [Note: Blocks] in :mod:`planner.optimizers` says.
 
-[Note: Codes] Processors look up one value at a time, and two moments that are decoded and encoded by tables have four
+Processors look up one value at a time, and two moments that are decoded and encoded by tables have four
 look-ups. So kernels have none.
 
 They encode by arithmetic. The values of a decade are means of ``n`` equal intervals, and the next decade has twice as
@@ -131,7 +131,7 @@ NEAR: Final = 3
 
 
 def _lines(table: Table, first: int, added: float) -> tuple[tuple[np.float32, ...], tuple[np.float32, ...]]:
-    """Return slopes and offsets of positions by decade [Note: Codes]; the first has ``2**first`` intervals."""
+    """Return slopes and offsets of positions by decade; the first has ``2**first`` intervals."""
     lines = [(2.0 ** (d + first) / 0.9 / 10.0 ** (d - 6), 2.0 ** (d + first) * 8 / 9) for d in range(7)]
     # The border above 0 is at 0.2 above a power of two as well, if the first line goes through there.
     num_intervals, border = 2.0**first, float(table[table > 0][0]) / 2
@@ -141,7 +141,7 @@ def _lines(table: Table, first: int, added: float) -> tuple[tuple[np.float32, ..
 
 
 def position_function(table: Table, *, signed: bool) -> tuple[Callable[[Any], Any], int]:
-    """Return the kernel function of [Note: Codes], from a float32 up to 1 to a uint32, and the bits of its fraction."""
+    """Return the kernel function of codes, from a float32 up to 1 to a uint32, and the bits of its fraction."""
     first = 0 if signed else 1
     bits = 16 - first
     added = np.float32(2 ** (23 - bits))  # so that bits of a float32 are units

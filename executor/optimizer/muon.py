@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalized matrix by matrix with torch's products, on a host or a device.
 
-[Note: Same products] The arithmetic is that of ``torch.optim.Muon``, operation by operation, so the bits are the same
+The arithmetic is that of ``torch.optim.Muon``, operation by operation, so the bits are the same
 on one machine with as many threads. Products are in bf16 whatever the type of weights, as there.
 """
 

@@ -1,6 +1,6 @@
 """Collectives of the schedule: all-gather of weights, all-reduce or reduce-scatter of gradients.
 
-[Note: Mean gradients] Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
+Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
 divides its gradient by the number of ranks, and the quotients are summed. If the schedule reduces once for all
 micro-batches, each rank first accumulates its own gradients. If it reduces after every micro-batch, the means are
 accumulated. If a parameter got no gradient on a rank, this rank contributes zeros. The parameter is updated if it got a

@@ -1,6 +1,6 @@
 """Loads weights from files to where a plan keeps them.
 
-[Note: Streamed] Each rank reads its own part of each tensor, straight from the mapped file to each place where the plan
+Each rank reads its own part of each tensor, straight from the mapped file to each place where the plan
 keeps it: device, host or NVMe, in the plan's type and as a float32 master copy. Beside the plan's own memory, the host
 has at most one chunk (:data:`executor.weights.files.CHUNK_BYTES`), or the result of one conversion of ``transformers``:
 one expert of a bank, or one tensor that is stored in another layout.
@@ -48,7 +48,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     """Load weights from safetensors files to where the plan keeps them, between two iterations.
 
     The model may have been prepared on the meta device, or with other weights. Optimizer state stays the same. Host
-    memory never holds the model in addition to the plan's own memory, see [Note: Streamed]. All ranks call this
+    memory never holds the model in addition to the plan's own memory. All ranks call this
     together, and each reads the files. Rank 0 warns of tensors that the model does not use, and of optimizer state that
     belongs to other weights.
 

@@ -128,7 +128,7 @@ def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, 
 
 
 def mean(gradients: list[list[torch.Tensor]], *, piles_up: bool) -> torch.Tensor:
-    """Return the mean over ranks, in order, of what each has for some micro-batches: see [Note: Mean gradients]."""
+    """Return the mean over ranks, in order, of what each has for some micro-batches."""
     if piles_up:
         gradients = [[functools.reduce(torch.add, mine)] for mine in gradients]
     of_all = (

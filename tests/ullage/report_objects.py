@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.plan.document import Plan
 from planner.schedule.tasks import Lane, Tier
+from planner.simulate.prediction import TierMemory
 from ullage.analysis.runs import RunRecord, rows
 from ullage.analysis.simulation import simulate
 from ullage.report.charts import Part
@@ -16,7 +17,6 @@ from ullage.whatif.study import (
     Axis,
     Cost,
     Figures,
-    Peak,
     Point,
     Result,
     Sensitivities,
@@ -128,9 +128,9 @@ def _point(gpus: int, factor: float, *, priced: bool) -> Point:
     figures = Figures(
         iteration_s=1000.0 / speed, forward_s=0.3, backward_s=0.6, update_s=0.1, loop_s=0.0, tokens_per_iteration=1000,
         tokens_per_s=speed, model_flop_per_s=1e14, num_devices=gpus, num_nodes=1,
-        bound_by=Lane.H2D if factor < 1 else Lane.COMPUTE, critical_shares={Lane.COMPUTE: 1.0}, busy_shares={},
-        memory={Tier.GPU: Peak(peak_bytes=50, capacity_bytes=100)}, choice="", placement="", engines={},
-        num_simulations=1,
+        critical_s={Lane.H2D if factor < 1 else Lane.COMPUTE: 1.0}, busy_s={}, converged=True,
+        memory={Tier.GPU: TierMemory(peak_bytes=50, capacity_bytes=100, by_class={})}, choice="", placement="",
+        engines={}, num_simulations=1,
     )  # fmt: skip
     cost = Cost(per_hour=2.0 * gpus**1.5, per_million_tokens=2.0 * gpus**1.5 / 3600 / speed * 1e6, run=5.0)
     return Point(

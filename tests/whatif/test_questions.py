@@ -16,7 +16,6 @@ from ullage.whatif.questions import answer
 from ullage.whatif.running.point import plan_point
 from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.running.store import Store
-from ullage.whatif.running.workers import in_this_process
 from ullage.whatif.sensitivity import STEP, sensitivities
 from ullage.whatif.study import Result, StudyRequest
 from ullage.whatif.values import Number, StudyError
@@ -25,7 +24,7 @@ from ullage.whatif.values import Number, StudyError
 def answered(tiny, question, tmp_path, prices=None, set_=None, **options):
     space = Space(StudyRequest(set={"model": tiny, **(set_ or {})}, question=question, **options))
     with Store(tmp_path / "s.jsonl") as store:
-        return space, answer(space, prices, Evaluator(store, in_this_process))
+        return space, answer(Evaluator(space, store, prices))
 
 
 def test_fits_finds_the_least_that_fits(tiny, tmp_path):
@@ -129,7 +128,7 @@ def test_the_largest_model_fits_and_the_next_does_not(tiny, tmp_path):
     sweep = {"model": (",".join(map(str, models)),)}
     with Store(tmp_path / "s.jsonl") as store:
         space = Space(StudyRequest(set=machine, sweep=sweep, question="largest"))
-        found = answer(space, None, Evaluator(store, in_this_process))
+        found = answer(Evaluator(space, store))
     fits = [plan_point(space.case({"model": str(m), "micro_batch": 1}, "fit").request, "fit").status for m in models]
     number = fits.count("fits")
     assert fits == ["fits"] * number + ["lacks-memory"] * (len(models) - number)
@@ -156,14 +155,16 @@ def limited_by_gemm_or_launch(tasks, effort):
     for key, request, _ in tasks:
         products_s = base / of_machine(request.hardware, "device-gemm")
         lane = Lane.COMPUTE if products_s > 0.5 else Lane.LAUNCH
-        found = figures(1.0, num_devices=1).model_copy(update={"iteration_s": max(products_s, 0.5), "bound_by": lane})
+        found = figures(1.0, num_devices=1).model_copy(
+            update={"iteration_s": max(products_s, 0.5), "critical_s": {lane: 1.0}}
+        )
         yield key, Result(status="fits", figures=found)
 
 
 def test_sensitivities_and_crossings_of_a_known_machine(tiny, tmp_path):
     space = Space(StudyRequest(set={"model": tiny, "hardware": "a100-80"}))
     with Store(tmp_path / "s.jsonl") as store:
-        found = sensitivities(space, Evaluator(store, limited_by_gemm_or_launch))
+        found = sensitivities(Evaluator(space, store, runner=limited_by_gemm_or_launch))
     rows = {row.name: row for row in found.rows}
     gemm = rows.pop("device-gemm")
     assert gemm is found.rows[0]

@@ -26,8 +26,7 @@ def filled(path: Path) -> bytes:
 def test_what_was_put_is_there_again(tmp_path):
     filled(tmp_path / "s.jsonl")
     with Store(tmp_path / "s.jsonl") as store:
-        assert {key: store.get(key) for key in RESULTS} == RESULTS
-        assert store.get("other") is None
+        assert store.results == RESULTS
 
 
 def test_a_line_cut_off_anywhere_costs_only_itself(tmp_path):
@@ -37,18 +36,18 @@ def test_a_line_cut_off_anywhere_costs_only_itself(tmp_path):
         path = tmp_path / "cut.jsonl"
         path.write_bytes(whole[:end])
         with Store(path) as store:
-            assert len(store) == 3
+            assert len(store.results) == 3
             store.put("key3", Result(status="refused"))  # shorter than what was cut off
         assert path.read_bytes().count(b"\n") == len(path.read_bytes().splitlines()) == 4
         with Store(path) as store:
-            assert store.get("key3") == Result(status="refused")
+            assert store.results["key3"] == Result(status="refused")
 
 
 def test_a_damaged_line_is_passed_over(tmp_path):
     path = tmp_path / "s.jsonl"
     path.write_bytes(filled(path).replace(b"because 0.0", b"because 9.0"))
     with Store(path) as store:
-        assert (len(store), store.get("key0"), store.get("key1")) == (3, None, RESULTS["key1"])
+        assert store.results == {key: RESULTS[key] for key in ("key1", "key2", "key3")}
 
 
 def test_looking_again_keeps_what_was_there_before(tmp_path):
@@ -60,10 +59,9 @@ def test_looking_again_keeps_what_was_there_before(tmp_path):
             store.put(f"more{number}", more)
             for _ in range(2):
                 store.look_again()
-                assert len(store) == len(RESULTS) + number + 1
+                assert len(store.results) == len(RESULTS) + number + 1
     with Store(tmp_path / "s.jsonl") as store:
-        assert {key: store.get(key) for key in RESULTS} == RESULTS
-        assert store.get("more2") == more
+        assert store.results == RESULTS | {f"more{number}": more for number in range(3)}
 
 
 def test_other_files_are_left_alone(tmp_path):
@@ -150,4 +148,4 @@ def test_a_full_disk_costs_one_line(tiny, start, tmp_path):
     assert "study.points.jsonl: File too large" in error
     store = tmp_path / "study.points.jsonl"
     with Store(store) as stored:
-        assert 0 < len(stored) == len(lines(store))
+        assert 0 < len(stored.results) == len(lines(store))

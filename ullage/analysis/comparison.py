@@ -156,22 +156,6 @@ def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Co
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """A quantity of a profile before and after it is fitted to a run: a value, or the best rate of a curve."""
-
-    path: str
-    before: float
-    after: float
-    unit: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Cells of a table: quantity, from, to, change."""
-        values = (si(value, self.unit) if self.unit else f"{value:.3g}" for value in (self.before, self.after))
-        return (self.path, *values, signed_percent(self.after / self.before - 1))
-
-
-@dataclasses.dataclass(frozen=True)
 class Explained:
     """A comparison with the reasons for its differences.
 
@@ -182,7 +166,8 @@ class Explained:
         critical: seconds of each lane on the critical path.
         p10_s, p90_s: percentiles over all measured iterations.
         refitted: the profile fitted to the tasks of the run, and its prediction.
-        changes: quantities of the profile that the fit changed.
+        changes: quantities of the profile that the fit changed, each with its value (of a curve the best rate) before
+            and after, and its unit.
         before: the same for the first plan, if the plan was changed during training.
     """
 
@@ -193,7 +178,7 @@ class Explained:
     p10_s: float
     p90_s: float
     refitted: Refit
-    changes: tuple[Change, ...]
+    changes: tuple[tuple[str, float, float, str], ...]
     before: "Explained | None" = None
 
     @property
@@ -262,23 +247,27 @@ class Explained:
             ],
             "critical": _plain(self.critical),
             "tasks": [
-                {**dataclasses.asdict(tasks), "amount": amount, "unit": unit}
+                {
+                    **dataclasses.asdict(tasks),
+                    **dict(zip(("amount", "unit"), self.work[tasks.lane, tasks.op], strict=True)),
+                }
                 for tasks in found.tasks
-                for amount, unit in (self.work[tasks.lane, tasks.op],)
             ],
             "stalls": [{**_kind_json(kind), "seconds": seconds} for kind, seconds in found.stalls_s.items()],
             "order": {"swapped": found.swapped, "broken": found.num_broken},
             "refit": {
                 "predicted_s": self.refitted.predicted_s,
                 "measured_s": self.refitted.measured_s,
-                "quantities": [dataclasses.asdict(change) for change in self.changes],
+                "quantities": [
+                    dict(zip(("path", "before", "after", "unit"), each, strict=True)) for each in self.changes
+                ],
             },
         }
         return result | ({"before": self.before.to_json()} if self.before else {})
 
 
 def _kind_json(kind: TaskKind | None) -> dict[str, str | None]:
-    return {"lane": kind[0].value, "op": kind[1].value} if kind else {"lane": None, "op": None}
+    return dict(zip(("lane", "op"), kind or (None, None), strict=True))
 
 
 def kind_words(kind: TaskKind) -> str:
@@ -360,10 +349,11 @@ def _mean_critical_s(timeline: Timeline, iterations: Sequence[int]) -> dict[str,
     return found
 
 
-def _changes(record: RunRecord, refitted: Refit) -> tuple[Change, ...]:
+def _changes(record: RunRecord, refitted: Refit) -> tuple[tuple[str, float, float, str], ...]:
     before, after = quantities(record.plan.hardware), quantities(refitted.profile)
-    result = []
-    for path, item in before.items():
-        if after[path] != item:
-            result.append(Change(path, number(item), number(after[path]), unit_and_value(item)[0]))
-    return tuple(sorted(result, key=lambda change: -abs(np.log(change.after / change.before))))
+    result = [
+        (path, number(item), number(after[path]), unit_and_value(item)[0])
+        for path, item in before.items()
+        if after[path] != item
+    ]
+    return tuple(sorted(result, key=lambda change: -abs(np.log(change[2] / change[1]))))

@@ -86,7 +86,7 @@ class PlanExplained:
         return min(faster, key=lambda found: found[1].trial.iteration_s, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON data."""
+        """Return everything for :func:`ullage.output.console.write_json`."""
         plan, own = self.bench.plan, self.bench.own
         return {
             **_head(self.bench),
@@ -94,16 +94,9 @@ class PlanExplained:
             "gap": plan.certificate.gap(own.iteration_s),
             "gap_parts": plan.certificate.gap_parts(own.iteration_s),
             "binds": {
-                "lane": self.lane.value,
+                "lane": self.lane,
                 "critical_s": plan.prediction.critical_s,
-                "memory": {
-                    tier.value: {
-                        "peak_bytes": use.peak_bytes,
-                        "capacity_bytes": use.capacity_bytes,
-                        "full": tier in self.full,
-                    }
-                    for tier, use in own.memory.items()
-                },
+                "memory": {tier: {**dict(use), "full": tier in self.full} for tier, use in own.memory.items()},
                 "bound_rests_on": [
                     {"kind": kind, "by": by, "weight": weight} for (kind, by), weight in self.rests_on.items()
                 ],
@@ -121,13 +114,9 @@ class PlanExplained:
             "compiled": self.compiled and _trial(self.bench, self.compiled),
             "units": [
                 {
-                    "name": group.name,
-                    "units": list(group.units),
-                    "params": group.params,
-                    "activations": group.activations,
-                    "updates": {place.value: share for place, share in group.updates.items()},
+                    **{name: getattr(group, name) for name in ("name", "units", "params", "activations", "updates")},
                     "cheapest_moves": {
-                        unit: move and _decision(move.decision) | _trial(self.bench, move.trial)
+                        unit: move and {**dict(move.decision), **_trial(self.bench, move.trial)}
                         for unit, move in group.cheapest.items()
                     },
                 }
@@ -182,7 +171,7 @@ class UnitExplained:
         }[self.reason]
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON data."""
+        """Return everything for :func:`ullage.output.console.write_json`."""
         when = self.deadline
         return {
             **_head(self.bench),
@@ -192,12 +181,8 @@ class UnitExplained:
             "why": self.words,
             "deadline": when and {**dataclasses.asdict(when), "slack_s": when.slack_s},
             "alternatives": [
-                {
-                    "chosen": alternative.chosen,
-                    **_decision(alternative.decision),
-                    **_trial(self.bench, alternative.trial),
-                }
-                for alternative in self.alternatives
+                {"chosen": tried.chosen, **dict(tried.decision), **_trial(self.bench, tried.trial)}
+                for tried in self.alternatives
             ],
         }
 
@@ -264,10 +249,6 @@ def _head(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _decision(decision: UnitDecision) -> dict[str, Any]:
-    return decision.model_dump(mode="json")
-
-
 def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
     seconds, share = change(bench, trial)
     return {
@@ -275,7 +256,7 @@ def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
         "change_s": seconds,
         "change": share,
         "fits": trial.fits,
-        "missing_bytes": {tier.value: n for tier, n in trial.missing_bytes.items()},
+        "missing_bytes": trial.missing_bytes,
         "device_peak_change_bytes": peak_change_bytes(bench, trial, Tier.GPU),
         "host_peak_change_bytes": peak_change_bytes(bench, trial, Tier.HOST),
         "traffic_change_bytes": trial.traffic_bytes - bench.own.traffic_bytes,
@@ -285,4 +266,4 @@ def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
 def _limit(limit: Limit) -> dict[str, Any]:
     data = dataclasses.asdict(limit)
     scalable = data.pop("scalable")
-    return {"quantity": scalable["key"], "words": scalable["words"], "paths": list(scalable["paths"]), **data}
+    return {"quantity": scalable["key"], "words": scalable["words"], "paths": scalable["paths"], **data}

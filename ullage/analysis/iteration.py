@@ -206,43 +206,35 @@ class Iteration:
         return f"stretches the critical path by {total}: {', '.join(resources)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain data; seconds and bytes."""
-        timeline, period_s, view = self.simulation.timeline, self.period_s, self.view
-        tasks = timeline.schedule.tasks
+        """Return all of it for :func:`ullage.output.console.write_json`; seconds and bytes."""
+        tasks, view = self.simulation.timeline.schedule.tasks, self.view
         return {
             "engine": self.subject.engine,
             "model": self.subject.model.name,
             "hardware": self.subject.hardware.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
-            "phases_s": {**{phase.value: s for phase, s in self.phases.by_phase.items()}, "iteration": period_s},
-            "stretches": [dataclasses.asdict(stretch) for stretch in view.stretches],
-            "busy_s": {lane.value: seconds for lane, seconds in self.busy_s.items()},
-            "busy_over_time": {
-                name: {"times_s": s.times_s.tolist(), "busy": s.values.tolist()} for name, s in view.busy.items()
-            },
+            "phases_s": {**self.phases.by_phase, "iteration": self.period_s},
+            "stretches": view.stretches,
+            "busy_s": self.busy_s,
+            "busy_over_time": {name: {"times_s": s.times_s, "busy": s.values} for name, s in view.busy.items()},
             "traffic": {
-                link.value: {
+                link: {
                     "num_bytes": s.integral,
                     "peak_bytes_per_s": s.peak,
-                    "times_s": s.times_s.tolist(),
-                    "bytes_per_s": s.values.tolist(),
+                    "times_s": s.times_s,
+                    "bytes_per_s": s.values,
                 }
                 for link, s in view.traffic.items()
             },
-            "memory": {tier.value: use.model_dump(mode="json") for tier, use in self.peaks.items()},
-            "memory_over_time": {
-                tier.value: {"times_s": use.times_s, "num_bytes": {c.value: n for c, n in use.num_bytes.items()}}
-                for tier, use in view.memory.items()
-            },
+            "memory": self.peaks,
+            "memory_over_time": view.memory,
             "critical_s": self.critical_s,
             "slowed_by_sharing_s": self.slowed_s,
             "critical_path": [
                 {
+                    **{name: getattr(tasks[step.task], name) for name in ("lane", "op", "phase")},
                     "task": tasks[step.task].name,
-                    "lane": tasks[step.task].lane,
-                    "op": tasks[step.task].op,
-                    "phase": tasks[step.task].phase,
                     "start_s": step.start_s,
                     "end_s": step.end_s,
                     "slowed_s": step.slowed_s,
@@ -250,9 +242,9 @@ class Iteration:
                 }
                 for step in self.steps
             ],
-            "half_work_iteration_s": {lane.value: seconds for lane, seconds in self.half_work_s.items()},
+            "half_work_iteration_s": self.half_work_s,
             "warnings": self.warnings,
             "converged": self.simulation.converged,
-            "num_iterations": timeline.num_iterations,
+            "num_iterations": self.simulation.timeline.num_iterations,
             "num_tasks": len(tasks),
         }

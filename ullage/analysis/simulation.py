@@ -85,7 +85,7 @@ def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions
     Args:
         plan: the plan to simulate.
         num_iterations: number of iterations; ``None``: until they repeat.
-        decisions: other decisions to simulate for the plan's model and machine (see :func:`engine_decisions`).
+        decisions: other decisions to simulate for the plan's model and machine (see :func:`planned`).
 
     Returns:
         The timeline and the iteration to read. With ``num_iterations`` it is the last complete one.
@@ -94,8 +94,23 @@ def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions
 
 
 def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return a plan's decisions, or those of an engine in its place; see :func:`engine_decisions`."""
-    return _subject_of(plan, _name(engine, setting), engine_decisions(plan, engine, setting))
+    """Return a plan's own decisions, or those of an engine for the plan's model, machine and batch.
+
+    Args:
+        plan: gives the model, the machine and the batch.
+        engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
+        setting: the option that the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
+            ``super-offload``), the stride (``interleaved``) or the steps between updates on the host (``zenflow``).
+            ``None``: the best setting that the policy tries.
+
+    Raises:
+        ValueError: the policy or its setting does not exist.
+    """
+    decisions = plan.decisions
+    if engine != OURS or setting is not None:
+        tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
+        decisions = _decided(dataclasses.replace(chosen_request(plan), **tiles), engine, setting)[1]
+    return _subject_of(plan, _name(engine, setting), decisions)
 
 
 def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Subject:
@@ -109,26 +124,6 @@ def requested(request: Request, engine: str = OURS, setting: str | None = None) 
     if decisions.precision != cost.precision:
         cost = CostModel.of(request.hardware, workload.units, decisions)
     return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
-
-
-def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Decisions:
-    """Return the decisions of an engine policy for a plan's model, machine and batch.
-
-    Args:
-        plan: gives the model, the machine and the batch.
-        engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
-        setting: the option that the policy leaves to its user: the fraction that the CPU updates (``twin-flow``,
-            ``super-offload``), the stride (``interleaved``) or the steps between updates on the host (``zenflow``).
-            ``None``: the best setting that the policy tries.
-
-    Raises:
-        ValueError: the policy or its setting does not exist.
-    """
-    if engine == OURS and setting is None:
-        return plan.decisions
-    tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
-    request = dataclasses.replace(request_of(plan), **tiles)
-    return _decided(request, engine, setting)[1]
 
 
 def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
@@ -170,7 +165,7 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 
-def request_of(plan: Plan) -> Request:
+def chosen_request(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
     chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
     return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")

@@ -1,6 +1,6 @@
 """Attention in one kernel, for architectures of ``transformers`` that compute it step by step unless told otherwise.
 
-[Note: Assumed attention] Some architectures have attention that PyTorch's own kernel cannot compute (a sink beside the
+Some architectures have attention that PyTorch's own kernel cannot compute (a sink beside the
 keys, capped scores), so ``transformers`` makes all scores unless ``attn_implementation`` names a kernel that can.
 Nobody trains long sequences so. A plan for a GPU that is made from a name therefore assumes the first such kernel that
 the architecture lists, says so, and is executed with it. The capture has a stand-in of the same work: one attention,

@@ -33,6 +33,7 @@ from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, resi
 from planner.models.loops import can_be_continued, continued
 from planner.models.operators import Batch
 from planner.models.quantization import Quantization
+from planner.models.registry import list_models
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
@@ -325,7 +326,7 @@ def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
     Raises:
         CaptureError: the function does not exist.
     """
-    if text.isidentifier() and not Path(text).exists():
+    if text.isidentifier() and text not in list_models() and not Path(text).exists():
         raise CaptureError(
             f"{text} was captured from a model in memory, so no function can make it; give ullage.prepare such a "
             "model with this plan, or plan --model package.module:function"

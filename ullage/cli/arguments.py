@@ -1,7 +1,6 @@
 """Types of command-line arguments. Each error states the value, the rule and an example."""
 
 import argparse
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -25,10 +24,11 @@ _MOST_COUNT = 10**9
 _MOST = 2**62 - 1
 
 _CORES = re.compile(r"(\d+)(?:-(\d+))?")
-_AMOUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_AMOUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*|%)", re.IGNORECASE)
 _BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _BINARY_BYTES = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SHARE = "a share between 0 and 1; give 1% or 0.01"
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -61,15 +61,6 @@ def positive_int(text: str) -> int:
         argparse.ArgumentTypeError: it is not one.
     """
     return _whole(text, 1, _MOST_COUNT)
-
-
-def positive_ints(text: str) -> tuple[int, ...]:
-    """Return whole numbers, each at least 1, from a list such as ``10,100``.
-
-    Raises:
-        argparse.ArgumentTypeError: an entry is not such a number.
-    """
-    return tuple(positive_int(part) for part in text.split(","))
 
 
 def non_negative_int(text: str) -> int:
@@ -146,36 +137,24 @@ def choice(*known: str) -> Callable[[str], str]:
     return read
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What is trained on: a file, or the built-in text.
-
-    Attributes:
-        path: the file.
-        dtype: type of the tokens in a raw file, ``uint16`` or ``uint32``.
-        skip: sequences to skip.
-    """
-
-    path: Path | None = None
-    dtype: Literal["uint16", "uint32"] | None = None
-    skip: int = 0
-
-
-def data(text: str) -> Data:
+def data(text: str) -> dict[str, Any]:
     """Return what to train on, from a text such as ``corpus.npy`` or ``corpus.bin,dtype=uint16,skip=8000``.
+
+    The path of the file is named ``""``. ``dtype`` is the type of the tokens in a raw file, and ``skip`` a number of
+    sequences.
 
     Raises:
         argparse.ArgumentTypeError: the text does not say it, or a trainer of ``transformers`` trains on such a file.
     """
     found = parts(text, {"": Path, "dtype": choice("uint16", "uint32"), "skip": non_negative_int})
-    path = found.pop("", None)
+    path = found.get("")
     if path is not None and path.suffix in _OF_TRAINERS:
         raise argparse.ArgumentTypeError(
             f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
             "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole "
             "program"
         )
-    return Data(path, **found)
+    return found
 
 
 def audit(text: str) -> AuditTime:
@@ -212,13 +191,7 @@ def positive_float(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is not one.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+    return _amount(text, {"": 1}, "a number above 0")
 
 
 def tokens(text: str) -> float:
@@ -230,6 +203,13 @@ def tokens(text: str) -> float:
     return _amount(text, _COUNTS, "a number of tokens; give 300B, 1.5T or 2e9")
 
 
+def _as_argument(read: Callable[[str], Any], text: str) -> Any:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def input_shape(text: str) -> "CapturedInput":
     """Return the input of a captured model that the text describes; see :meth:`CapturedInput.read`.
 
@@ -238,10 +218,8 @@ def input_shape(text: str) -> "CapturedInput":
     """
     from planner.models.captured import CapturedInput  # noqa: PLC0415 - slow to import, and seldom needed
 
-    try:
-        return CapturedInput.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    found: CapturedInput = _as_argument(CapturedInput.read, text)
+    return found
 
 
 def lora(text: str) -> "Lora | None":
@@ -252,10 +230,7 @@ def lora(text: str) -> "Lora | None":
     """
     from planner.models.adapters import Lora  # noqa: PLC0415 - slow to import, and seldom needed
 
-    try:
-        return None if text == "none" else Lora.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return None if text == "none" else _as_argument(Lora.read, text)
 
 
 def seconds(text: str) -> float:
@@ -273,13 +248,8 @@ def fraction(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: the fraction is not between 0 and 1.
     """
-    number = text.strip().removesuffix("%")
-    try:
-        value = float(number) / (100 if text.strip().endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1; give 1% or 0.01")
+    if (value := _amount(text, {"": 1, "%": 0.01}, _SHARE)) >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_SHARE}")
     return value
 
 
@@ -291,16 +261,7 @@ def mtbf(text: str) -> dict[Level, float]:
     Raises:
         argparse.ArgumentTypeError: the text has neither form.
     """
-    if "=" not in text:
-        return {"nvme": seconds(text)}
-    found: dict[Level, float] = {}
-    for part in text.split(","):
-        name, _, time = part.partition("=")
-        level = next((level for level in LEVELS if level == name.strip()), None)
-        if level is None or level in found:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} names no level, or repeats one; give a time, or some of "
-                f"{','.join(f'{level}=TIME' for level in LEVELS)}"
-            )
-        found[level] = seconds(time)
-    return found
+    found = parts(text, {"": seconds, **dict.fromkeys(LEVELS, seconds)})
+    if {"", "nvme"} <= found.keys():
+        raise argparse.ArgumentTypeError(f"{text!r} has nvme twice: a time without a level is for nvme; give one")
+    return {level: found[level] for level in LEVELS if level in found} | ({"nvme": found[""]} if "" in found else {})

@@ -12,33 +12,21 @@ _DEFAULTS: Final[Mapping[int, Any]] = {signal.SIGINT: signal.default_int_handler
 _REPEATED_S: Final = 3.0  # torchrun repeats signals that its processes have already received
 
 
-class InterruptedTrainingError(Exception):
-    """A signal ended training early; its state is in a checkpoint, if checkpoints are made.
+class SignalledError(KeyboardInterrupt):
+    """A signal ended the program early: at once, or training after an iteration, with its state in a checkpoint.
 
     Attributes:
         signal: number of the signal.
     """
 
-    def __init__(self, message: str, number: int) -> None:
+    def __init__(self, number: int, message: str = "") -> None:
         super().__init__(message)
-        self.signal = number
-
-
-class ForcedExitError(KeyboardInterrupt):
-    """A second signal ended the program at once.
-
-    Attributes:
-        signal: number of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
         self.signal = number
 
 
 @contextlib.contextmanager
 def consistent_interrupt() -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM, and any error that follows one of them into a :class:`ForcedExitError`.
+    """Turn Ctrl-C, SIGTERM, and any error that follows one of them into a :class:`SignalledError`.
 
     Interrupted code may raise another error: an extension in Rust or C that is importing a module reports a broken
     import. If a signal has a handler already or is ignored, it is left alone.
@@ -48,7 +36,7 @@ def consistent_interrupt() -> Iterator[None]:
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal noticed
         noticed = number
-        raise ForcedExitError(number)
+        raise SignalledError(number)
 
     ours = threading.current_thread() is threading.main_thread()
     before = {number: handler for number, handler in _DEFAULTS.items() if ours and signal.getsignal(number) == handler}
@@ -60,7 +48,7 @@ def consistent_interrupt() -> Iterator[None]:
         raise
     except BaseException as error:
         if noticed is not None:
-            raise ForcedExitError(noticed) from error
+            raise SignalledError(noticed) from error
         raise
     finally:
         for number, handler in before.items():
@@ -105,6 +93,6 @@ class Interruption:
             if time.monotonic() - self._first_s < _REPEATED_S:
                 return
             self._restore()
-            raise ForcedExitError(number)
+            raise SignalledError(number)
         self.signal, self._first_s = number, time.monotonic()
         self._telling.start()

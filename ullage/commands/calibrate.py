@@ -1,6 +1,7 @@
 """``ullage calibrate``: measure this machine."""
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.registry import load_profile, local_profile_path, save_profile, update_profile
+from hwprofiles.registry import LOCAL, load_profile, local_profile_path, save_profile, update_profile
 from ullage.cli.arguments import parse_bytes, parts, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.output.progress import seconds_bar
@@ -28,7 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage calibrate
         ullage calibrate --quick --memory device=2GB
-        ullage calibrate --name lab-box --output lab-box.json
+        ullage calibrate --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
         ullage calibrate --list
         """,
@@ -37,20 +38,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--only",
         metavar="PART[:FOLDER],...",
-        help="measure only these parts, and keep the rest of the profile: device, cpu, copies, disk[:FOLDER], "
-        "pfs:FOLDER, together, fabric",
+        help="measure only these parts, and keep the rest of the profile in --output (if that is a new file: of this "
+        "machine's own): device, cpu, copies, disk[:FOLDER], pfs:FOLDER, together, fabric",
     )
-    parser.add_argument(
-        "--into", metavar="PROFILE", help="profile of which --only measures parts again (default: this machine's own)"
-    )
-    parser.add_argument("--name", metavar="NAME", help="name of the profile (default: derived from the host's name)")
     parser.add_argument(
         "--output",
         "-o",
         type=Path,
         metavar="PATH",
-        help="file for the profile (default: HOSTNAME.json in $ULLAGE_HOME, $XDG_DATA_HOME/ullage or "
-        "~/.local/share/ullage)",
+        help="file for the profile, which gives it its name (default: HOSTNAME.json in $ULLAGE_HOME, "
+        "$XDG_DATA_HOME/ullage or ~/.local/share/ullage)",
     )
     parser.add_argument(
         "--memory",
@@ -88,20 +85,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure, write the profile, print. Nothing is written before everything is measured."""
     if args.list:
         from hwprofiles.catalogue import CATALOGUE  # noqa: PLC0415
-        from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
-        from ullage.report.profile import catalogue_tables  # noqa: PLC0415
-        from ullage.report.terminal import show  # noqa: PLC0415
+        from ullage.report.profile import catalogue_tables  # noqa: PLC0415 - slow to import
+        from ullage.report.terminal import answer  # noqa: PLC0415
 
-        if args.json:
-            write_json({path: {"how": e.how, "part": e.part, "words": e.words} for path, e in CATALOGUE.items()})
-        else:
-            show(*catalogue_tables())
+        known = {path: {"how": e.how, "part": e.part, "words": e.words} for path, e in CATALOGUE.items()}
+        answer(args, known, *catalogue_tables())
         return 0
-    path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
-    if not (args.output or args.into):
+    path: Path = args.output or local_profile_path()
+    if not args.output:
         make_folder("--output", path.parent)
     check_output("--output", path)  # before minutes of measuring
-    base = _base(args) if args.only is not None else None
+    base = _base(args, path) if args.only is not None else None
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
     from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
 
@@ -110,13 +104,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "--device-cores is for a whole profile, but --only keeps the cores of the profile; leave one of them out"
         )
-    if args.into and only is None:
-        raise ValueError("--into is the profile for --only, which is missing; add --only PART,...")
     if ranks()[0] > 1:
         return _collectives(args, base, path)
     options = CalibrationOptions(
         quick=args.quick,
-        name=args.name,
+        name=_name(args.output) if only is None else None,
         device_memory_bytes=args.memory.get("device"),
         host_memory_bytes=args.memory.get("host"),
         device="host" if args.device_cores else None,
@@ -131,18 +123,23 @@ def run(args: argparse.Namespace) -> int:
     with seconds_bar() as progress:
         profile, pairs = calibrate(options, kernels(), progress)
     took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
-    profile = _saved(args, profile, path, base)
+    profile = _saved(profile, path, base)
     _print(args, profile, path, base, pairs, took)
     return 0
 
 
-def _base(args: argparse.Namespace) -> HardwareProfile:
+def _name(output: Path | None) -> str | None:
+    """Return the name that a file gives its profile; ``None``: the file's name cannot be one."""
+    from hwprofiles.calibrate.options import NAME_PATTERN  # noqa: PLC0415
+
+    return output.stem if output and re.fullmatch(NAME_PATTERN, output.stem) else None
+
+
+def _base(args: argparse.Namespace, path: Path) -> HardwareProfile:
     """Return the profile whose parts are measured again."""
     from hwprofiles.machine import check_measured_here  # noqa: PLC0415
 
-    if args.into and not Path(args.into).is_file():
-        raise ValueError(f"--into {args.into}: there is no such file; give the path of a profile, or leave it out")
-    profile = load_profile(str(Path(args.into).absolute()) if args.into else "local")
+    profile = load_profile(str(path.absolute()) if path.is_file() else LOCAL)
     if not args.allow_other_machine:
         check_measured_here(profile)
     return profile
@@ -158,16 +155,14 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
         raise ValueError("torchrun has started several ranks, which can only measure collectives; add --only fabric")
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
-        profile = _saved(args, profile, path, base)
+        profile = _saved(profile, path, base)
         _print(args, profile, path, base)
     return 0
 
 
-def _saved(
-    args: argparse.Namespace, profile: HardwareProfile, path: Path, base: HardwareProfile | None
-) -> HardwareProfile:
+def _saved(profile: HardwareProfile, path: Path, base: HardwareProfile | None) -> HardwareProfile:
     """Write a profile and return it. Parts that were measured again are written into the file as it is now."""
-    if base is not None and args.output is None:
+    if base is not None and path.is_file():
         return update_profile(path, base, profile)
     save_profile(profile, path)
     return profile

@@ -18,7 +18,7 @@ from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
 from ullage.output.formatting import si
 from ullage.report.charts import Table
-from ullage.report.terminal import show
+from ullage.report.terminal import answer, show
 from ullage.training.levels import MEMORY, memory_folders
 
 
@@ -107,14 +107,7 @@ def _list(args: argparse.Namespace) -> int:
     )
     lines = [f"{entry['path']}: {entry['damaged']}" for entry in found if "damaged" in entry]
     lines += [] if found else [f"no checkpoints in {args.place}"]
-    return _shown(args, found, *lines, *([Table("", columns, rows)] if rows else []))
-
-
-def _shown(args: argparse.Namespace, data: Any, *words: str | Table) -> int:
-    if args.json:
-        write_json(data)
-    else:
-        show(*words)
+    answer(args, found, *lines, *([Table("", columns, rows)] if rows else []))
     return 0
 
 
@@ -162,7 +155,8 @@ def _export(args: argparse.Namespace) -> int:
             )
         checkpoint = found
     facts = {"path": str(checkpoint.folder), "output_dir": str(folder), "num_tensors": count}
-    return _shown(args, facts, f"{count} tensors of {checkpoint.folder} written to {folder}")
+    answer(args, facts, f"{count} tensors of {checkpoint.folder} written to {folder}")
+    return 0
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -174,7 +168,8 @@ def _prune(args: argparse.Namespace) -> int:
     place = place_at(args.place)
     removed = [str(path) for path in place.prune(args.keep)]
     place.remove_spares()
-    return _shown(args, {"removed": removed}, "removed " + (", ".join(removed) if removed else "nothing"))
+    answer(args, {"removed": removed}, f"removed {', '.join(removed) or 'nothing'}")
+    return 0
 
 
 def _chosen(place: str) -> Sequence[Folder]:

@@ -9,10 +9,9 @@ from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import load_run
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import write_json
 from ullage.output.progress import progress_bar
 from ullage.report.run import explained_sections
-from ullage.report.terminal import show
+from ullage.report.terminal import answer
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -52,11 +51,9 @@ def run(args: argparse.Namespace) -> int:
         write_trace(args.trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
     if args.refit:
         save_profile(explained.refitted.profile, args.refit)
-    if args.json:
-        write_json(explained.to_json())
-        return 0
     written = [f"trace written to {args.trace}"] if args.trace else []
     if args.refit:
         written.append(f"profile written to {args.refit}; plan with it: `ullage plan ... --hardware {args.refit}`")
-    show(f"{record.plan.model.name} on {record.machine}", *explained_sections(explained), *written)
+    title = f"{record.plan.model.name} on {record.machine}"
+    answer(args, explained.to_json(), title, *explained_sections(explained), *written)
     return 0

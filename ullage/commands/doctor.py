@@ -3,7 +3,10 @@
 import argparse
 from typing import Any
 
+from ullage.analysis.doctor import examine
 from ullage.commands import Subparsers, command_parser
+from ullage.output.formatting import si
+from ullage.report.terminal import answer
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -24,21 +27,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine the machine."""
-    from ullage.analysis.doctor import examine  # noqa: PLC0415
-    from ullage.output.console import write_json  # noqa: PLC0415
-    from ullage.report.terminal import show  # noqa: PLC0415 - rich is slow to import
-
     found = examine()
-    if args.json:
-        write_json(found)
-    else:
-        show(_rows(found))
+    answer(args, found, _rows(found))
     return 1 if found["failure"] else 0
 
 
 def _rows(found: dict[str, Any]) -> dict[str, str]:
-    from ullage.output.formatting import si  # noqa: PLC0415
-
     def size(count: int | None) -> str:
         return "unknown" if count is None else si(count, "B")
 

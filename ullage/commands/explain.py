@@ -40,10 +40,9 @@ def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.plan_file)
     from planner.explain.moves import find_unit  # noqa: PLC0415 - the simulator is slow to import: not before bad input
     from ullage.analysis.explanation import PlanExplained, UnitExplained  # noqa: PLC0415
-    from ullage.output.console import write_json  # noqa: PLC0415
     from ullage.output.progress import progress_bar  # noqa: PLC0415
     from ullage.report.explained import plan_explained_part, unit_explained_part  # noqa: PLC0415
-    from ullage.report.terminal import show  # noqa: PLC0415
+    from ullage.report.terminal import answer  # noqa: PLC0415
     from ullage.rivals.tricks import bench_of  # noqa: PLC0415
 
     bench = bench_of(plan)
@@ -53,10 +52,6 @@ def run(args: argparse.Namespace) -> int:
             explained = PlanExplained.of(bench, every=args.all, progress=progress)
         else:
             explained = UnitExplained.of(bench, find_unit(bench, args.unit), progress=progress)
-    if args.json:
-        write_json(explained.to_json())
-    elif isinstance(explained, PlanExplained):
-        show(plan_explained_part(explained))
-    else:
-        show(unit_explained_part(explained))
+    part = plan_explained_part(explained) if isinstance(explained, PlanExplained) else unit_explained_part(explained)
+    answer(args, explained.to_json(), part)
     return 0

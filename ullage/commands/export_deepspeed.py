@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output)
     from ullage.integrations.deepspeed.exporting import export_config  # noqa: PLC0415
 
-    found = export_config(load_plan(args.plan), args.nvme_path)
-    text = json.dumps(found.config, indent=2) + "\n"
+    config, lost = export_config(load_plan(args.plan), args.nvme_path)
+    text = json.dumps(config, indent=2) + "\n"
     if args.output is None:
         sys.stdout.write(text)
     else:
         write_whole(args.output, text)
-    for line in found.lost:
+    for line in lost:
         sys.stderr.write(f"not in the configuration: {line}\n")
     return 0

@@ -6,7 +6,12 @@ from pathlib import Path
 from hwprofiles.files import check_output
 from hwprofiles.paths import quantities
 from hwprofiles.registry import list_profiles, load_profile, save_profile
+from ullage.analysis.provenance import origin_shares
 from ullage.commands import Subparsers, command_parser
+from ullage.output.progress import seconds_bar
+from ullage.report import profile as of
+from ullage.report.charts import Table
+from ullage.report.terminal import answer
 
 _NUM_NAMES = {"list": (0, 0), "show": (1, 1), "diff": (2, 2), "check": (0, 1)}
 
@@ -50,41 +55,33 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output)
     if args.action == "check":
         return _check(args)
-    from ullage.analysis.provenance import origin_shares  # noqa: PLC0415
-    from ullage.output.console import write_json  # noqa: PLC0415 - rich is slow to import
-    from ullage.report import profile as of  # noqa: PLC0415
-    from ullage.report.terminal import show  # noqa: PLC0415
-
     profiles = {name: load_profile(name) for name in args.names or list_profiles()}
     if args.action == "list":
         data = {name: {"description": p.description, "origins": origin_shares(p)} for name, p in profiles.items()}
-        write_json(data) if args.json else show(of.list_table(profiles))
+        answer(args, data, of.list_table(profiles))
     elif args.action == "show":
         (profile,) = profiles.values()
         data = {path: of.item_json(item) for path, item in quantities(profile).items()}
-        write_json(data) if args.json else show(of.profile_part(profile))
+        answer(args, data, of.profile_part(profile))
     else:
         first, second = map(load_profile, args.names)
         found = of.differences(first, second)
         matter = [difference for difference in found if difference.matters]
-        if args.json:
-            write_json({d.path: of.difference_json(d) for d in matter})
-        elif matter:
+        if matter:
             table = of.differences_table(f"{first.name} against {second.name}", matter, first.name, second.name)
             equal = f"{len(found) - len(matter)} of {len(found)} quantities"
-            show(table, f"{equal} are equal within their spread, or within a tenth")
+            shown: list[Table | str] = [table, f"{equal} are equal within their spread, or within a tenth"]
         else:
-            show(f"{first.name} and {second.name} differ in none of {len(found)} quantities by more than their spread")
+            shown = [
+                f"{first.name} and {second.name} differ in none of {len(found)} quantities by more than their spread"
+            ]
+        answer(args, {d.path: of.difference_json(d) for d in matter}, *shown)
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
     from hwprofiles.machine import check_measured_here  # noqa: PLC0415
-    from ullage.output.console import write_json  # noqa: PLC0415
-    from ullage.output.progress import seconds_bar  # noqa: PLC0415
-    from ullage.report.profile import DRIFT, difference_json, differences_table, drifted, measured_again  # noqa: PLC0415
-    from ullage.report.terminal import show  # noqa: PLC0415
     from ullage.this_machine.kernels import kernels  # noqa: PLC0415
 
     profile = load_profile(args.names[0] if args.names else "local")
@@ -95,14 +92,12 @@ def _check(args: argparse.Namespace) -> int:
         now, _ = calibrate(options, kernels(), progress)
     if args.output:
         save_profile(now, args.output)
-    measured = measured_again(profile, now)
-    found = drifted(measured)
-    if args.json:
-        write_json({"drifted": {d.path: difference_json(d) for d in found}, "measured": [d.path for d in measured]})
-    else:
-        names, share = ", ".join(d.path for d in found), f"{100 * DRIFT:.0f} %"
-        words = f"none of {len(measured)} quantities has drifted by more than {share} and its spread"
-        if found:
-            words = f"drifted by more than {share}: {names}; measure them again: `ullage calibrate`"
-        show(differences_table(f"measured again: {profile.name}", measured, "then", "now"), words)
+    measured = of.measured_again(profile, now)
+    found = of.drifted(measured)
+    names, share = ", ".join(d.path for d in found), f"{100 * of.DRIFT:.0f} %"
+    words = f"none of {len(measured)} quantities has drifted by more than {share} and its spread"
+    if found:
+        words = f"drifted by more than {share}: {names}; measure them again: `ullage calibrate`"
+    data = {"drifted": {d.path: of.difference_json(d) for d in found}, "measured": [d.path for d in measured]}
+    answer(args, data, of.differences_table(f"measured again: {profile.name}", measured, "then", "now"), words)
     return 1 if found else 0

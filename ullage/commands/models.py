@@ -11,10 +11,9 @@ from ullage.cli.arguments import lora
 from ullage.cli.options import QUANTIZATIONS, Options, check_adapters
 from ullage.cli.request import model_named
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import write_json
 from ullage.output.formatting import si
 from ullage.report.charts import Table
-from ullage.report.terminal import show
+from ullage.report.terminal import answer
 
 _WEIGHT_BYTES = 2  # bytes of one weight in bf16
 
@@ -60,10 +59,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         check_adapters(Options(model=args.model, lora=args.lora, quantize=args.quantize))
         data, shown = _adapted(args) if args.lora is not None else _one(args.model)
-    if args.json:
-        write_json(data)
-    else:
-        show(shown)
+    answer(args, data, shown)
     return 0
 
 

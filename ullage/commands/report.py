@@ -53,33 +53,23 @@ def run(args: argparse.Namespace) -> int:
     sources = [load(path) for path in args.files]
     from ullage.output.progress import progress_bar  # noqa: PLC0415
     from ullage.report.page import render  # noqa: PLC0415 - the same, and it may be missing
+    from ullage.report.terminal import answer  # noqa: PLC0415
 
     with progress_bar() as progress:
         parts = [report_on(source, progress) for source in sources]
         progress("writing", 0, 0)
         write_whole(args.output, render(parts, side_by_side(parts)))
-    if args.json:
-        from ullage.output.console import write_json  # noqa: PLC0415
-
-        write_json(
-            {
-                "output": str(args.output),
-                "num_bytes": args.output.stat().st_size,
-                "parts": [
-                    {
-                        "file": str(path),
-                        "kind": part.kind,
-                        "title": part.title,
-                        "sections": {
-                            section.key: [picture.key for picture in section.pictures] for section in part.sections
-                        },
-                    }
-                    for path, part in zip(args.files, parts, strict=True)
-                ],
-            }
-        )
-    else:
-        sys.stdout.write(f"report written to {args.output}\n")
+    found = [
+        {
+            "file": str(path),
+            "kind": part.kind,
+            "title": part.title,
+            "sections": {section.key: [picture.key for picture in section.pictures] for section in part.sections},
+        }
+        for path, part in zip(args.files, parts, strict=True)
+    ]
+    data = {"output": str(args.output), "num_bytes": args.output.stat().st_size, "parts": found}
+    answer(args, data, f"report written to {args.output}")
     if args.open and not webbrowser.open(args.output.resolve().as_uri()):
         sys.stderr.write(f"ullage report: no browser was found; open {args.output} yourself\n")
     return 0

@@ -12,9 +12,8 @@ from ullage.analysis.simulation import ENGINES, OURS, planned
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import write_json
 from ullage.report.iteration import iteration_part
-from ullage.report.terminal import show
+from ullage.report.terminal import answer
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -85,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         from ullage.report.page import render  # noqa: PLC0415 - plotly may be missing
 
         write_whole(args.figure, render([iteration_part(seen)]))
-    if args.json:
-        write_json(seen.to_json())
-    else:
-        written = {"trace": args.trace, "figure": args.figure}
-        show(iteration_part(seen), *(f"{what} written to {path}" for what, path in written.items() if path))
+    written = {"trace": args.trace, "figure": args.figure}
+    lines = (f"{what} written to {path}" for what, path in written.items() if path)
+    answer(args, seen.to_json(), iteration_part(seen), *lines)
     return CHECK_FAILED if seen.missing else 0

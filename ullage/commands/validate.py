@@ -15,10 +15,9 @@ from planner.simulate.uncertainty import interval_s
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import write_json
 from ullage.output.formatting import percent
 from ullage.report.charts import Table
-from ullage.report.terminal import show
+from ullage.report.terminal import answer
 from ullage.rivals.cases import Case, CaseError, Metric, Outcome, load_cases
 
 
@@ -111,10 +110,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
-    if args.json:
-        write_json({"cases": [_case_json(item) for item in checked], "summaries": summaries, "failures": failures})
-    else:
-        _print(checked, summaries, failures)
+    data = {"cases": [_case_json(item) for item in checked], "summaries": summaries, "failures": failures}
+    answer(args, data, *_shown(checked, summaries, failures))
     return 1 if failures else 0
 
 
@@ -204,8 +201,10 @@ def _case_json(item: Checked) -> dict[str, Any]:
     }
 
 
-def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]) -> None:
-    """Print a table for each quantity, one of all errors, and what is to be known about them."""
+def _shown(
+    checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]
+) -> tuple[str | Table, ...]:
+    """Return a table for each quantity, one of all errors, and what is to be known about them."""
     tables = [
         Table(
             metric.value,
@@ -228,4 +227,4 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
     ]
     warnings = dict.fromkeys(f"warning: {text}" for item in checked for text in item.outcome.warnings)
     errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
-    show(*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))
+    return (*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))

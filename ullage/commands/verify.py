@@ -8,10 +8,9 @@ from planner.plan.document import load_plan
 from planner.verification import verify
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import write_json
 from ullage.output.formatting import percent, si
 from ullage.output.plans import gap_parts_words
-from ullage.report.terminal import show
+from ullage.report.terminal import answer
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,24 +37,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         verified = verify(plan)
     except CertificateError as error:
-        if args.json:
-            write_json({"holds": False, "why": str(error)})
-        else:
-            show(f"does not hold: {error}")
+        answer(args, {"holds": False, "why": str(error)}, f"does not hold: {error}")
         return CHECK_FAILED
-    if args.json:
-        write_json(
-            {
-                "holds": True,
-                "iteration_s": verified.iteration_s,
-                "bound_s": certificate.bound_s,
-                "gap": certificate.gap(iteration_s),
-                "gap_parts": certificate.gap_parts(iteration_s),
-                "num_proofs": len(certificate.proofs),
-                "num_multipliers": certificate.num_multipliers,
-            }
-        )
-        return 0
+    gap = certificate.gap(iteration_s)
+    data = {
+        "holds": True,
+        "iteration_s": verified.iteration_s,
+        "bound_s": certificate.bound_s,
+        "gap": gap,
+        "gap_parts": certificate.gap_parts(iteration_s),
+        "num_proofs": len(certificate.proofs),
+        "num_multipliers": certificate.num_multipliers,
+    }
     lines = {
         "holds": "yes",
         "iteration": f"{si(verified.iteration_s, 's')}, simulated again",
@@ -65,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         "bound": f"{si(certificate.bound_s, 's')}, by {len(certificate.proofs)} proof(s) with "
         f"{certificate.num_multipliers} multipliers, in exact arithmetic: within "
-        f"{percent(certificate.gap(iteration_s))} of the best",
+        f"{percent(gap)} of the best",
         "gap": f"{gap_parts_words(certificate, iteration_s)}; each found again",
     }
-    show(lines)
+    answer(args, data, lines)
     return 0

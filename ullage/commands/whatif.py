@@ -8,7 +8,7 @@ from typing import Any, get_args
 from ullage.cli.arguments import choice, non_negative_int, parts, positive_float, positive_int, tokens
 from ullage.cli.options import add_options
 from ullage.commands import Subparsers, command_parser
-from ullage.whatif.study import Design, Question
+from ullage.whatif.values import Design, Question
 
 _MOST_ROWS = 48  # of points on the screen
 
@@ -113,20 +113,17 @@ def _design(text: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Run, write and print a study."""
-    from ullage.report.terminal import show  # noqa: PLC0415 - rich is slow to import
+    from ullage.report.terminal import answer, show  # noqa: PLC0415 - rich is slow to import
     from ullage.whatif.command import matching_fields, study_of  # noqa: PLC0415 - the simulator is slow to import
 
     if args.fields is not None:
-        from ullage.output.console import write_json  # noqa: PLC0415
         from ullage.report.study import fields_table  # noqa: PLC0415
 
         fields, aliases = matching_fields(args)
         keys = ("name", "kind", "unit", "present", "words")
-        if args.json:
-            write_json({"fields": [{k: getattr(f, k) for k in keys} for f in fields], "aliases": aliases})
-        else:
-            names = ", ".join(f"{name} is {field}" for name, field in aliases.items())
-            show(fields_table(fields), *([f"other names: {names}"] if names else []))
+        names = ", ".join(f"{name} is {field}" for name, field in aliases.items())
+        data = {"fields": [{k: getattr(f, k) for k in keys} for f in fields], "aliases": aliases}
+        answer(args, data, fields_table(fields), *([f"other names: {names}"] if names else []))
         return 0
     study = study_of(args)
     if args.json:

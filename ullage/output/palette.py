@@ -4,7 +4,6 @@ The colours are those of Okabe and Ito ("Color Universal Design", 2008), which p
 distinguish. On a dark background, the same hues are lighter.
 """
 
-import dataclasses
 from enum import StrEnum
 from typing import Final
 
@@ -42,18 +41,13 @@ WORK: Final[dict[Op, Work]] = {op: work for work, ops in _OPS.items() for op in 
 """The purpose of every operation."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Colour:
-    """One colour on a light background and on a dark one, as ``#rrggbb``."""
+Colour = tuple[str, str]
+"""One colour on a light background and on a dark one, as ``#rrggbb``."""
 
-    light: str
-    dark: str
-
-
-_BLUE, _SKY = Colour("#0072b2", "#4ba3dc"), Colour("#56b4e9", "#9ad4f5")
-_GREEN, _VERMILION = Colour("#009e73", "#2fc79b"), Colour("#d55e00", "#ff8b47")
-_ORANGE, _PURPLE = Colour("#e69f00", "#f5bd3d"), Colour("#cc79a7", "#e6a3c8")
-_GREY, _OLIVE = Colour("#8c8c8c", "#a0a0a0"), Colour("#a89c00", "#e3d84f")
+_BLUE, _SKY = ("#0072b2", "#4ba3dc"), ("#56b4e9", "#9ad4f5")
+_GREEN, _VERMILION = ("#009e73", "#2fc79b"), ("#d55e00", "#ff8b47")
+_ORANGE, _PURPLE = ("#e69f00", "#f5bd3d"), ("#cc79a7", "#e6a3c8")
+_GREY, _OLIVE = ("#8c8c8c", "#a0a0a0"), ("#a89c00", "#e3d84f")
 
 COLOURS: Final[dict[str, Colour]] = {
     MemoryClass.PARAMETERS: _BLUE,
@@ -64,9 +58,9 @@ COLOURS: Final[dict[str, Colour]] = {
     MemoryClass.CHECKPOINT: _OLIVE,
     Work.FORWARD: _SKY,
     Work.BACKWARD: _PURPLE,
-    Work.RECOMPUTE: Colour("#7a5c86", "#b48fc4"),
+    Work.RECOMPUTE: ("#7a5c86", "#b48fc4"),
     Work.UPDATE: _GREEN,
-    Work.STATE: Colour("#7cc9ae", "#1d8a69"),
+    Work.STATE: ("#7cc9ae", "#1d8a69"),
     Work.PARAMETERS: _BLUE,
     Work.GRADIENTS: _VERMILION,
     Work.ACTIVATIONS: _ORANGE,
@@ -83,19 +77,19 @@ COLOURS: Final[dict[str, Colour]] = {
     "fourth": _ORANGE,
     "fifth": _PURPLE,
     "sixth": _SKY,
-    "least": Colour("#e3f0f8", "#1c2c38"),
-    "middle": Colour("#4ba3dc", "#2f7fb3"),
-    "most": Colour("#003b5c", "#c3e6fb"),
-    "bad": Colour("#b3261e", "#ff8a80"),
+    "least": ("#e3f0f8", "#1c2c38"),
+    "middle": ("#4ba3dc", "#2f7fb3"),
+    "most": ("#003b5c", "#c3e6fb"),
+    "bad": ("#b3261e", "#ff8a80"),
     "quiet": _GREY,
-    "ink": Colour("#1a1d21", "#e8eaed"),
-    "paper": Colour("#ffffff", "#15181c"),
-    "grid": Colour("#dfe3e8", "#30363d"),
-    "soft": Colour("#565d66", "#a3abb5"),
-    f"phase {Phase.FORWARD}": Colour("#e4ebf3", "#1d2733"),
-    f"phase {Phase.BACKWARD}": Colour("#ffffff", "#15181c"),
-    f"phase {Phase.UPDATE}": Colour("#eeeeee", "#23272c"),
-    f"phase {Phase.LOOP}": Colour("#f6f0e2", "#2c281d"),
+    "ink": ("#1a1d21", "#e8eaed"),
+    "paper": ("#ffffff", "#15181c"),
+    "grid": ("#dfe3e8", "#30363d"),
+    "soft": ("#565d66", "#a3abb5"),
+    f"phase {Phase.FORWARD}": ("#e4ebf3", "#1d2733"),
+    f"phase {Phase.BACKWARD}": ("#ffffff", "#15181c"),
+    f"phase {Phase.UPDATE}": ("#eeeeee", "#23272c"),
+    f"phase {Phase.LOOP}": ("#f6f0e2", "#2c281d"),
 }
 """Every colour by its class; ``first`` to ``sixth`` are for data without a class."""
 

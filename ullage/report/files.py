@@ -26,18 +26,13 @@ Source = Plan | RunRecord | Study
 _MAKERS = "`ullage plan`, `ullage execute` or `ullage whatif`"
 
 
-class ReportError(ValueError):
-    """Ullage cannot make a report about a file; the message says which files it takes."""
-
-
 def load(path: Path) -> Source:
     """Read a file that contains a plan, a run or a study.
 
     Raises:
-        ReportError: the file is none of these, or is a study that was not run.
-        PlanError, RunError, StudyError: the plan, run or study cannot be used.
+        ValueError: the file is none of these, is a study that was not run, or cannot be used.
     """
-    data = read_json(path, ReportError, f"give a file that {_MAKERS} wrote")
+    data = read_json(path, ValueError, f"give a file that {_MAKERS} wrote")
     keys = data.keys() if isinstance(data, dict) else ()
     if "start_s" in keys:
         return load_run(path)
@@ -46,9 +41,9 @@ def load(path: Path) -> Source:
     if "request" in keys:
         study = load_study(path)
         if not study.points:
-            raise ReportError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
+            raise ValueError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
         return study
-    raise ReportError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
+    raise ValueError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
 
 
 def report_on(source: Source, progress: Report) -> Part:

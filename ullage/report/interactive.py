@@ -23,7 +23,7 @@ _DASHES = {False: "solid", True: "dot"}
 
 def theme(*, dark: bool) -> dict[str, str]:
     """Return every colour of a theme by its name."""
-    return {name: colour.dark if dark else colour.light for name, colour in COLOURS.items()}
+    return {name: colour[dark] for name, colour in COLOURS.items()}
 
 
 def figure(picture: Picture) -> dict[str, Any]:

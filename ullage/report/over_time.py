@@ -98,6 +98,19 @@ def _bands(view: View) -> tuple[Band, ...]:
     return tuple(Band(s.start_s, s.end_s, s.phase.value, f"phase {s.phase}") for s in lasting)
 
 
+def _chart(
+    views: Sequence[View],
+    key: str,
+    title: str,
+    note: str,
+    y: Axis,
+    traces: Sequence[Trace],
+    levels: Sequence[Level] = (),
+) -> Chart:
+    """Return a chart over the time of the iteration, above its predicted phases."""
+    return Chart(key, title, note, TIME, tuple(traces), y, tuple(levels), _bands(views[0]), over_time=True)
+
+
 def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | None) -> Section:
     """Show the memory of each tier over time, by class."""
     predicted = views[0]
@@ -118,19 +131,9 @@ def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | No
             note += f" All {num_ranks} ranks of a node together."
         if predicted.timeline.schedule.num_stages > 1:
             note += " The stage with the highest peak is shown."
-        charts.append(
-            Chart(
-                key=f"memory-{tier}",
-                title=f"Memory of {TIER_WORDS[tier]}",
-                note=note,
-                x=TIME,
-                y=Axis("memory", "B"),
-                traces=tuple(traces),
-                levels=(Level(capacity_bytes, "capacity"),) if drawn else (),
-                bands=_bands(predicted),
-                over_time=True,
-            )
-        )
+        levels = [Level(capacity_bytes, "capacity")] if drawn else []
+        title = f"Memory of {TIER_WORDS[tier]}"
+        charts.append(_chart(views, f"memory-{tier}", title, note, Axis("memory", "B"), traces, levels))
     words = []
     if run is not None and not run.device_bytes:
         words.append("This run has no measured device memory over time; run it again with this version.")
@@ -239,16 +242,14 @@ def _both_ways(
             levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
     if not traces:
         return None
-    return Chart(
-        key=f"traffic-{key}",
-        title=f"Traffic over the {title}" if key != "network" else "Traffic over the network between devices",
-        note=f"{'; '.join(totals)}.",
-        x=TIME,
-        y=Axis("rate", "B/s"),
-        traces=tuple(traces),
-        levels=tuple(levels),
-        bands=_bands(views[0]),
-        over_time=True,
+    return _chart(
+        views,
+        f"traffic-{key}",
+        f"Traffic over the {title}",
+        f"{'; '.join(totals)}.",
+        Axis("rate", "B/s"),
+        traces,
+        levels,
     )
 
 
@@ -257,17 +258,10 @@ def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
     for view in views:
         name = view.who if len(views) > 1 else "reads and writes"
         traces += _rate(view.used(_dram_bytes(view, cost)), name, "dram", 1, measured=view.measured)
-    return Chart(
-        key="traffic-dram",
-        title="Traffic of host memory (DRAM)",
-        note="Bytes that tasks read and write according to the cost model, at the times of the tasks.",
-        x=TIME,
-        y=Axis("rate", "B/s"),
-        traces=tuple(traces),
-        levels=(Level(capacity, "peak rate"),),
-        bands=_bands(views[0]),
-        over_time=True,
-    )
+    title = "Traffic of host memory (DRAM)"
+    note = "Bytes that tasks read and write according to the cost model, at the times of the tasks."
+    levels = [Level(capacity, "peak rate")]
+    return _chart(views, "traffic-dram", title, note, Axis("rate", "B/s"), traces, levels)
 
 
 def _dram_bytes(view: View, cost: CostModel) -> list[float]:
@@ -300,16 +294,8 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
             if (series := view.busy.get(processor)) is not None and series.integral:
                 name = f"{words}, {view.who}" if len(views) > 1 else words
                 over_time += _rate(series, name, colour, 1, measured=view.measured)
-    busy = Chart(
-        key="busy",
-        title="How busy the processors are",
-        note="Share of the time in which the device computes, and in which the CPU updates.",
-        x=TIME,
-        y=Axis("busy", "%"),
-        traces=tuple(over_time),
-        bands=_bands(views[0]),
-        over_time=True,
-    )
+    note = "Share of the time in which the device computes, and in which the CPU updates."
+    busy = _chart(views, "busy", "How busy the processors are", note, Axis("busy", "%"), over_time)
     shares = [(view, _shares(view, cost)) for view in views]
     phases = list(dict.fromkeys(phase for _, found in shares for phase in found))
     used = [name for _, found in shares for of in found.values() for name, share in of.items() if share]

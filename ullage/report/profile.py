@@ -1,6 +1,6 @@
 """Profiles as sections: all, one, what calibration measured, differences between two, and drift on this machine.
 
-[Note: Differences] Two values of a quantity differ if their spreads (p10 to p90 of the repetitions) do not overlap and
+Two values of a quantity differ if their spreads (p10 to p90 of the repetitions) do not overlap and
 if the values differ by more than a tenth. The second condition is needed because repetitions minutes apart agree better
 than calibrations days apart. For curves, the geometric mean of the ratios of medians at common sizes is compared,
 because single points are noisy.
@@ -46,7 +46,7 @@ class Difference:
 
     @property
     def matters(self) -> bool:
-        """Whether they differ by more than their spread; see [Note: Differences]."""
+        """Whether they differ by more than their spread."""
         if self.first is None or self.second is None:
             return True
         if self.ratio is None:

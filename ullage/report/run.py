@@ -1,12 +1,17 @@
 """A run against its prediction as sections: the answer, the causes of the difference, tasks, and all figures."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.fitting.attribution import Tasks
+from planner.plan.document import Plan, describe
 from ullage.analysis.comparison import Comparison, Explained, Row, kind_words
 from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace, bars
+
+if TYPE_CHECKING:
+    from ullage.training.out_of_memory import OutOfMemoryError  # torch, which `ullage compare` does without
+    from ullage.training.replanning import Replanned
 
 _LEAST = 1e-3  # fraction of the iteration; smaller causes and stalls are merged
 
@@ -124,6 +129,33 @@ def _stalls(explained: Explained) -> tuple[Table, ...]:
     return (Table(title, ("before", "time", "share"), rows),)
 
 
+def replanned_table(found: "Replanned", measured_s: float | None) -> Table:
+    """Show the plan before and after it was changed during training; ``measured_s``: of an iteration at the end."""
+
+    def row(name: str, plan: Plan, *seconds: float | None) -> tuple[str, ...]:
+        return (name, describe(plan.decisions, plan.units()), *("-" if s is None else si(s, "s") for s in seconds))
+
+    before, after = found.before, found.after
+    rows = [row("first", before, before.prediction.iteration_s, found.refit.predicted_s, found.refit.measured_s)]
+    if after is not None:
+        rows.append(row("new", after, None, after.prediction.iteration_s, measured_s if found.switched else None))
+    return Table("planned again", ("plan", "decides", "predicted", "at measured rates", "measured"), tuple(rows))
+
+
+def out_of_memory(error: "OutOfMemoryError") -> tuple[str | Table, ...]:
+    """Show the bytes by class of a tier that was too small, predicted and actual, and the remedy."""
+    sides = (error.predicted_bytes, error.actual_bytes)
+    rows: list[tuple[str, ...]] = [
+        (name, si(sides[0].get(name, 0), "B"), si(sides[1][name], "B") if name in sides[1] else "not measured")
+        for name in {**sides[0], **sides[1]}
+    ]
+    rows.append(("in all", *(si(sum(side.values()), "B") for side in sides)))
+    rows.append(("capacity", si(error.capacity_bytes, "B"), ""))
+    title = f"memory of the {error.tier}, one process"
+    table = Table(title, ("", "predicted", "actual"), tuple(rows))
+    return f"out of memory: {error.what}", table, "", f"remedy: {error.remedy}"
+
+
 def _refit(explained: Explained) -> Section:
     """List the quantities of the profile that a fit to this run changes."""
     if not explained.changes:
@@ -131,7 +163,11 @@ def _refit(explained: Explained) -> Section:
         return Section("refit", "Profile", "The profile that this run proposes", words, ())
     predicted = si(explained.refitted.predicted_s, "s")
     note = f"with this profile, the prediction would be {predicted}; `ullage compare RUN --refit PATH` writes it"
-    columns, rows = ("quantity", "from", "to", "change"), tuple(change.cells for change in explained.changes)
+    columns = ("quantity", "from", "to", "change")
+    rows = tuple(
+        (path, *(si(x, unit) if unit else f"{x:.3g}" for x in (before, after)), signed_percent(after / before - 1))
+        for path, before, after, unit in explained.changes
+    )
     table = Table("refit: the profile that this run proposes", columns, rows, note)
     return Section("refit", "Profile", "The profile that this run proposes", (), (table,))
 

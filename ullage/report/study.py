@@ -53,7 +53,7 @@ def _part(study: Study, fitting: Sequence[Point], sections: tuple[Section, ...])
     if fitting:
         fastest = max(fitting, key=_speed)
         figures = _figures(fastest)
-        share = percent(next(iter(figures.critical_shares.values()), 0.0))
+        share = percent(figures.critical_s[figures.bound_by] / sum(figures.critical_s.values()))
         facts += [
             Fact(
                 "fastest", f"{_speed(fastest):,.0f} tokens/s", f"with {_settings(study, fastest)}", origin="predicted"
@@ -204,6 +204,32 @@ def _minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
     return Table(title, columns, tuple(found), note)
 
 
+# -- what is compared --------------------------------------------------------------------------------------------
+
+_Measure = tuple[str, ChartAxis, Callable[..., Point], Callable[[Point], float]]
+"""A key, title and unit, what is best (``min`` or ``max``), and the function that reads the value of a point."""
+
+
+def _measures(study: Study) -> list[_Measure]:
+    found: list[_Measure] = [
+        ("speed", ChartAxis("speed", "tokens/s"), max, _speed),
+        ("iteration", ChartAxis("iteration", "s"), min, lambda point: _figures(point).iteration_s),
+    ]
+    if study.prices is not None and all(point.cost for point in study.points if point.figures):
+        currency = study.prices.currency
+        found.append(("cost", ChartAxis(f"{currency} per million tokens", currency), min, _cost))
+    return found
+
+
+def _speed(point: Point) -> float:
+    return point.goodput_tokens_per_s
+
+
+def _cost(point: Point) -> float:
+    assert point.cost is not None
+    return point.cost.per_million_tokens
+
+
 # -- maps ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,10 +245,7 @@ def _maps(study: Study) -> tuple[HeatMap, ...]:
             continue
         if 2 * len(cells) < len(columns) * len(rows):
             continue
-        found.append(_map(study, x, y, cells, "speed", ChartAxis("speed", "tokens/s"), max, _speed))
-        if study.prices is not None and all(point.cost for point in study.points if point.figures):
-            of = ChartAxis(f"{study.prices.currency} per million tokens", study.prices.currency)
-            found.append(_map(study, x, y, cells, "cost", of, min, _cost))
+        found += [_map(study, x, y, cells, measure) for measure in _measures(study) if measure[0] != "iteration"]
     return tuple(found)
 
 
@@ -231,12 +254,10 @@ def _map(
     x: Axis,
     y: Axis,
     cells: Mapping[tuple[Value, Value], Sequence[Point]],
-    key: str,
-    of: ChartAxis,
-    best: Callable[..., Point],
-    read: Callable[[Point], float],
+    measure: _Measure,
 ) -> HeatMap:
     """Return one map. Each cell shows the best of its points."""
+    key, of, best, read = measure
     columns = [value for value in x.values if any(pair[0] == value for pair in cells)]
     rows = [value for value in y.values if any(pair[1] == value for pair in cells)]
     values, texts = [], []
@@ -273,10 +294,6 @@ def _no_plan(study: Study, points: Sequence[Point]) -> str:
     return f"{_settings(study, points[0])}: {points[0].result.reason or points[0].result.status}"
 
 
-def _speed(point: Point) -> float:
-    return point.goodput_tokens_per_s
-
-
 # -- curves -------------------------------------------------------------------------------------------------------
 
 
@@ -285,31 +302,19 @@ def _curve_sections(study: Study, fitting: Sequence[Point]) -> Iterator[Section]
     for axis in study.axes:
         if len({point.settings[axis.name] for point in fitting}) < 2:
             continue
-        charts = [_along(study, axis, fitting, "speed", "speed", "tokens/s", _speed)]
-        charts.append(_along(study, axis, fitting, "iteration", "iteration", "s", lambda p: _figures(p).iteration_s))
-        if study.prices is not None and all(point.cost for point in fitting):
-            currency = study.prices.currency
-            title = f"{currency} per million tokens"
-            charts.append(_along(study, axis, fitting, "cost", title, currency, _cost))
-        yield Section(f"along-{_key(axis.name)}", axis.name, f"Along {axis.name}", (), tuple(charts))
+        charts = tuple(_along(study, axis, fitting, measure) for measure in _measures(study))
+        yield Section(f"along-{_key(axis.name)}", axis.name, f"Along {axis.name}", (), charts)
 
 
-def _cost(point: Point) -> float:
-    assert point.cost is not None
-    return point.cost.per_million_tokens
-
-
-def _along(
-    study: Study, axis: Axis, fitting: Sequence[Point], key: str, title: str, unit: str, read: Callable[[Point], float]
-) -> Chart:
+def _along(study: Study, axis: Axis, fitting: Sequence[Point], measure: _Measure) -> Chart:
     """Draw one curve per combination of the other axes. If there are too many, draw all points and the best of each."""
+    key, up, best, read = measure
     others = [other for other in study.axes if other is not axis]
 
     def combination(point: Point) -> str:
         return ", ".join(f"{other.name} {value_words(other, point.settings[other.name])}" for other in others)
 
     named = not all(isinstance(value, int | float) and not isinstance(value, bool) for value in axis.values)
-    best = min if key in {"iteration", "cost"} else max
     curves: dict[str, list[Point]] = {}
     for point in fitting:
         curves.setdefault(combination(point) or "predicted", []).append(point)
@@ -326,10 +331,9 @@ def _along(
         ordered = sorted(points, key=lambda point: _x(axis, point) if not named else 0.0)
         traces.append(_trace(study, axis, name, ordered, read, colour, Mark.BARS if named else Mark.CURVE))
     along = ChartAxis(axis.name, _unit(axis))
-    up = ChartAxis(title, unit)
     return Chart(
         key=f"along-{_key(axis.name)}-{key}",
-        title=f"{title[0].upper()}{title[1:]} along {axis.name}",
+        title=f"{up.title[0].upper()}{up.title[1:]} along {axis.name}",
         note=f"{axis.name}: {axis.words}. Every point is planned anew. Points that do not fit are left out.",
         x=up if named else along,
         y=ChartAxis("") if named else up,

@@ -1,12 +1,15 @@
 """The terminal: facts, tables, and charts over time as lines of bars. Other charts are only on the page."""
 
+import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table as Grid
 
-from ullage.output.console import console, facts, table
+from ullage.output.console import console, write_json
 from ullage.output.formatting import percent, sparkline
 from ullage.report.charts import (
     Band,
@@ -31,9 +34,17 @@ _NOTE_COLUMNS = 28  # width of the note behind a line of bars
 _CHART_COLUMNS = (16, 72)
 
 
-def show(*shown: Shown) -> None:
+def answer(args: argparse.Namespace, data: Any, *shown: Shown) -> None:
+    """Print the result of a command: its data with ``--json``, otherwise what people read."""
+    if args.json:
+        write_json(data)
+    else:
+        show(*shown)
+
+
+def show(*shown: Shown, stderr: bool = False) -> None:
     """Print to stdout. Tables and facts have an empty line between them; a line of text follows what is before it."""
-    out, begun = console(), False
+    out, begun = console(stderr=stderr), False
     bands: tuple[Band, ...] = ()  # those of a chart that the next one repeats are not drawn again
     for piece in _pieces(shown):
         if isinstance(piece, str):
@@ -54,7 +65,7 @@ def show(*shown: Shown) -> None:
                 out.print(line, soft_wrap=True)
             bands = piece.bands
         else:
-            out.print(facts(piece))
+            out.print(_facts(piece))
 
 
 def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart | Gantt]:
@@ -78,11 +89,32 @@ def _fact(fact: Fact) -> str:
     return f"{fact.value}; {fact.words}" if fact.words else fact.value
 
 
-def _table(shown: Table) -> object:
-    result = table(shown.title, *shown.columns, text={place for place, words in enumerate(shown.words) if words})
+def _facts(rows: Mapping[str, str]) -> Grid:
+    result = Grid.grid(padding=(0, 2, 0, 0))
+    result.add_column(style="bold", no_wrap=True)
+    result.add_column()
+    for name, value in rows.items():
+        result.add_row(name, value)
+    return result
+
+
+def _table(shown: Table) -> Grid:
+    result = Grid(
+        title=shown.title,
+        title_justify="left",
+        title_style="bold",
+        caption=shown.note or None,
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        min_width=len(shown.title),  # otherwise a narrow table folds its title
+    )
+    for column, is_text in zip(shown.columns, shown.words, strict=True):
+        # In a narrow terminal, fold a long word instead of truncating it, because truncated names are useless.
+        result.add_column(column, justify="left" if is_text else "right", header_style="dim", overflow="fold")
     for place, row in enumerate(shown.rows):
         result.add_row(*row, style="bold" if place in shown.bold else "")
-    result.caption = shown.note or None
     return result
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, get_args
 
 from torch import Tensor, nn
 
@@ -10,11 +10,6 @@ from hwprofiles.profile import HardwareProfile
 from planner.terms import Storage
 
 _WRAPPERS: Final = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
-
-
-class _Rule(NamedTuple):
-    holds: Callable[[Any], bool]
-    words: str
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -29,27 +24,30 @@ def _are_cores(value: object) -> bool:
     return value in ("auto", "free") or (isinstance(value, tuple) and all(_is_whole(core, 0) for core in value))
 
 
-_FLAG: Final = _Rule(lambda value: isinstance(value, bool), "True or False")
-_RULES: Final = {
-    "hardware": _Rule(
+_FLAG: Final = (lambda value: isinstance(value, bool), "True or False")
+_RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "hardware": (
         lambda value: value is None or isinstance(value, str | Path | HardwareProfile),
         "the name or path of a profile, or a profile from ullage.load_profile",
     ),
-    "device_memory": _Rule(
-        lambda value: value is None or _is_amount(value), "a number of bytes of at least 1, or a text like '8GB'"
+    "device_memory": (
+        lambda value: value is None or _is_amount(value),
+        "a number of bytes of at least 1, or a text like '8GB'",
     ),
-    "num_micro_batches": _Rule(lambda value: _is_whole(value, 1), "a whole number of at least 1"),
-    "clip": _Rule(_FLAG.holds, "True or False: whether your loop clips gradients by their norm"),
-    "storage": _Rule(lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
-    "storage_dir": _Rule(
-        lambda value: value is None or (isinstance(value, str | Path) and not Path(value).is_file()), "a folder"
+    "num_micro_batches": (lambda value: _is_whole(value, 1), "a whole number of at least 1"),
+    "clip": (_FLAG[0], "True or False: whether your loop clips gradients by their norm"),
+    "storage": (lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
+    "storage_dir": (
+        lambda value: value is None or (isinstance(value, str | Path) and not Path(value).is_file()),
+        "a folder",
     ),
     "compile_blocks": _FLAG,
-    "cores": _Rule(_are_cores, "'auto', 'free', or a tuple of the numbers of cores"),
-    "audit": _Rule(
-        lambda value: value in ("first", "off") or _is_whole(value, 1), "'first', 'off', or a number of iterations"
+    "cores": (_are_cores, "'auto', 'free', or a tuple of the numbers of cores"),
+    "audit": (
+        lambda value: value in ("first", "off") or _is_whole(value, 1),
+        "'first', 'off', or a number of iterations",
     ),
-    "checkpoint_buffer_bytes": _Rule(lambda value: _is_whole(value, 0), "a whole number of bytes of at least 0"),
+    "checkpoint_buffer_bytes": (lambda value: _is_whole(value, 0), "a whole number of bytes of at least 0"),
 }
 
 
@@ -68,10 +66,10 @@ def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]
     if unknown := sorted(set(given) - set(known)):
         raise TypeError(f"{caller}() has no option {unknown[0]}; use one of {', '.join(known)}")
     for name, value in given.items():
-        rule = _RULES.get(name)
-        if rule is not None and not rule.holds(value):
+        holds, words = _RULES.get(name, (lambda _: True, ""))
+        if not holds(value):
             shown = str(value) if isinstance(value, Path) else repr(value)
-            raise ValueError(f"{name} is {shown}, but must be {rule.words}")
+            raise ValueError(f"{name} is {shown}, but must be {words}")
 
 
 def check_trainable(model: nn.Module) -> None:

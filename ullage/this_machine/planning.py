@@ -1,7 +1,6 @@
 """Make a plan from a user's model, optimizer and one batch, for the memory that is free on this machine now."""
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -287,19 +286,11 @@ def _input(name: str, value: Tensor, position: int) -> CapturedInput:
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Free:
-    """Bytes that are free now: on the device of the rank with least free (``None`` without a GPU), and on this host."""
+def free_memory(model: nn.Module | None = None) -> tuple[int | None, int]:
+    """Return the bytes that are free for training on a device (``None`` without a GPU), and on this host.
 
-    device_bytes: int | None
-    host_bytes: int
-
-
-def free_memory(model: nn.Module | None = None) -> Free:
-    """Return the memory that is free for training. It includes memory of the model on a GPU, because weights move.
-
-    What plans of other prepared models are going to take, as for activations, is not free. All ranks call it together.
-    The result is for the device with least free memory.
+    They include memory of the model on a GPU, because weights move. What plans of other prepared models are going to
+    take, as for activations, is not free. All ranks call it together, and get what the one with least has.
     """
     device = None
     if torch.cuda.is_available():
@@ -318,24 +309,24 @@ def free_memory(model: nn.Module | None = None) -> Free:
             every = [json.loads(text) for text in ranks.exchange(json.dumps((device, host)))]
         device = None if device is None else min(of_rank for of_rank, _ in every if of_rank is not None)
         host = min(of_rank for _, of_rank in every)
-    return Free(device, host)
+    return device, host
 
 
-def machine_now(options: Options, free: Free, num_ranks: int | None = None) -> HardwareProfile:
+def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int | None = None) -> HardwareProfile:
     """Return the machine with the memory that is free now, and with one device per rank.
 
     Args:
         options: may name a machine, and the memory of a device.
-        free: what is free.
+        free: what is free, of a device and of the host.
         num_ranks: ranks of this machine. Default: those that ``torchrun`` has started on it.
 
     Raises:
         ValueError: ``device_memory`` is more than is free, or the profile is of another kind of device.
     """
-    profile = options.get("hardware")
+    (device_bytes, host_bytes), profile = free, options.get("hardware")
     if not isinstance(profile, HardwareProfile):
         profile = profile_here() if profile is None else load_profile(profile)
-    kind = "host" if free.device_bytes is None else "gpu"
+    kind = "host" if device_bytes is None else "gpu"
     if profile.device.kind != kind:
         raise PlanError(
             f"profile {profile.name} is of a {profile.device.kind} device, but this machine computes on a {kind}; "
@@ -344,7 +335,7 @@ def machine_now(options: Options, free: Free, num_ranks: int | None = None) -> H
     num_ranks = num_ranks or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
     if kind == "host" and num_ranks > profile.devices_per_node:
         profile = _divided(profile, num_ranks)
-    most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1
+    most = device_bytes if device_bytes is not None else host_bytes // num_ranks - 1
     wanted = options.get("device_memory")
     if isinstance(wanted, str):
         try:
@@ -364,7 +355,7 @@ def machine_now(options: Options, free: Free, num_ranks: int | None = None) -> H
         wanted = most if kind == "gpu" else min(whole, most // 2)
     if wanted <= 0:
         raise ValueError(f"no device memory is left for this model; {_of_others(sys.maxsize)}close their sessions")
-    host = free.host_bytes - (wanted * num_ranks if kind == "host" else 0)
+    host = host_bytes - (wanted * num_ranks if kind == "host" else 0)
     return _with_memory(profile, wanted, host)
 
 

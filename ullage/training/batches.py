@@ -1,7 +1,7 @@
 """One rank's training batches: its part of the next tokens, or one random batch of a captured model's inputs."""
 
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,18 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.inputs import begun
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
-from ullage.cli.arguments import Data
 from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text, read_tokens
 
 
-def tokens_for(plan: Plan, data: Data) -> Tokens | None:
+def tokens_for(plan: Plan, data: Mapping[str, Any]) -> Tokens | None:
     """Return what a plan's model is trained on; ``None``: one random batch of its inputs.
 
     Models that are planned from sizes, and models with adapters, take tokens.
 
     Args:
         plan: the plan.
-        data: tokens (see :func:`ullage.training.text.read_tokens`), or text, one token per byte; by default the
-            built-in English text.
+        data: see :func:`ullage.cli.arguments.data`: tokens (:func:`ullage.training.text.read_tokens`), or text, one
+            token per byte; empty: the built-in English text.
 
     Raises:
         PlanError: tokens or a position are given for a captured model.
@@ -32,15 +31,15 @@ def tokens_for(plan: Plan, data: Data) -> Tokens | None:
         OSError: a file cannot be read.
     """
     if isinstance(plan.model, CapturedModel) and plan.model.lora is None:
-        if data != Data():
+        if data:
             raise PlanError(
                 "a captured model is trained on one random batch of its inputs; leave out --data, "
                 "or use ullage.prepare in a loop of your own, or ullage.offloaded(Trainer)"
             )
         return None
-    path = data.path
-    if path is not None and (data.dtype or path.suffix == ".npy"):
-        return read_tokens(path, data.dtype)
+    path, dtype = data.get(""), data.get("dtype")
+    if path is not None and (dtype or path.suffix == ".npy"):
+        return read_tokens(path, dtype)
     if (size := plan.model.vocab_size) is not None and size < NUM_BYTES:
         raise ValueError(
             f"text is read as one token per byte, 0 to {NUM_BYTES - 1}, but the model knows tokens 0 to "

@@ -1,6 +1,5 @@
 """Compare the busy time of each lane with its prediction during training."""
 
-import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -9,6 +8,7 @@ from executor.devices.lanes import NUM_RECORDED
 from executor.session import Session
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
+from ullage.analysis.comparison import Row
 from ullage.output.formatting import LANE_WORDS, si
 
 THRESHOLD: Final = 0.25
@@ -25,31 +25,19 @@ _WINDOW = 5  # iterations; the first and the last may be incomplete
 _FIRST_CHECK = 7  # first iteration whose window has no warm-up and no metering
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drift:
-    """A lane whose busy time differs from its prediction.
+def warning(drifts: Sequence[Row]) -> str:
+    """Return one line about all lanes that have drifted, largest drift first."""
 
-    Attributes:
-        lane: the lane.
-        predicted_s, measured_s: seconds that the lane is busy in an iteration.
-    """
-
-    lane: Lane
-    predicted_s: float
-    measured_s: float
-
-    def __str__(self) -> str:
-        ratio = f" ({self.measured_s / self.predicted_s:.2f} x)" if self.predicted_s else ""
+    def words(drift: Row, predicted_s: float, measured_s: float) -> str:
+        ratio = f" ({measured_s / predicted_s:.2f} x)" if predicted_s else ""
         return (
-            f"{LANE_WORDS[self.lane]} (lane {self.lane}) {si(self.measured_s, 's')} measured, "
-            f"{si(self.predicted_s, 's')} predicted{ratio}"
+            f"{LANE_WORDS[Lane(drift.name)]} (lane {drift.name}) {si(measured_s, 's')} measured, "
+            f"{si(predicted_s, 's')} predicted{ratio}"
         )
 
-
-def warning(drifts: Sequence[Drift]) -> str:
-    """Return one line about all lanes that have drifted, largest drift first."""
-    worst = sorted(drifts, key=lambda drift: -abs(drift.measured_s - drift.predicted_s))
-    named = list(map(str, worst[:_MOST_NAMED]))
+    seconds = [(drift, drift.predicted or 0.0, drift.measured or 0.0) for drift in drifts]
+    worst = sorted(seconds, key=lambda found: -abs(found[2] - found[1]))
+    named = [words(*found) for found in worst[:_MOST_NAMED]]
     named += [f"{len(worst) - _MOST_NAMED} more lane(s)"] if len(worst) > _MOST_NAMED else []
     return (
         f"warning: busy times per iteration differ from their prediction: {'; '.join(named)}. Run `ullage calibrate`, "
@@ -70,7 +58,7 @@ class DriftWatch:
         self._iteration_s = predicted.period_s(steady)
         self._reported: set[Lane] = set()
 
-    def after(self, session: Session, iteration: int) -> tuple[Drift, ...]:
+    def after(self, session: Session, iteration: int) -> tuple[Row, ...]:
         """If a check is due after this iteration, compare. Also decide whether the next iteration is recorded.
 
         A check waits for running updates, which then do not overlap with the next forward. This affects few iterations.
@@ -86,7 +74,7 @@ class DriftWatch:
         whole = range(1, timeline.num_iterations - 1)  # some of these may not be recorded
         return tuple(self.drifts(timeline, whole)) if whole else ()
 
-    def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Drift]:
+    def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Row]:
         """Yield lanes that have not been reported and whose median over these iterations has drifted."""
         seen_s = [measured.busy_s(i) for i in iterations]
         for lane in dict.fromkeys([*self._busy_s, *(lane for busy_s in seen_s for lane in busy_s)]):
@@ -97,4 +85,4 @@ class DriftWatch:
                 continue  # the prediction does not include checkpoints
             if lane not in self._reported and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
                 self._reported.add(lane)
-                yield Drift(lane, predicted_s, measured_s)
+                yield Row(lane.value, predicted_s, measured_s, "s")

@@ -1,16 +1,17 @@
-"""Make levels of checkpoints from places, intervals and numbers of the command line."""
+"""Make levels of checkpoints from the places of the command line."""
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from executor.checkpoint.files.system_calls import CheckpointError
-from executor.checkpoint.levels import DEFAULT_EVERY, Level, check_levels
+from executor.checkpoint.levels import Level, check_levels
 from executor.checkpoint.places.locating import place_at
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
+from planner.terms import MIN_CHECKPOINTS
 
 MEMORY: Final = "memory"
 """Place that means the folder of :func:`memory_folder`."""
@@ -46,40 +47,32 @@ def _prefix() -> str:
     return f"ullage-{os.getuid()}-"
 
 
-def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> tuple[Level, ...]:
-    """Return a level for each place.
+def levels_of(plan: Plan, dirs: Sequence[Mapping[str, Any]]) -> tuple[Level, ...]:
+    """Return a level for each ``--checkpoint-dir``.
 
     Args:
         plan: the plan of training.
-        places: places of checkpoints, fastest first.
-        every: iterations between checkpoints, for each place or one for all; empty: those of the plan.
-        keep: number of newest checkpoints to keep, for each place or one for all.
+        dirs: what each gives, fastest first: its place (named ``""``), ``every`` and ``keep``. Intervals that none
+            gives are those of the plan, if ``ullage plan --mtbf`` chose them, or else 100.
 
     Raises:
-        ValueError: the number of intervals or of ``keep`` does not match the places, or the places do not match the
-            plan's levels.
+        ValueError: the places do not match the levels of the plan.
     """
-    intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, places)
-    num_kept = _each("--keep", keep, len(places))
-    return tuple(map(Level, places, intervals_, num_kept))
-
-
-def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
-    """Return the plan's iterations between checkpoints for each place.
-
-    Raises:
-        ValueError: the places do not match the planned levels (``ullage plan --mtbf``).
-    """
-    if plan.checkpoints is None:
-        return (DEFAULT_EVERY,) * len(places)
-    planned = [each.level for each in plan.checkpoints.levels]
-    fit = all(place != MEMORY or level == "memory" for place, level in zip(places, planned, strict=False))
-    if len(places) != len(planned) or not fit:
+    places = [each[""] for each in dirs]
+    if any("every" in each for each in dirs) or plan.checkpoints is None:
+        return tuple(Level(place, **{k: v for k, v in of.items() if k}) for place, of in zip(places, dirs, strict=True))
+    levels = [each.level for each in plan.checkpoints.levels]
+    fit = all(place != MEMORY or level == "memory" for place, level in zip(places, levels, strict=False))
+    if len(places) != len(levels) or not fit:
         raise ValueError(
-            f"the plan makes checkpoints at {' and '.join(planned)}, but --checkpoint-dir gives "
-            f"{' and '.join(places)}; give one place for each level, fastest first, or give --checkpoint-every"
+            f"the plan makes checkpoints at {' and '.join(levels)}, but --checkpoint-dir gives "
+            f"{' and '.join(places)}; give one place for each level, fastest first, or intervals, as in "
+            f"--checkpoint-dir {places[0]},every=10"
         )
-    return tuple(each.every for each in plan.checkpoints.levels)
+    return tuple(
+        Level(place, each.every, of.get("keep", MIN_CHECKPOINTS))
+        for place, each, of in zip(places, plan.checkpoints.levels, dirs, strict=True)
+    )
 
 
 def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Level, ...]:
@@ -109,12 +102,3 @@ def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Leve
 def buffer_bytes(plan: Plan) -> int:
     """Return the host memory of each rank for snapshots that are not written yet: the plan's if it has checkpoints."""
     return LEAST_BUFFER_BYTES if plan.checkpoints is None else plan.checkpoints.buffer_bytes
-
-
-def _each(option: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
-    if len(numbers) not in {1, count}:
-        raise ValueError(
-            f"{option} {','.join(map(str, numbers))} has {len(numbers)} numbers for {count} place(s) of "
-            "--checkpoint-dir; give one for each, or one for all"
-        )
-    return tuple(numbers) if len(numbers) == count else (numbers[0],) * count

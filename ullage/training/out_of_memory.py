@@ -1,20 +1,17 @@
 """The error if memory runs out: a table of predicted and actual bytes by class, and the remedy."""
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
-from rich.console import Group, RenderableType
 
 from executor.devices.cuda import RESERVED, RETRIES
 from executor.memory.arenas import DeviceMemoryError, MeasuredMemory
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
-from ullage.output.console import table
 from ullage.output.formatting import si
 from ullage.training.processes import ranks_per_node
 
@@ -23,24 +20,29 @@ _COMES_AND_GOES: AbstractSet[MemoryClass] = frozenset({MemoryClass.ACTIVATIONS, 
 _MARGIN = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryReport:
-    """The memory of one process in a tier that was too small.
+class OutOfMemoryError(MemoryError):
+    """Training takes more memory of a tier than there is.
 
     Attributes:
-        tier: the tier.
+        tier: the tier of one process that was too small.
         what: the event in words.
         predicted_bytes, actual_bytes: bytes by class; ``actual_bytes`` lacks classes that were not measured.
         capacity_bytes: capacity that the plan may use.
         libraries_bytes: bytes of ``--memory device=`` that are not for tensors.
     """
 
-    tier: Tier
-    what: str
-    predicted_bytes: Mapping[str, int]
-    actual_bytes: Mapping[str, int]
-    capacity_bytes: int
-    libraries_bytes: int = 0
+    def __init__(
+        self,
+        tier: Tier,
+        what: str,
+        predicted_bytes: Mapping[str, int],
+        actual_bytes: Mapping[str, int],
+        capacity_bytes: int,
+        libraries_bytes: int = 0,
+    ) -> None:
+        self.tier, self.what, self.capacity_bytes, self.libraries_bytes = tier, what, capacity_bytes, libraries_bytes
+        self.predicted_bytes, self.actual_bytes = predicted_bytes, actual_bytes
+        super().__init__(f"{what}; {self.remedy}")
 
     @property
     def remedy(self) -> str:
@@ -54,18 +56,6 @@ class MemoryReport:
             "free memory on this machine; or run `ullage calibrate` with the other programs running, and plan again; "
             "or plan with a smaller --micro-batch, more devices, or --storage nvme"
         )
-
-
-class OutOfMemoryError(MemoryError):
-    """Training takes more memory of a tier than there is.
-
-    Attributes:
-        report: predicted and actual bytes by class.
-    """
-
-    def __init__(self, report: MemoryReport) -> None:
-        super().__init__(f"{report.what}; {report.remedy}")
-        self.report = report
 
 
 @contextlib.contextmanager
@@ -86,9 +76,9 @@ def reporting_out_of_memory(
     except OutOfMemoryError:
         raise
     except (MemoryError, RuntimeError) as error:
-        if (report := _report_of(plan, error, memory)) is None:
+        if (found := _found_in(plan, error, memory)) is None:
             raise
-        raise OutOfMemoryError(report) from error
+        raise found from error
 
 
 def check_device(plan: Plan, use: MeasuredMemory) -> None:
@@ -111,7 +101,7 @@ def check_device(plan: Plan, use: MeasuredMemory) -> None:
             f"{si(capacity_bytes, 'B')} and {si(FOR_LIBRARIES_BYTES, 'B')} for libraries"
         )
     if what:
-        error = OutOfMemoryError(_report(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes))
+        error = _error(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes)
         if plan.hardware.device.kind == "host":
             raise error
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)
@@ -131,42 +121,30 @@ def warning_of_retries(counts: Mapping[str, int]) -> str:
     )
 
 
-def render_report(report: MemoryReport) -> RenderableType:
-    """Return the report for printing with :func:`ullage.output.console.console`."""
-    rows = table(f"memory of the {report.tier}, one process", "", "predicted", "actual")
-    for name in {**report.predicted_bytes, **report.actual_bytes}:
-        pair = (report.predicted_bytes.get(name, 0), report.actual_bytes.get(name))
-        rows.add_row(name, *("not measured" if value is None else si(value, "B") for value in pair))
-    totals = (sum(side.values()) for side in (report.predicted_bytes, report.actual_bytes))
-    rows.add_row("in all", *(si(total, "B") for total in totals))
-    rows.add_row("capacity", si(report.capacity_bytes, "B"), "")
-    return Group(f"out of memory: {report.what}", "", rows, "", f"remedy: {report.remedy}")
-
-
-def _report_of(
+def _found_in(
     plan: Plan, error: BaseException, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None
-) -> MemoryReport | None:
+) -> OutOfMemoryError | None:
     cause: BaseException | None = error
     while cause is not None:  # an error in a lane's thread is the cause of a LaneError
         if isinstance(cause, DeviceMemoryError):
             what = f"{cause.name} needs {si(cause.requested_bytes, 'B')} of {cause.tier} memory, but less is free"
-            return _report(plan, cause.tier, what, cause.held_bytes, None)
+            return _error(plan, cause.tier, what, cause.held_bytes, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}
             static = uses[Tier.GPU].static_bytes if uses else {}
             dynamic = max(torch.cuda.max_memory_allocated() - sum(static.values()), 0)
-            return _report(plan, Tier.GPU, str(cause).split(". ", maxsplit=1)[0], static, dynamic)
+            return _error(plan, Tier.GPU, str(cause).split(". ", maxsplit=1)[0], static, dynamic)
         if isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):
             uses = memory() if memory else {}
             what = str(cause).strip().rpartition("\n")[2] or "the machine has no memory left"
-            return _report(plan, Tier.HOST, what, uses[Tier.HOST].static_bytes if uses else {}, None)
+            return _error(plan, Tier.HOST, what, uses[Tier.HOST].static_bytes if uses else {}, None)
         cause = cause.__cause__
     return None
 
 
-def _report(
+def _error(
     plan: Plan, tier: Tier, what: str, static_bytes: Mapping[MemoryClass, int], dynamic_bytes: int | None
-) -> MemoryReport:
+) -> OutOfMemoryError:
     """Compare a ledger with the plan's. ``dynamic_bytes`` are those of temporary tensors, if they were measured."""
     predicted, machine = plan.prediction.memory[tier], plan.hardware
     share = ranks_per_node(plan) if tier is not Tier.GPU else 1
@@ -178,7 +156,7 @@ def _report(
     planned_bytes, actual_bytes = (_joined(side, merged, name) for side in (predicted.by_class, static_bytes))
     if dynamic_bytes is not None:
         actual_bytes[name] = actual_bytes.get(name, 0) + dynamic_bytes
-    return MemoryReport(
+    return OutOfMemoryError(
         tier,
         what,
         {words: count // share for words, count in planned_bytes.items()},

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Group, RenderableType
 
 from executor.prepare import OffloadedOptimizer, check_prepared
 from planner.fitting.refit import Refit, refit
@@ -15,8 +14,7 @@ from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import Timeline
-from ullage.analysis.simulation import request_of
-from ullage.output.console import table
+from ullage.analysis.simulation import chosen_request
 from ullage.output.formatting import si
 from ullage.rivals import make_plan
 from ullage.training.out_of_memory import reporting_out_of_memory
@@ -73,25 +71,11 @@ class Replanned:
             f"at most the {si(self.host_bytes, 'B')} of one plan"
         )
 
-    def render(self, measured_s: float | None) -> RenderableType:
-        """Return both plans, predicted and measured, to print with :func:`ullage.output.console.console`.
-
-        Args:
-            measured_s: measured time of an iteration at the end.
-        """
-        rows = table("planned again", "plan", "decides", "predicted", "at measured rates", "measured", num_text=2)
-        seconds = (self.before.prediction.iteration_s, self.refit.predicted_s, self.refit.measured_s)
-        rows.add_row("first", _decided(self.before), *(si(value, "s") for value in seconds))
-        if self.after is not None:
-            measured = si(measured_s, "s") if self.switched and measured_s else "-"
-            rows.add_row("new", _decided(self.after), "-", si(self.after.prediction.iteration_s, "s"), measured)
-        return Group(rows, str(self))
-
     def to_json(self) -> dict[str, Any]:
         """Return plain data: seconds, bytes, and the decisions of each plan in words."""
 
         def plain(plan: Plan) -> dict[str, Any]:
-            return {"decided": _decided(plan), "predicted_s": plan.prediction.iteration_s}
+            return {"decided": describe(plan.decisions, plan.units()), "predicted_s": plan.prediction.iteration_s}
 
         return {
             "words": str(self),
@@ -104,10 +88,6 @@ class Replanned:
             "file_bytes": self.file_bytes,
             "host_bytes": self.host_bytes,
         }
-
-
-def _decided(plan: Plan) -> str:
-    return describe(plan.decisions, plan.units())
 
 
 def replan(optimizer: OffloadedOptimizer, on_change: Callable[[], object] = lambda: None) -> Replanned:
@@ -169,7 +149,7 @@ def plan_again(
 def _planned_again(plan: Plan, found: Refit) -> str:
     try:
         after = make_plan(
-            dataclasses.replace(request_of(plan), storage=plan.constraints.storage, hardware=found.profile)
+            dataclasses.replace(chosen_request(plan), storage=plan.constraints.storage, hardware=found.profile)
         )
     except InfeasibleError:  # the executed plan fits, so this search only failed to find it
         return _NOTHING

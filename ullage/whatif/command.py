@@ -52,10 +52,10 @@ def study_of(args: argparse.Namespace) -> Study:
         print_default_hardware(args)
     space = Space(request)
     with Store(store_path(output)) as store, progress_bar(time_left=True) as progress:
-        evaluator = Evaluator(store, runner, progress)
-        study = answer(space, prices, evaluator) if request.question else run_study(space, prices, evaluator)
+        evaluator = Evaluator(space, store, prices, runner, progress)
+        study = answer(evaluator) if request.question else run_study(evaluator)
         if args.sensitivities:
-            study = study.model_copy(update={"sensitivities": sensitivities(space, evaluator)})
+            study = study.model_copy(update={"sensitivities": sensitivities(evaluator)})
     write_whole(output, study.to_json())
     if args.table is not None:
         write_table(study, args.table)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
@@ -178,14 +180,11 @@ class Space:
             return [
                 tuple(level.at(rng.random()) if isinstance(level, Number) else level for level in row) for row in picked
             ]
-        rows = []
-        for position in rng.sample(range(total), min(count, total)):
-            row, rest = [], position
-            for of_axis in reversed(levels):
-                rest, at = divmod(rest, len(of_axis))
-                row.append(of_axis[at])
-            rows.append(tuple(reversed(row)))
-        return rows
+        positions = rng.sample(range(total), min(count, total))
+        places = np.unravel_index(positions, [len(of_axis) for of_axis in levels])
+        return [
+            tuple(of_axis[at] for of_axis, at in zip(levels, row, strict=True)) for row in zip(*places, strict=True)
+        ]
 
     def _axis(self, name: str, position: int) -> Axis:
         field = self.fields[name]

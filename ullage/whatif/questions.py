@@ -13,9 +13,9 @@ from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
-from ullage.whatif.running.runner import Evaluator, planned_study
-from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Question, Study
-from ullage.whatif.values import Number, StudyError
+from ullage.whatif.running.runner import Evaluator, narrowed
+from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study
+from ullage.whatif.values import Number, Question, StudyError
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
 """Questions that compare all packaged machines, if no machine is given."""
@@ -30,37 +30,37 @@ _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
 _GPUS = Axis(name="gpus", words="devices to train on", values=())
 
 
-def answer(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
+def answer(run: Evaluator) -> Study:
     """Run the study of a question and return it with its answer.
 
     Raises:
         StudyError: an option that the question needs is not given.
     """
-    question = space.request.question
+    question = run.space.request.question
     assert question is not None
-    if swept := space.request.sweep.keys() - ({"model"} if question == "largest" else set()):
+    if swept := run.space.request.sweep.keys() - ({"model"} if question == "largest" else set()):
         name = min(swept)
         raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
-    return _QUESTIONS[question](space, prices, evaluator)
+    return _QUESTIONS[question](run)
 
 
-def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
-    machines = _machines(space, None)
+def _fits(run: Evaluator) -> Study:
+    space, machines = run.space, _machines(run.space, None)
     waiting = {name: list(_device_counts(space, hardware)) for name, hardware in machines.items()}
     tried: list[Case] = []
     chosen: dict[str, int] = {}
     while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
-        cases = {name: _case_at(space, name, counts.pop(0)) for name, counts in waiting.items()}
+        cases = {name: space.case({"hardware": name, "gpus": counts.pop(0)}) for name, counts in waiting.items()}
         tried += cases.values()
-        results = evaluator.results(cases.values(), space.effort, "how many devices")
+        results = run.results(cases.values(), "how many devices")
         chosen |= {
             name: int(case.settings["gpus"])
             for (name, case), result in zip(cases.items(), results, strict=True)
             if result.status == "fits"
         }
     tried.sort(key=lambda case: (list(machines).index(str(case.settings["hardware"])), case.settings["gpus"]))
-    least = _minimum(space, evaluator, {name: (machines[name], count) for name, count in chosen.items()})
-    study = _study(space, None, evaluator, tried)  # without prices, because the question is only whether points fit
+    least = _minimum(run, {name: (machines[name], count) for name, count in chosen.items()})
+    study = _study(dataclasses.replace(run, prices=None), tried)  # the question is only whether points fit
     model = study.points[0].model
     words = [
         f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
@@ -72,54 +72,44 @@ def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
     return _answered(study, "fits", words, order, least=least)
 
 
-def _minimum(
-    space: Space, evaluator: Evaluator, chosen: Mapping[str, tuple[HardwareProfile, int]]
-) -> tuple[Minimum, ...]:
+def _minimum(run: Evaluator, chosen: Mapping[str, tuple[HardwareProfile, int]]) -> tuple[Minimum, ...]:
     """Return the least memory and drives of each machine with which a plan is found, by bisection."""
-    searches = {
-        (name, field): [_LEAST_SHARE, 1.0]  # bracket: largest share known not to fit, smallest known to fit
+    fields = {
+        name: ("device.memory_bytes", "host.memory_bytes", *_drives(run.space, hardware))
         for name, (hardware, _) in chosen.items()
-        for field in ("device.memory_bytes", "host.memory_bytes", *_drives(space, hardware))
     }
 
-    def amount(name: str, field: str, share: float) -> float:
-        value = of_machine(chosen[name][0], field) * share
-        return max(round(value), 0) if field == "nvme.num_drives" else value
+    def amount(key: tuple[str, str], share: float) -> float:
+        value = of_machine(chosen[key[0]][0], key[1]) * share
+        return max(round(value), 0) if key[1] == "nvme.num_drives" else value
 
     def tried(shares: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], bool]:
         cases = [
-            space.case(
-                {"hardware": name, "gpus": chosen[name][1], field: Number(amount(name, field, share))}, effort="fit"
+            run.space.case(
+                {"hardware": name, "gpus": chosen[name][1], field: Number(amount((name, field), share))}, effort="fit"
             )
             for (name, field), share in shares.items()
         ]
-        results = evaluator.results(cases, "fit", "how little memory")
+        results = run.results(cases, "how little memory", "fit")
         return {key: result.status == "fits" for key, result in zip(shares, results, strict=True)}
 
-    for key, fits in tried({key: low for key, (low, _) in searches.items()}).items():
-        if fits:
-            searches[key][1] = _LEAST_SHARE
-    while open_ := {
-        (name, field): math.sqrt(low * high)
-        for (name, field), (low, high) in searches.items()
-        if high / low > _NEAR
-        and (field != "nvme.num_drives" or amount(name, field, high) - amount(name, field, low) > 1)
-    }:
-        for key, fits in tried(open_).items():
-            searches[key][1 if fits else 0] = open_[key]
-    found = {
-        name: {field: amount(name, field, high) for (other, field), (_, high) in searches.items() if other == name}
-        for name in chosen
-    }
+    def between(key: tuple[str, str], high: float, low: float) -> float | None:
+        same = key[1] == "nvme.num_drives" and amount(key, high) - amount(key, low) <= 1
+        return None if same or high / low <= _NEAR else math.sqrt(low * high)
+
+    # Brackets: the smallest share that is known to fit, and the largest that is known not to.
+    ends = tried({(name, field): _LEAST_SHARE for name, of in fields.items() for field in of})
+    brackets = {key: (_LEAST_SHARE if fits else 1.0, _LEAST_SHARE) for key, fits in ends.items()}
+    found = {key: amount(key, high) for key, (high, _) in narrowed(brackets, between, tried).items()}
     rows = [
         Minimum(
             hardware=name,
-            num_devices=chosen[name][1],
-            device_memory_bytes=of["device.memory_bytes"],
-            host_memory_bytes=of["host.memory_bytes"],
-            num_drives=int(of["nvme.num_drives"]) if "nvme.num_drives" in of else None,
+            num_devices=count,
+            device_memory_bytes=found[name, "device.memory_bytes"],
+            host_memory_bytes=found[name, "host.memory_bytes"],
+            num_drives=int(found[name, "nvme.num_drives"]) if "nvme.num_drives" in fields[name] else None,
         )
-        for name, of in found.items()
+        for name, (_, count) in chosen.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.num_devices, row.device_memory_bytes)))
 
@@ -129,16 +119,18 @@ def _drives(space: Space, hardware: HardwareProfile) -> tuple[str, ...]:
     return ("nvme.num_drives",) if counted and space.request.set.get("storage") == "nvme" else ()
 
 
-def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    request = space.request
+def _cheapest(run: Evaluator) -> Study:
+    space, prices, request = run.space, run.prices, run.space.request
     if prices is None or request.tokens is None:
         missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
         raise StudyError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
     cases = [
-        _case_at(space, name, count) for name, machine in machines.items() for count in _device_counts(space, machine)
+        space.case({"hardware": name, "gpus": count})
+        for name, machine in machines.items()
+        for count in _device_counts(space, machine)
     ]
-    study = _study(space, prices, evaluator, cases)
+    study = _study(run, cases)
     currency = prices.currency
     priced = [(at, p, p.cost) for at, p in enumerate(study.points) if p.cost and p.cost.run is not None]
     if not priced:
@@ -166,8 +158,8 @@ def _offer_words(point: Point, cost: Cost, currency: str) -> str:
     )
 
 
-def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    base = space.case({})
+def _upgrade(run: Evaluator) -> Study:
+    space, base = run.space, run.space.case({})
     if base.request is None:
         raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
     request = base.request
@@ -180,7 +172,7 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     cases["gpus 2x"] = space.case({"gpus": 2 * request.num_devices})
     labelled = [_with_settings(case, {"change": label}) for label, case in cases.items()]
     axis = Axis(name="change", words="the resource that is doubled", values=tuple(cases))
-    study = _study(space, prices, evaluator, labelled, (axis,))
+    study = run.study(labelled, (axis,))
     present = study.points[0].figures
     fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
     order = sorted(fits, key=lambda item: -item[1].goodput_tokens_per_s)
@@ -198,7 +190,7 @@ def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     else:
         words[0] = f"Best upgrade: {words[0]}"
         words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make training at most 1 % faster")
-    if prices and (cheap := _cheapest_change(study.points)):
+    if run.prices and (cheap := _cheapest_change(study.points)):
         words.append(cheap)
     return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
 
@@ -217,11 +209,12 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
     return f"Best upgrade for its price: {best.settings['change']}, {verdict}"
 
 
-def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    hardware = load_profile(space.hardware)
+def _scale(run: Evaluator) -> Study:
+    space, hardware = run.space, load_profile(run.space.hardware)
     counts = list(_device_counts(space, hardware))
-    cases = [_with_settings(space.case({"gpus": count}), {"gpus": count}) for count in counts]
-    study = _study(space, prices, evaluator, cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))
+    study = run.study(
+        [space.case({"gpus": count}) for count in counts], (_GPUS.model_copy(update={"values": tuple(counts)}),)
+    )
     fits = [point.figures for point in study.points if point.figures]
     if not fits:
         return _answered(study, "scale", [f"no plan was found on up to {counts[-1]} devices of {hardware.name}"], [])
@@ -251,9 +244,9 @@ def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     return _answered(study, "scale", words, [], efficiency=efficiency)
 
 
-def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    lengths, refusals, study = _greatest_that_fits(space, prices, evaluator, "seq_len", _next_length)
-    model, machine = study.points[0].model, _devices_words(space)
+def _longest(run: Evaluator) -> Study:
+    lengths, refusals, study = _greatest_that_fits(run, "seq_len", _next_length)
+    model, machine = study.points[0].model, _devices_words(run.space)
     words = [
         f"{model} trains on sequences of {fits:,} tokens on {machine} with --storage {kind} "
         f"({refusals.get(kind) or f'no plan was found for {misfits:,}'})"
@@ -263,21 +256,21 @@ def _longest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
     return _answered(study, "longest", words or [f"no plan was found for sequences of {_FIRST_LENGTH} tokens"], [])
 
 
-def _largest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    if space.request.set.keys() & {"model"}:
+def _largest(run: Evaluator) -> Study:
+    if "model" in run.space.request.set:
         raise StudyError(
             "--question largest compares models; leave out --model for the packaged ones, or give some from the "
             "smallest to the largest with --sweep model=qwen3-8b,qwen3-14b,qwen3-32b"
         )
-    names = [str(name) for name in space.axes[0].values]
+    names = [str(name) for name in run.space.axes[0].values]
 
     def following(fits: int, misfits: int | None) -> int | None:
         """Return the number of the next model to try, counted from 1."""
         end = len(names) + 1 if misfits is None else misfits
         return (fits + end) // 2 if end - fits > 1 else None
 
-    places, _, study = _greatest_that_fits(space, prices, evaluator, "model", following, names)
-    machine = _devices_words(space)
+    places, _, study = _greatest_that_fits(run, "model", following, names)
+    machine = _devices_words(run.space)
     words = [
         f"{names[fits - 1]} is the largest of {len(names)} models that train on {machine} with --storage {kind}"
         + (f" (no plan was found for {names[misfits - 1]})" if misfits else "")
@@ -288,9 +281,7 @@ def _largest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study
 
 
 def _greatest_that_fits(
-    space: Space,
-    prices: Prices | None,
-    evaluator: Evaluator,
+    run: Evaluator,
     field: str,
     following: Callable[[int, int | None], int | None],
     names: Sequence[str] | None = None,
@@ -302,21 +293,23 @@ def _greatest_that_fits(
     storage the greatest number that fits and the least that does not; for each the reason, if the latter is not
     possible at all; and the study of the points that fit.
     """
-    hardware = load_profile(space.hardware)
+    space, hardware = run.space, load_profile(run.space.hardware)
     given = space.request.set.get("storage")
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
-    known: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))
     tried: dict[tuple[str, int], Case] = {}
     refusals: dict[str, str | None] = {}
-    while open_ := {kind: n for kind, limits in known.items() if (n := following(*limits)) is not None}:
-        cases = {kind: _case_with(space, kind, field, names[n - 1] if names else n) for kind, n in open_.items()}
-        results = evaluator.results(cases.values(), "fit", f"what fits, of {field}")
-        for (kind, number), result in zip(open_.items(), results, strict=True):
-            fits, misfits = known[kind]
-            known[kind] = (number, misfits) if result.status == "fits" else (fits, number)
-            if result.status != "fits":
-                refusals[kind] = result.reason if result.status == "refused" else None
-            tried[kind, number] = cases[kind]
+
+    def fit(numbers: Mapping[str, int]) -> dict[str, bool]:
+        cases = {kind: _case_with(space, kind, field, names[n - 1] if names else n) for kind, n in numbers.items()}
+        results = dict(zip(cases, run.results(cases.values(), f"what fits, of {field}", "fit"), strict=True))
+        tried.update({(kind, numbers[kind]): case for kind, case in cases.items()})
+        refusals.update(
+            {k: r.reason if r.status == "refused" else None for k, r in results.items() if r.status != "fits"}
+        )
+        return {kind: result.status == "fits" for kind, result in results.items()}
+
+    start: dict[str, tuple[int, int | None]] = dict.fromkeys(kinds, (0, None))
+    known = narrowed(start, lambda _kind, fits, misfits: following(fits, misfits), fit)
     order = sorted(tried, key=lambda item: (kinds.index(item[0]), item[1]))
     values = tuple(dict.fromkeys(tried[item].settings[field] for item in sorted(order, key=lambda item: item[1])))
     axes = (
@@ -324,8 +317,7 @@ def _greatest_that_fits(
         Axis(name=field, words=space.fields[field].words.partition(" (")[0], values=values),
     )
     shown = [item for item in order if item[1] == known[item[0]][0]] or order[:1]
-    study = _study(space, prices, evaluator, [tried[item] for item in shown], axes)
-    return known, refusals, study
+    return known, refusals, run.study([tried[item] for item in shown], axes)
 
 
 def _next_length(fits: int, misfits: int | None) -> int | None:
@@ -347,7 +339,7 @@ def _devices_words(space: Space) -> str:
     return f"{space.request.set.get('gpus', 1)} x {load_profile(space.hardware).name}"
 
 
-_QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], Study]]] = {
+_QUESTIONS: Final[Mapping[Question, Callable[[Evaluator], Study]]] = {
     "fits": _fits,
     "cheapest": _cheapest,
     "upgrade": _upgrade,
@@ -374,28 +366,17 @@ def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
     yield most
 
 
-def _case_at(space: Space, hardware: str, count: int) -> Case:
-    settings: dict[str, str | int] = {"hardware": hardware, "gpus": count}
-    return _with_settings(space.case(dict(settings)), settings)
-
-
 def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
     return dataclasses.replace(case, settings=dict(settings))
 
 
-def _study(
-    space: Space,
-    prices: Prices | None,
-    evaluator: Evaluator,
-    cases: Sequence[Case],
-    axes: tuple[Axis, ...] | None = None,
-) -> Study:
-    if axes is None:
-        axes = tuple(
-            axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
-            for axis in (_HARDWARE, _GPUS)
-        )
-    return planned_study(space, cases, axes, prices, evaluator)
+def _study(run: Evaluator, cases: Sequence[Case]) -> Study:
+    """Return a study of machines with some numbers of devices."""
+    axes = tuple(
+        axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
+        for axis in (_HARDWARE, _GPUS)
+    )
+    return run.study(cases, axes)
 
 
 def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int], **more: Any) -> Study:

@@ -1,25 +1,25 @@
 """The effect of every resource on one point, and where the bottleneck moves, by planning anew.
 
-[Note: Elasticity] The request is planned again with a fifth more and with a fifth less of a resource. The elasticity is
+The request is planned again with a fifth more and with a fifth less of a resource. The elasticity is
 the logarithm of the ratio of iteration times, divided by the logarithm of the ratio of the resource. Both sides are
 reported, because they differ if the best plan changes: it may be bound by a link on one side and by cores on the other.
 A search ends within about a percent of the best, so an elasticity below
 :data:`ullage.whatif.study.AS_GOOD_AS_NONE` means no effect. The step is large enough for this error, and small enough
 to describe this machine.
 
-[Note: Moves] The search for a crossing, where another lane begins to bound the plan, goes from a quarter of the
+The search for a crossing, where another lane begins to bound the plan, goes from a quarter of the
 resource to four times as much. If another lane binds at an end, bisection finds the crossing up to a tenth. A crossing
 of `ullage explain` keeps the plan's decisions. Here every trial is planned anew, so another lane bounds the *best* plan
 from the crossing on.
 """
 
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
-from ullage.whatif.design import Space
 from ullage.whatif.fields import Field, of_machine, scalables_of
-from ullage.whatif.running.runner import Evaluator
+from ullage.whatif.running.runner import Evaluator, narrowed
 from ullage.whatif.study import Result, Sensitivities, Sensitivity, Side
 from ullage.whatif.values import Number, StudyError
 
@@ -41,14 +41,15 @@ Trials = dict[tuple[str, float], Side]
 """Results of scaling a field, by its name and the factor."""
 
 
-def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
-    """Return the effect of every resource of the base point; see [Note: Elasticity] and [Note: Moves].
+def sensitivities(evaluator: Evaluator) -> Sensitivities:
+    """Return the effect of every resource of the base point.
 
     Raises:
         StudyError: the base point has no plan.
     """
+    space = evaluator.space
     base_case = space.case({})
-    (base,) = evaluator.results([base_case], space.effort, "the base point")
+    (base,) = evaluator.results([base_case], "the base point")
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise StudyError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
     machine, present = base_case.request.hardware, base.figures.bound_by
@@ -63,32 +64,25 @@ def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
             whole = isinstance(values[name], int)
             cases[name, factor] = space.case({name: Number(max(round(value), 1) if whole else value)})
         sides = {}
-        for (key, case), result in zip(
-            cases.items(), evaluator.results(cases.values(), space.effort, what), strict=True
-        ):
+        for (key, case), result in zip(cases.items(), evaluator.results(cases.values(), what), strict=True):
             after = of_machine(case.request.hardware, key[0]) if case.request else values[key[0]] * key[1]
             sides[key] = _side(after / values[key[0]], after, result)
         return sides
 
     factors = (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)
     trials = tried([(name, factor) for name in values for factor in factors], "what is it worth")
+
+    def between(_key: tuple[str, float], inside: float, outside: float) -> float | None:
+        return math.sqrt(inside * outside) if abs(math.log(outside / inside)) > math.log(_NEAR) else None
+
+    def binds(factors: Mapping[tuple[str, float], float]) -> dict[tuple[str, float], bool]:
+        trials.update(tried([(name, at) for (name, _), at in factors.items()], "where the bottleneck moves"))
+        return {key: trials[key[0], at].bound_by in {present, None} for key, at in factors.items()}
+
     # Brackets of crossings by field and end: the last factor at which the present lane binds, the first where not.
-    brackets = {
-        (name, end): (1.0, end)
-        for name in values
-        for end in (1 / RANGE, RANGE)
-        if trials[name, end].bound_by not in {present, None}
-    }
-    while wide := {
-        key: math.sqrt(inside * outside)
-        for key, (inside, outside) in brackets.items()
-        if abs(math.log(outside / inside)) > math.log(_NEAR)
-    }:
-        trials |= tried([(name, middle) for (name, _), middle in wide.items()], "where the bottleneck moves")
-        for key, middle in wide.items():
-            inside, outside = brackets[key]
-            binds = trials[key[0], middle].bound_by in {present, None}
-            brackets[key] = (middle, outside) if binds else (inside, middle)
+    ends = itertools.product(values, (1 / RANGE, RANGE))
+    wide = {key: (1.0, key[1]) for key in ends if trials[key].bound_by not in {present, None}}
+    brackets = narrowed(wide, between, binds)
     crossings = {key: trials[key[0], outside] for key, (_, outside) in brackets.items()}
     rows = [_row(field, values[field.name], trials, crossings, base.figures.iteration_s) for field in fields]
     rows.sort(key=lambda row: -max(abs(row.elasticity_more or 0.0), abs(row.elasticity_less or 0.0)))

@@ -15,16 +15,15 @@ from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
+from planner.simulate.prediction import Prediction
 from planner.terms import Level
 from ullage.whatif.prices import Prices
-from ullage.whatif.values import StudyError
+from ullage.whatif.values import Design, Question, StudyError
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 Value = bool | int | float | str
-Design = Literal["cartesian", "zip", "random"]
 Status = Literal["fits", "lacks-memory", "refused", "failed"]
-Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 
 class StudyRequest(Frozen):
@@ -85,13 +84,6 @@ class Varied(Frozen):
     after: Value | None = None
 
 
-class Peak(Frozen):
-    """Peak memory of one tier: of one device, or of the host or drives of one node."""
-
-    peak_bytes: int
-    capacity_bytes: int
-
-
 class Checkpoints(Frozen):
     """Intervals of checkpoints for the failures of a point, and the cost of both.
 
@@ -108,50 +100,36 @@ class Checkpoints(Frozen):
     most_lost_s: float
 
 
-class Figures(Frozen):
-    """The prediction for a point's plan, or its missing memory.
+class Figures(Prediction):
+    """The prediction for a point's plan, with the following fields and those of plans.
 
     Attributes:
-        iteration_s, forward_s, backward_s, update_s, loop_s: see :class:`planner.simulate.prediction.Prediction`.
-        tokens_per_iteration, tokens_per_s: over all devices.
-        model_flop_per_s: per device, without recomputation.
+        tokens_per_iteration: over all devices.
         num_devices, num_nodes: in use.
-        bound_by: the lane with the largest share of the critical path.
-        critical_shares: share of every lane of the critical path, largest first; the sum is 1.
-        busy_shares: fraction of the iteration in which each lane is busy.
-        memory: peaks by tier.
         choice: parallel degrees and batch in words.
         placement: placement of state and activations in words.
         engines: predicted seconds per iteration of engine policies; ``None`` for those that do not fit.
         bound_s: proven lower bound on the iteration time; ``None`` unless requested.
         gap: how much slower the plan is than the bound, as a fraction.
-        warnings: warnings about the prediction.
         num_simulations: number of schedules that the search simulated.
         checkpoints: checkpoints for the failures of the point; ``None`` without failures.
     """
 
-    iteration_s: float
-    forward_s: float
-    backward_s: float
-    update_s: float
-    loop_s: float
     tokens_per_iteration: int
-    tokens_per_s: float
-    model_flop_per_s: float
     num_devices: int
     num_nodes: int
-    bound_by: Lane
-    critical_shares: dict[Lane, float]
-    busy_shares: dict[Lane, float]
-    memory: dict[Tier, Peak]
     choice: str
     placement: str
     engines: dict[str, float | None]
     bound_s: float | None = None
     gap: float | None = None
-    warnings: tuple[str, ...] = ()
     num_simulations: int
     checkpoints: Checkpoints | None = None
+
+    @property
+    def bound_by(self) -> Lane:
+        """The lane with the largest share of the critical path."""
+        return Lane(next(iter(self.critical_s)))
 
     @property
     def goodput_tokens_per_s(self) -> float:
@@ -246,7 +224,7 @@ class Side(Frozen):
 
 
 AS_GOOD_AS_NONE: Final = 0.05
-"""Smaller elasticities may be errors of the search; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
+"""Smaller elasticities may be errors of the search; see :mod:`ullage.whatif.sensitivity`."""
 
 
 class Sensitivity(Frozen):
@@ -356,7 +334,7 @@ class Study(Frozen):
         notes: notes about the figures, such as assumed prices, fields that cost nothing, extrapolation.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     program_version: str = ""
     request: StudyRequest
     axes: tuple[Axis, ...] = ()

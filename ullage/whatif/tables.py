@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,11 +11,16 @@ from planner.schedule.tasks import Tier
 from ullage.whatif.study import Checkpoints, Point, Study
 
 SUFFIXES: Final = (".csv", ".parquet")
+_FIGURES: Final = (
+    *("num_devices", "num_nodes", "iteration_s", "tokens_per_s", "tokens_per_iteration", "model_flop_per_s"),
+    *("bound_by", "bound_s", "gap", "goodput_tokens_per_s"),
+)
+_CHECKPOINTS: Final = ("waste", "overhead", "most_lost_s")
 
 
 def rows(study: Study) -> list[dict[str, Any]]:
     """Return a row for each point: settings, then figures. All rows have the same columns; missing ones are empty."""
-    return [_settings(study, point) | _figures(point) | _cost(study, point) for point in study.points]
+    return [_row(study, point) for point in study.points]
 
 
 def every_words(saved: Checkpoints) -> str:
@@ -60,46 +65,31 @@ def write_table(study: Study, path: Path) -> None:
     write_whole(path, text.getvalue())
 
 
-def _settings(study: Study, point: Point) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+def _row(study: Study, point: Point) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": point.model, "hardware": point.hardware}
     for axis in study.axes:
-        settings[f"{axis.name}_factor" if axis.relative else axis.name] = point.settings[axis.name]
+        row[f"{axis.name}_factor" if axis.relative else axis.name] = point.settings[axis.name]
         if axis.relative:
             varied = point.varied.get(axis.name)
-            settings[axis.name] = varied.after if varied else None
-    return {"model": point.model, "hardware": point.hardware, **settings}
-
-
-def _figures(point: Point) -> dict[str, Any]:
-    result, figures = point.result, point.figures
-    names = ("num_devices", "num_nodes", "iteration_s", "tokens_per_s", "tokens_per_iteration", "model_flop_per_s")
-    row: dict[str, Any] = {"status": result.status}
-    row |= {name: getattr(figures, name) if figures else None for name in names}
-    row["bound_by"] = figures.bound_by.value if figures else None
+            row[axis.name] = varied.after if varied else None
+    figures, missing_bytes = point.figures, point.result.missing_bytes
+    row |= {"status": point.result.status, **_read(figures, _FIGURES)}
     for tier in Tier:
-        peak = figures.memory.get(tier) if figures else None
-        row[f"{tier}_peak_bytes"] = peak.peak_bytes if peak else None
-        row[f"{tier}_missing_bytes"] = result.missing_bytes.get(tier)
-    row |= {"bound_s": figures.bound_s if figures else None, "gap": figures.gap if figures else None}
+        row[f"{tier}_peak_bytes"] = figures.memory[tier].peak_bytes if figures and tier in figures.memory else None
+        row[f"{tier}_missing_bytes"] = missing_bytes.get(tier)
     saved = figures.checkpoints if figures else None
-    row["goodput_tokens_per_s"] = figures.goodput_tokens_per_s if figures else None
-    row["checkpoint_every"] = every_words(saved) if saved else None
-    row |= {name: getattr(saved, name) if saved else None for name in ("waste", "overhead", "most_lost_s")}
-    return row | {"reason": result.reason}
-
-
-def _cost(study: Study, point: Point) -> dict[str, Any]:
+    row |= {"checkpoint_every": every_words(saved) if saved else None, **_read(saved, _CHECKPOINTS)}
+    row["reason"] = point.result.reason
     if study.prices is None:
-        return {}
-    cost, currency = point.cost, study.prices.currency
-    named = {
-        f"{currency}_per_hour": cost.per_hour if cost else None,
-        f"{currency}_per_million_tokens": cost.per_million_tokens if cost else None,
-        f"run_{currency}": cost.run if cost else None,
-        "run_s": cost.run_s if cost else None,
-        "in_time": cost.in_time if cost else None,
-    }
-    return named | {"on_front": point.on_front}
+        return row
+    currency = study.prices.currency
+    names = {"per_hour": f"{currency}_per_hour", "per_million_tokens": f"{currency}_per_million_tokens"}
+    names |= {"run": f"run_{currency}", "run_s": "run_s", "in_time": "in_time"}
+    return row | {names[name]: value for name, value in _read(point.cost, names).items()} | {"on_front": point.on_front}
+
+
+def _read(of: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(of, name, None) for name in names}  # of ``None``, nothing but ``None``
 
 
 def _one_type(values: Sequence[Any]) -> list[Any]:

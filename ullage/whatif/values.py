@@ -4,7 +4,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
+
+Design = Literal["cartesian", "zip", "random"]
+Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 # Spellings of a unit after the prefix of a number, by the unit of the field.
 _UNIT_WORDS: Final = {

@@ -1,6 +1,6 @@
 """System calls of checkpoints, one per method, so that tests can make each one fail, hang or lose its effect.
 
-[Note: Durable] Written data survives the end of the process, but not a loss of power. Bytes of a file are durable only
+Written data survives the end of the process, but not a loss of power. Bytes of a file are durable only
 after its ``fsync``, and names in a folder only after that folder's ``fsync``. The code does not rely on the order in
 which a file system writes data back by itself.
 """

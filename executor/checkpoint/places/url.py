@@ -1,6 +1,6 @@
 """Checkpoints at a URL: an object store, which has neither folders nor renames.
 
-[Note: Manifest last] Every checkpoint gets a new name, such as ``step-00000012-9f3c21ab``. Its files are uploaded first
+Every checkpoint gets a new name, such as ``step-00000012-9f3c21ab``. Its files are uploaded first
 and read again, then the manifest is uploaded. Readers ignore folders without a manifest. So an interrupted copy is
 never used, and copies of two processes never mix. Removal deletes the manifest first. Files of a dead process cannot be
 distinguished from files that another process is still uploading. They are removed like old checkpoints: when enough
@@ -26,7 +26,7 @@ _MOST_PARTS: Final = 9_000  # parts of one file; S3 allows 10,000
 
 @final
 class UrlPlace(Place):
-    """Checkpoints at a URL, see [Note: Manifest last]."""
+    """Checkpoints at a URL."""
 
     def __init__(self, root: UrlPath) -> None:
         super().__init__(root.url)

@@ -25,7 +25,7 @@ from planner.plan.document import describe
 from planner.plan.planning import InfeasibleError, default_precision, find
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.verification import verify
-from ullage.analysis.simulation import engine_decisions
+from ullage.analysis.simulation import planned
 from ullage.rivals import make_plan
 
 DEMO = resolve_model("demo-llama")
@@ -232,4 +232,4 @@ def test_master_copies_are_split_where_nothing_fits_with_whole_ones_and_by_no_ot
     plan = next(p for p in (make_plan(asked(share * needed), 20) for share in shares) if p.decisions.precision.splits)
     assert plan.request.precision.splits
     verify(plan)
-    assert engine_decisions(plan, "zero-offload").precision == Precision(weights="bf16")
+    assert planned(plan, "zero-offload").decisions.precision == Precision(weights="bf16")

@@ -42,7 +42,7 @@ REQUEST = {
 FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
-    "calibrate": {"--quick", "--name", "--output", "--memory", "--json", "--only", "--into", "--device-cores"}
+    "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}
     | {"--drive-endurance", "--allow-other-machine", "--list"},
     "plan": {*REQUEST, "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
@@ -52,7 +52,7 @@ FLAGS = {
     "execute": {
         *("plan", "--iterations", "--data", "--seed", "--lr", "--weights", "--save", "--output-dir", "--storage-dir"),
         *("--cores", "--audit", "--compile", "--replan", "--allow-other-machine", "--json"),
-        *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
+        *("--checkpoint-dir", "--resume"),
     },
     "checkpoint": {"action", "place", "--save", "--keep", "--json"},
     "simulate": {"plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
@@ -196,13 +196,12 @@ BAD_INPUT = {
         ["1000000 sequences", "at most 4096 micro-batches"],
     ),
     "checkpoints without a place": (
-        ["execute", "{plan}", "--checkpoint-every", "3"],
-        ["--checkpoint-every 3 needs", "-dir"],
+        ["execute", "{plan}", "--checkpoint-dir", "every=3,keep=4"],
+        ["has no place", "--checkpoint-dir PLACE"],
     ),
-    "kept without a place": (["execute", "{plan}", "--keep", "4,5"], ["--keep 4,5 needs", "--checkpoint-dir PLACE"]),
     "one checkpoint of a run": (
-        ["execute", "{plan}", "--checkpoint-dir", "{tmp}/c", "--keep", "1"],
-        ["--keep 1", "too few", "--keep 2 or more"],
+        ["execute", "{plan}", "--checkpoint-dir", "{tmp}/c,keep=1"],
+        ["/c,keep=1 is too few", "at least 2"],
     ),
     "negative seed": (["execute", "{plan}", "--seed", "-1"], ["--seed", "'-1' is not a whole number from 0 on"]),
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
@@ -219,7 +218,7 @@ BAD_INPUT = {
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
     "no model": (["plan"], ["--model"]),
-    "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=TIME"]),
+    "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=..."]),
     "failures at no time": (["plan", "--model", "gpt2", "--mtbf", "soon"], ["'soon'", "6h"]),
     "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--checkpoints", "max-overhead=120%"], ["1%"]),
     "limits without failures": (

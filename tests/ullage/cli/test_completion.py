@@ -36,7 +36,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     [
         ("ullage |", set(SUMMARIES)),
         ("ullage exec", {"execute"}),
-        ("ullage execute --check", {"--checkpoint-dir", "--checkpoint-every"}),
+        ("ullage execute --check", {"--checkpoint-dir"}),
         ("ullage plan --optimizer a", {"adamw", "adamw-bf16", "adamw-8bit", "adagrad"}),
         ("ullage plan --hardware h100x4", {"h100x4-80g", "h100x4-56core-nvme"}),
         ("ullage plan --model opt-13", {"opt-13b"}),
@@ -54,7 +54,7 @@ def test_bash_completes(script, tmp_path, line, offered):
 def test_other_shells_read_what_is_for_them(shell, tmp_path, capsys):
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
-    assert "checkpoint-every" in text
+    assert "checkpoint-dir" in text
     if shutil.which(shell):
         (tmp_path / "script").write_text(text)
         subprocess.run([shell, "-n", tmp_path / "script"], check=True)

@@ -7,6 +7,7 @@ from amount import small_measurements
 
 import hwprofiles.calibrate
 from executor.optimizer.adamw import AdamWParams, adamw_step
+from hwprofiles.machine import profile_name
 from hwprofiles.registry import load_profile
 from ullage.main import main
 from ullage.this_machine.kernels import kernels
@@ -24,11 +25,11 @@ def hurried(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("hurried")
 def test_the_profile_is_local_from_then_on(tmp_path, capsys):
-    assert main(["calibrate", "--quick", "--name", "test-box", "--memory", "device=2GB"]) == 0
+    assert main(["calibrate", "--quick", "--memory", "device=2GB"]) == 0
     text, progress = capsys.readouterr()
     assert progress == ""
     profile = load_profile("local")
-    assert (profile.name, profile.device.memory_bytes.value) == ("test-box", 2e9)
+    assert (profile.name, profile.device.memory_bytes.value) == (profile_name(), 2e9)
     narrow = profile.host.narrow_update_s
     assert narrow is not None
     assert narrow["adamw-8bit"].value > narrow["adamw-bf16"].value > 0, "codes are more work than rounding"
@@ -38,7 +39,7 @@ def test_the_profile_is_local_from_then_on(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     arguments = ["plan", "--model", "demo-llama", "--hardware", "local", "--seq-len", "64", "--micro-batch", "1"]
     assert main([*arguments, "--memory", "device=1GB", "--output", str(plan), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "test-box"
+    assert json.loads(capsys.readouterr().out)["hardware"]["name"] == profile_name()
 
 
 def test_an_optimizer_step_is_the_executors_on_any_team():

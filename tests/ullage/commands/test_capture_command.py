@@ -20,6 +20,8 @@ from planner.plan.document import load_plan
 from planner.plan.planning import make_plan
 from ullage.capture import capture_module
 from ullage.cli.arguments import input_shape
+from ullage.cli.options import Options
+from ullage.cli.request import request_of
 from ullage.main import main
 
 SOURCE = """
@@ -265,3 +267,10 @@ def test_capturing_in_another_precision_is_reported_with_its_remedy() -> None:
         ValueError, match="tokens per sequence 1, not 7 and bytes per value 2, not 4; ask for seq_len=1"
     ):
         make_plan(dataclasses.replace(wanted, seq_len=7))
+
+
+def test_a_packaged_model_whose_name_could_be_a_class_is_captured_with_a_mask() -> None:
+    asked = Options(model="gpt2", hardware="a100-80", batches="masked", seq_len=16, micro_batch=1)
+    model = request_of(asked).model
+    assert isinstance(model, CapturedModel)
+    assert [spec.name for spec in model.inputs] == ["input_ids", "labels", "attention_mask"]

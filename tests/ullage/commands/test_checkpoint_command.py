@@ -55,9 +55,9 @@ def execute(
     places: tuple[str, ...] = (),
     program: Callable[..., None] = with_objects,
 ) -> Forked:
-    args = ["--iterations", str(NUM_ITERATIONS), "--checkpoint-every", "3", "--keep", "9"]
+    args = ["--iterations", str(NUM_ITERATIONS)]
     for place in places or (str(folder),):
-        args += ["--checkpoint-dir", place]
+        args += ["--checkpoint-dir", place if "every=" in place else f"{place},every=3,keep=9"]
     args += ["--output-dir", str(folder.with_suffix(".out")), *more]
     return Forked(program, "execute", str(plan_path), *args)
 
@@ -166,9 +166,8 @@ def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost
     whole: Path, plan_path: Path, tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, folder = f"objects://{tmp_path}/bucket/run", tmp_path / "bucket" / "run"
-    places = ("memory", f"{tmp_path}/drive", url)
-    more = ("--checkpoint-every", "1,3,9", "--keep", "2,3,2")
-    process = execute(plan_path, tmp_path / "lost", *more, places=places)
+    places = ("memory,every=1", f"{tmp_path}/drive,every=3,keep=3", f"{url},every=9")
+    process = execute(plan_path, tmp_path / "lost", places=places)
     wait_for(memory, 2, process)
     process.send_signal(signal.SIGINT)
     _, err = finished(process)
@@ -185,7 +184,7 @@ def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost
     assert all(step % 3 == 0 or step == last for step in steps), steps
     for lost in (memory, tmp_path / "drive"):
         shutil.rmtree(lost)
-    _, err = finished(execute(plan_path, tmp_path / "lost", *more, "--resume", places=places))
+    _, err = finished(execute(plan_path, tmp_path / "lost", "--resume", places=places))
     assert f"continuing from {where}" in " ".join(err.split()), err
     for place in (memory, tmp_path / "drive", folder):
         expected, got = state(whole, NUM_ITERATIONS), state(place, NUM_ITERATIONS)
@@ -282,7 +281,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
     steps = [entry["step"] for entry in listed]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] == NUM_ITERATIONS
-    assert len(steps) >= 9  # which of them depends on what was read again in time, see [Note: Read again]
+    assert len(steps) >= 9  # which of them depends on what was read again in time
     assert run("verify", str(copies))[0] == 0
     assert run("export", str(copies), "--save", f"{tmp_path / 'model'},dtype=float32")[0] == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
@@ -308,12 +307,8 @@ def test_the_command_lists_verifies_exports_and_prunes(
         (["checkpoint", "ls", "nonsense://x"], "nonsense://x: Protocol not known: nonsense; give a folder, or a URL"),
         (["execute", "PLAN", "--resume"], "--resume needs the place of the checkpoints; give --checkpoint-dir PLACE"),
         (
-            ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "b", "--checkpoint-every", "10,25"],
+            ["execute", "PLAN", "--checkpoint-dir", "a,every=10", "--checkpoint-dir", "b,every=25"],
             "b gets its checkpoints from a, which has one every 10 iterations, so 25 is not a valid interval; give a",
-        ),
-        (
-            ["execute", "PLAN", "--checkpoint-dir", "a", "--keep", "2,3"],
-            "--keep 2,3 has 2 numbers for 1 place(s) of --checkpoint-dir; give one for each, or one for all",
         ),
         (
             ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "nonsense://x"],

@@ -147,6 +147,18 @@ def test_parts_are_renewed_in_place(local, capsys):
     assert renewed.nvme.read == local.nvme.read
 
 
+def test_parts_of_a_named_file_are_renewed_there(local, tmp_path):
+    other, before = tmp_path / "other.json", local_profile_path().read_bytes()
+    save_profile(local.model_copy(update={"name": "mine", "description": "the other one"}), other)
+    assert main(["calibrate", "--quick", "--only", "cpu", "--output", str(other)]) == 0
+    renewed = load_profile(str(other))
+    assert (renewed.name, renewed.description) == ("mine", "the other one")
+    assert renewed.host.optimizer != local.host.optimizer
+    assert local_profile_path().read_bytes() == before
+    assert main(["calibrate", "--quick", "--only", "cpu", "--output", str(tmp_path / "new.json")]) == 0
+    assert load_profile(str(tmp_path / "new.json")).name == local.name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -154,8 +166,7 @@ def test_parts_are_renewed_in_place(local, capsys):
         (["hardware", "list", "h100"], "needs no name"),
         (["hardware", "check", "h100", "h200"], "needs at most one name"),
         (["hardware", "show", "h100", "--output", "x.json"], "only `ullage hardware check` writes a profile"),
-        (["calibrate", "--into", "x.json"], "add --only PART"),
-        (["calibrate", "--only", "cpu", "--into", "x.json"], "there is no such file"),
+        (["calibrate", "--only", "cpu", "--output", "x.json"], "there is no local profile"),
         (["calibrate", "--only", "cpu"], "there is no local profile"),
     ],
 )

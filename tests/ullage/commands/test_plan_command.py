@@ -21,7 +21,7 @@ from ullage.main import main
 from ullage.output.formatting import duration, si
 from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
 from ullage.rivals.engines.catalogue import POLICIES
-from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
+from ullage.training.levels import MEMORY, buffer_bytes, levels_of
 
 
 def for_tensors(num_bytes):
@@ -362,15 +362,15 @@ def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
     assert "restart: 60 s" in shown
     assert main(["verify", str(path)]) == 0
     places = [f"{tmp_path}/{each.level}" for each in made.levels]
-    assert intervals(plan, places) == tuple(each.every for each in made.levels)
-    assert [level.every for level in levels_of(plan, places, (), (2,))] == [each.every for each in made.levels]
-    assert levels_of(plan, places[:1], (7,), (2,))[0].every == 7
+    dirs = [{"": place} for place in places]
+    assert [level.every for level in levels_of(plan, dirs)] == [each.every for each in made.levels]
+    assert levels_of(plan, [{"": "x", "every": 7}])[0].every == 7
     assert buffer_bytes(plan) == made.buffer_bytes
-    with pytest.raises(ValueError, match="give one place for each level, fastest first, or give --checkpoint-every"):
-        intervals(plan, [*places, "/more"])
+    with pytest.raises(ValueError, match="give one place for each level, fastest first, or intervals, as in"):
+        levels_of(plan, [*dirs, {"": "/more"}])
     durable = [each.level for each in made.levels if each.level != "memory"]
     with pytest.raises(ValueError, match=f"but --checkpoint-dir gives .*{MEMORY}"):
-        intervals(plan, [*places[:-1], MEMORY])
+        levels_of(plan, [*dirs[:-1], {"": MEMORY}])
     assert durable == ["nvme"]
 
 

@@ -10,7 +10,7 @@ from planner.costs.model import CostModel
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import predict
 from ullage.analysis.iteration import Iteration
-from ullage.analysis.simulation import engine_decisions, planned, requested, simulate
+from ullage.analysis.simulation import planned, requested, simulate
 from ullage.main import main
 from ullage.report.charts import Mark, Trace
 from ullage.report.iteration import iteration_part
@@ -50,18 +50,18 @@ def test_engines_simulate_as_the_plan_says(plan, plan_path, capsys):
 
 def test_settings_of_engines(plan):
     def places(*engine: str) -> set[str]:
-        return {p.value for u in engine_decisions(plan, *engine).units.values() for p in u.update}
+        return {p.value for u in planned(plan, *engine).decisions.units.values() for p in u.update}
 
     # The model is smaller than one subgroup, which these engines treat as a whole.
     assert (places("twin-flow", "0"), places("twin-flow", "1")) == ({"gpu"}, {"cpu"})
     assert (places("super-offload", "0"), places("super-offload", "1")) == ({"gpu"}, {"cpu"})
     assert (places("interleaved", "1"), places("interleaved", "2")) == ({"stream"}, {"cpu"})
-    assert engine_decisions(plan, "ullage") == plan.decisions
-    assert engine_decisions(plan, "zenflow", "3").num_micro_batches == 3 * plan.decisions.num_micro_batches
+    assert planned(plan, "ullage").decisions == plan.decisions
+    assert planned(plan, "zenflow", "3").decisions.num_micro_batches == 3 * plan.decisions.num_micro_batches
     with pytest.raises(ValueError, match="the update interval must be a whole number of at least 1"):
-        engine_decisions(plan, "zenflow", "often")
+        planned(plan, "zenflow", "often")
     with pytest.raises(ValueError, match="choose one of twin-flow, super-offload, interleaved"):
-        engine_decisions(plan, "ullage", "3")
+        planned(plan, "ullage", "3")
 
 
 def test_iterations(plan):

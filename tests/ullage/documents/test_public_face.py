@@ -88,14 +88,12 @@ OF_COMMANDS = {
     "CheckpointsError",
     "ContradictionError",
     "DeepSpeedConfigError",
-    "ForcedExitError",
     "FileIsSpecialError",
-    "InterruptedTrainingError",
     "InstallationError",
     "NoFormulasError",
     "RefusedOperatorError",
-    "ReportError",
     "RunError",
+    "SignalledError",
     "StudyError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

@@ -286,7 +286,7 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
         (["--data", "no-such.txt"], "no-such.txt: No such file"),
         (["--data", "no-such.npy"], "no-such.npy: No such file"),
         (["--data", sys.executable], "is no text; if it holds tokens, give their type"),
-        (["--checkpoint-every", "5"], "--checkpoint-every 5 needs a place for checkpoints; give --checkpoint-dir"),
+        (["--checkpoint-dir", "every=5"], "--checkpoint-dir has no place; give one, as in --checkpoint-dir PLACE"),
         (["--data", "chats.jsonl"], "chats.jsonl is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model="),
         (["--data", "skip=-1"], "'-1' is not a whole number from 0 on"),
     ],

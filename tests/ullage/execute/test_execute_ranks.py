@@ -24,7 +24,7 @@ from planner.plan.document import load_plan
 from planner.plan.planning import make_plan, prepare
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
-from ullage.analysis.simulation import request_of
+from ullage.analysis.simulation import chosen_request
 from ullage.main import main
 from ullage.training.levels import memory_folder
 from ullage.training.processes import launch_line
@@ -107,7 +107,7 @@ def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Pa
         for name, unit in good.decisions.units.items()
     }
     decisions = good.decisions.model_copy(update={"units": units, "num_param_slots": 1, "zero_stage": 3})
-    request = request_of(good)
+    request = chosen_request(good)
     _, workload, cost = prepare(dataclasses.replace(request, num_micro_batches=1))
     decisions = decisions.model_copy(update={"num_micro_batches": 1})
     prediction = Scorer(workload, cost).predict(decisions)
@@ -171,7 +171,7 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     plan: Path, tmp_path: Path, memory: Path, start: Callable[..., Started]
 ) -> None:
     folder = tmp_path / "checkpoints"
-    places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
+    places = ("--checkpoint-dir", "memory,every=2", "--checkpoint-dir", f"{folder},every=4")
     processes, end = start("execute", str(plan), *places, "--output-dir", str(tmp_path), "--iterations", "100000")
     while not list(folder.glob("step-*")):
         assert all(process.poll() is None for process in processes), processes[0].communicate()
@@ -203,11 +203,11 @@ def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
 
 def test_one_process_that_was_killed_goes_on_as_one_and_as_two(plan: Path, tmp_path: Path) -> None:
     """From the same place in the data: one sequence follows the other, whoever trains on it."""
-    request = dataclasses.replace(request_of(load_plan(plan)), num_devices=1, micro_batch=4)
+    request = dataclasses.replace(chosen_request(load_plan(plan)), num_devices=1, micro_batch=4)
     one, saved = tmp_path / "one.json", tmp_path / "saved"
     one.write_text(make_plan(request).to_json(), encoding="utf-8")
     words = ["execute", str(one), "--iterations", "16", "--output-dir"]
-    saving = ["--checkpoint-dir", str(saved), "--checkpoint-every", "2"]
+    saving = ["--checkpoint-dir", f"{saved},every=2"]
     process = Forked(forked.ullage, *words, str(tmp_path / "killed"), *saving)
     while not list(saved.glob("step-*")):
         assert process.poll() is None, process.communicate()

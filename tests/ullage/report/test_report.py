@@ -133,7 +133,7 @@ def test_a_run_without_metered_memory_says_so(plan):
 def test_every_task_has_a_colour_and_every_colour_two_grounds():
     assert set(WORK) == set(Op)
     for name, colour in COLOURS.items():
-        for value in (colour.light, colour.dark):
+        for value in colour:
             assert re.fullmatch("#[0-9a-f]{6}", value), name
 
 

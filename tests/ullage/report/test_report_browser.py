@@ -127,7 +127,7 @@ def test_a_map_has_its_figures_in_cells_of_the_colours_of_the_theme(shown):
     written = shown.run(f"[...{place}.querySelectorAll('.heatmap-label')].map(each => each.textContent)")
     faster = ["1,100", "2,200", "3,300", "4,400"]
     assert sorted(written) == sorted(["-", "2,000", "3,000", "4,000", *faster, *faster])
-    assert shown.run(f"{place}.data[0].colorscale.map(([_, colour]) => colour)") == [COLOURS[n].light for n in SCALE]
+    assert shown.run(f"{place}.data[0].colorscale.map(([_, colour]) => colour)") == [COLOURS[n][0] for n in SCALE]
 
 
 def test_names_do_nothing(shown):
@@ -164,7 +164,7 @@ def test_zooming_one_chart_zooms_all_over_the_same_iteration(shown):
 def test_colours_follow_the_system_and_the_switch(shown):
     def grounds(theme: str) -> str:
         """Wait until the charts have a theme, and return the ground of the page."""
-        colour = getattr(COLOURS["paper"], theme)
+        colour = COLOURS["paper"][theme == "dark"]
         shown.until(f"[...document.querySelectorAll('.plot')].every(each => each.layout.paper_bgcolor === '{colour}')")
         return shown.run("getComputedStyle(document.body).backgroundColor")
 

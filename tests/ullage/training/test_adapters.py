@@ -162,7 +162,7 @@ def test_a_run_goes_on_in_the_middle_to_the_same_adapter(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", f"{base}/config.json", "--lora", f"{LORA},dropout=0.1", *BATCH, *MACHINE]) == 0
     run = ["execute", "plan.json", "--iterations", "8", "--lr", "1e-2", "--seed", "3", "--weights", str(base)]
-    saves = [*run, "--checkpoint-dir", "saved", "--checkpoint-every", "6"]
+    saves = [*run, "--checkpoint-dir", "saved,every=6"]
     assert main([*saves, "--save", "whole"]) == 0
     shutil.rmtree("saved/step-00000008")
     assert main([*saves, "--resume", "--save", "resumed"]) == 0

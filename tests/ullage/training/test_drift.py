@@ -22,9 +22,10 @@ from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
+from ullage.analysis.comparison import Row
 from ullage.analysis.simulation import simulate
 from ullage.output.formatting import si
-from ullage.training.drift import MIN_SHARE, THRESHOLD, Drift, DriftWatch, warning
+from ullage.training.drift import MIN_SHARE, THRESHOLD, DriftWatch, warning
 
 
 def scaled(timeline: Timeline, lane: Lane, factor: float) -> Timeline:
@@ -52,10 +53,10 @@ def test_a_lane_is_reported_once_and_only_beyond_the_threshold(predicted: Timeli
         inside, outside = (scaled(predicted, lane, 1 + (factor - 1) * x) for x in (0.95, 1.05))
         assert list(watch.drifts(inside, [4])) == []
         (drift,) = watch.drifts(outside, [4])
-        assert drift.lane is lane
-        assert drift.measured_s / drift.predicted_s == pytest.approx(1 + (factor - 1) * 1.05, rel=1e-3)
+        assert drift.name == lane
+        assert drift.measured / drift.predicted == pytest.approx(1 + (factor - 1) * 1.05, rel=1e-3)
         assert list(watch.drifts(outside, [4])) == []
-        assert f"(lane {lane})" in str(drift)
+        assert f"(lane {lane})" in warning([drift])
 
 
 def test_a_lane_that_hardly_matters_is_not_reported(predicted: Timeline) -> None:
@@ -65,18 +66,18 @@ def test_a_lane_that_hardly_matters_is_not_reported(predicted: Timeline) -> None
     assert enough > 1.5
     watch = DriftWatch(predicted, 4)
     assert list(watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 0.9), [4])) == []
-    assert [d.lane for d in watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 1.1), [4])] == [lane]
+    assert [d.name for d in watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 1.1), [4])] == [lane]
 
 
 @pytest.mark.parametrize("count", range(1, 7))
 def test_lanes_that_drift_together_are_one_line(count: int) -> None:
     """It names the worst, and says how many more there are and what to do."""
-    drifts = [Drift(lane, 1.0, 1.0 + (number + 1) / 2) for number, lane in enumerate(list(Lane)[:count])]
+    drifts = [Row(lane.value, 1.0, 1.0 + (number + 1) / 2, "s") for number, lane in enumerate(list(Lane)[:count])]
     line = warning(drifts)
     assert "\n" not in line
     assert len(line) < 500
     named = re.findall(r"\(lane (\S+)\)", line)
-    assert named == [drift.lane.value for drift in reversed(drifts)][:3]
+    assert named == [drift.name for drift in reversed(drifts)][:3]
     assert (f"{count - 3} more lane(s)" in line) == (count > 3)
     assert line.startswith("warning: ")
     assert line.endswith("Run `ullage calibrate`, then plan again")

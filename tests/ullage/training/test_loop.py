@@ -20,6 +20,7 @@ from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
+from planner.schedule.tasks import Tier
 from ullage.training.batches import Batches
 from ullage.training.loop import Step, train
 from ullage.training.models import prepared
@@ -137,7 +138,7 @@ def test_memory_that_runs_out_on_the_way_is_reported_with_its_ledger(
             monkeypatch.setattr(ullage.training.loop, "_compute", compute)
             with pytest.raises(OutOfMemoryError) as caught:
                 next(train(model, optimizer, batches, 0, 1))
-            report = caught.value.report
+            report = caught.value
             assert report.tier == tier
             actual = {name: n for name, n in report.actual_bytes.items() if "activations" not in name}
             assert actual == {str(c): n for c, n in optimizer.session.memory()[report.tier].static_bytes.items()}
@@ -219,7 +220,7 @@ def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
     def check(*_args: object) -> None:
         looked.append(optimizer.session.iteration)
         if len(looked) <= num_too_much:
-            raise OutOfMemoryError(SimpleNamespace(what="", remedy=""))
+            raise OutOfMemoryError(Tier.GPU, "", {}, {}, 0)
 
     monkeypatch.setattr(ullage.training.loop, "check_device", check)
     with made(plan, tokens, 6) as (_, optimizer, _, steps):

@@ -53,7 +53,7 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
     out = tmp_path / "out"
     printed = []
     saved = tmp_path / "saved"
-    for options in ([], ["--replan", "--checkpoint-dir", str(saved), "--checkpoint-every", "4", "--keep", "9"]):
+    for options in ([], ["--replan", "--checkpoint-dir", f"{saved},every=4,keep=9"]):
         arguments = ["execute", str(path), "--iterations", "16", "--output-dir", str(out), "--json", *options]
         assert main(arguments) == 0
         printed.append(json.loads(capsys.readouterr().out))

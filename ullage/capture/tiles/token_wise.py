@@ -1,6 +1,6 @@
 """Find modules that compute every token independently and so can run in tiles.
 
-[Note: Token-wise modules] A module is token-wise if, in a forward under fake tensors, it takes one tensor
+A module is token-wise if, in a forward under fake tensors, it takes one tensor
 ``[..., width]``, returns one of the same shape, and dispatches only operators that cannot mix tokens: functions of
 single values, products with a parameter, reductions over the last dimension, and views that keep the leading sizes.
 Operators that draw random numbers are excluded, because recomputing a tile would draw other numbers. So are modules
@@ -70,7 +70,7 @@ class TokenWise:
             yield
 
     def found(self) -> list[str]:
-        """Return the paths of norms and MLPs that are token-wise; see [Note: Token-wise modules].
+        """Return the paths of norms and MLPs that are token-wise.
 
         Raises:
             CaptureError: no module is token-wise.

@@ -26,27 +26,16 @@ def check_options(args: argparse.Namespace) -> None:
             does.
         OSError: a file does not exist, or the folder of ``--save`` cannot be made.
     """
-    if not args.checkpoint_places and args.resume:
-        raise ValueError("--resume needs the place of the checkpoints; give --checkpoint-dir PLACE")
-    for option, numbers in (("--checkpoint-every", args.checkpoint_every), ("--keep", args.keep)):
-        given = ",".join(map(str, numbers)) or None
-        _check_belongs(
-            option, given, "needs a place for checkpoints; give --checkpoint-dir PLACE", args.checkpoint_places or None
-        )
-    if too_few := [count for count in args.keep if count < MIN_CHECKPOINTS]:
-        raise ValueError(
-            f"--keep {too_few[0]} is too few, because one checkpoint may be damaged; give --keep {MIN_CHECKPOINTS} or "
-            "more"
-        )
+    _check_checkpoints(args)
     if args.replan and args.num_iterations < REPLAN_AFTER + MIN_MEASURED:
         raise ValueError(
             f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_MEASURED} more, but "
             f"there are {args.num_iterations}; run at least {REPLAN_AFTER + MIN_MEASURED}"
         )
-    if args.data.path is not None:
-        check_regular(args.data.path)
-    if args.data.dtype is not None and args.data.path is None:
-        raise ValueError(f"--data dtype={args.data.dtype} has no file; give --data PATH,dtype={args.data.dtype}")
+    if "" in args.data:
+        check_regular(args.data[""])
+    elif "dtype" in args.data:
+        raise ValueError(f"--data dtype={args.data['dtype']} has no file; give --data PATH,dtype={args.data['dtype']}")
     if args.save and "" not in args.save:
         raise ValueError(f"--save dtype={args.save['dtype']} has no folder; give --save DIR,dtype={args.save['dtype']}")
     if args.weights is not None:
@@ -56,9 +45,17 @@ def check_options(args: argparse.Namespace) -> None:
         check_new(args.save[""])
 
 
-def _check_belongs(option: str, value: object, words: str, needed: object) -> None:
-    if value is not None and needed is None:
-        raise ValueError(f"{option} {value} {words}")
+def _check_checkpoints(args: argparse.Namespace) -> None:
+    if not args.checkpoint_dirs and args.resume:
+        raise ValueError("--resume needs the place of the checkpoints; give --checkpoint-dir PLACE")
+    for given in args.checkpoint_dirs:
+        if "" not in given:
+            raise ValueError("--checkpoint-dir has no place; give one, as in --checkpoint-dir PLACE,every=10")
+        if given.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
+            raise ValueError(
+                f"--checkpoint-dir {given['']},keep={given['keep']} is too few, because one checkpoint may be damaged; "
+                f"keep at least {MIN_CHECKPOINTS}"
+            )
 
 
 def check_room(plan: Plan, args: argparse.Namespace) -> None:

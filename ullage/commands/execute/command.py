@@ -7,7 +7,6 @@ from planner.plan.document import load_plan
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import (
     WEIGHT_BYTES,
-    Data,
     audit,
     choice,
     cores,
@@ -16,7 +15,6 @@ from ullage.cli.arguments import (
     parts,
     positive_float,
     positive_int,
-    positive_ints,
 )
 from ullage.commands import Subparsers, command_parser
 
@@ -37,9 +35,9 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --data corpus.txt --lr 3e-4 --output-dir runs/1
         ullage execute plan.json --iterations 1000 --replan --compile
-        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
+        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints,every=10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
-        ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
+        ullage execute plan.json --checkpoint-dir memory,every=10 --checkpoint-dir s3://bucket/run,every=100
         ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
         ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
         """,
@@ -56,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--data",
         type=data,
-        default=Data(),
+        default={},
         metavar="PATH[,dtype=TYPE][,skip=N]",
         help="train on tokens, a .npy file or a raw file with dtype=uint16 or dtype=uint32 (little-endian); or on any "
         "other file as text, one token per byte (default: a built-in English text). skip: sequences to skip, such as "
@@ -130,30 +128,17 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--checkpoint-dir",
-        dest="checkpoint_places",
+        dest="checkpoint_dirs",
         action="append",
+        type=lambda text: parts(text, {"": str, "every": positive_int, "keep": positive_int}),
         default=[],
-        metavar="PLACE",
+        metavar="PLACE[,every=N][,keep=N]",
         help="save checkpoints there during training, at its end, and if it is interrupted. PLACE is a folder that all "
         "ranks share, or `memory` (host memory of this node, which outlives the process). May be repeated, fastest "
         "first. Each further place is a folder or a URL of fsspec; checkpoints are copied to it from the place before, "
-        "in the background",
-    )
-    parser.add_argument(
-        "--checkpoint-every",
-        type=positive_ints,
-        default=(),
-        metavar="N[,N...]",
-        help="iterations between checkpoints: one number, or one per place, each a multiple of the number before "
-        "(default: those of the plan if `ullage plan --mtbf` chose them; else 100)",
-    )
-    parser.add_argument(
-        "--keep",
-        type=positive_ints,
-        default=(),
-        metavar="N[,N...]",
-        help=f"newest checkpoints to keep, at least {MIN_CHECKPOINTS}: one number, or one per place "
-        f"({MIN_CHECKPOINTS})",
+        "in the background. every: iterations between checkpoints, a multiple of those of the place before (default: "
+        "those of the plan if `ullage plan --mtbf` chose them; else 100). keep: newest checkpoints to keep, at least "
+        f"{MIN_CHECKPOINTS} ({MIN_CHECKPOINTS})",
     )
     parser.add_argument(
         "--resume",
@@ -173,20 +158,14 @@ def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
     plan = load_plan(args.plan)
     # importing torch takes seconds, so check the plan first
-    from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
-    from ullage.training.out_of_memory import OutOfMemoryError, render_report  # noqa: PLC0415
+    from ullage.report.run import out_of_memory  # noqa: PLC0415
+    from ullage.report.terminal import show  # noqa: PLC0415
+    from ullage.training.out_of_memory import OutOfMemoryError  # noqa: PLC0415
 
     try:
         execute(plan, args)
     except OutOfMemoryError as error:
-        from ullage.output.console import console  # noqa: PLC0415 - slow to import
-
-        console(stderr=True).print(render_report(error.report))
+        show(*out_of_memory(error), stderr=True)
         return 1
-    except InterruptedTrainingError as error:
-        from ullage.output.console import console  # noqa: PLC0415 - slow to import
-
-        console(stderr=True).print(str(error), soft_wrap=True)
-        return 128 + error.signal
     return 0

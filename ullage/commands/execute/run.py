@@ -23,17 +23,16 @@ from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 from planner.schedule.trace import chrome_trace, write_trace
-from planner.terms import MIN_CHECKPOINTS
 from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
-from ullage.cli.interruption import InterruptedTrainingError, Interruption
+from ullage.cli.interruption import Interruption, SignalledError
 from ullage.commands.execute.checks import REPLAN_AFTER, check_options, check_room
-from ullage.output.console import console, write_json
+from ullage.output.console import console
 from ullage.output.formatting import si
 from ullage.output.plans import tokens_per_iteration
-from ullage.report.run import comparison_section
-from ullage.report.terminal import show
+from ullage.report.run import comparison_section, replanned_table
+from ullage.report.terminal import Shown, answer
 from ullage.this_machine.planning import Options
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
@@ -69,7 +68,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         OutOfMemoryError: training takes more memory of a tier than there is.
         RankError: another rank has failed.
         CheckpointError: checkpoints cannot be made in their folder, or the one to resume from is of another model.
-        InterruptedTrainingError: a signal ended training; the state is in a checkpoint, if there is a place for them.
+        SignalledError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     check_options(args)
     process = Process.of(plan)
@@ -78,7 +77,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         check_measured_here(plan.hardware)
     tokens = tokens_for(plan, args.data)
     batches = Batches(plan, tokens, args.seed, process.data_rank)
-    batches.position = args.data.skip
+    batches.position = args.data.get("skip", 0)
     if process.is_first:
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
@@ -92,9 +91,8 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
     if args.compile_blocks is not None:
         options["compile_blocks"] = args.compile_blocks
     levels = None
-    if args.checkpoint_places:
-        every = levels_of(plan, args.checkpoint_places, args.checkpoint_every, args.keep or (MIN_CHECKPOINTS,))
-        levels = usable(plan, every, is_first=process.is_first)
+    if args.checkpoint_dirs:
+        levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=process.is_first)
         options["checkpoint_buffer_bytes"] = buffer_bytes(plan)
     weights = None if args.weights is None else weights_folder(args.weights)
     model, optimizer = prepared(plan, process, lr=args.lr, seed=args.seed, weights=weights, options=options)
@@ -123,13 +121,13 @@ def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None, *, 
     else:
         kept = f"what was measured is in {args.output_dir / _RUN}" if trained.record else "nothing was measured"
     if trained.signal is not None:
-        raise InterruptedTrainingError(f"interrupted after iteration {trained.num_iterations}; {kept}", trained.signal)
+        raise SignalledError(trained.signal, f"interrupted after iteration {trained.num_iterations}; {kept}")
     if saver is not None and is_first and not args.json:
         console().print(where, soft_wrap=True)
     if trained.not_saved is not None:
         again = "train again with --checkpoint-dir, so that nothing is lost"
-        if args.checkpoint_places:
-            again = f"save again with `ullage checkpoint export {args.checkpoint_places[0]} --save DIR`"
+        if args.checkpoint_dirs:
+            again = f"save again with `ullage checkpoint export {args.checkpoint_dirs[0]['']} --save DIR`"
         raise OSError(f"the model was not saved: {trained.not_saved}; make room, and {again}") from trained.not_saved
 
 
@@ -243,7 +241,8 @@ def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None])
     for reason in found.refused:
         warn(f"warning: skipped a checkpoint: {reason}")
     if found.path is None:
-        warn(f"no checkpoint in {' or '.join(args.checkpoint_places)}: training starts from the beginning")
+        places = " or ".join(each[""] for each in args.checkpoint_dirs)
+        warn(f"no checkpoint in {places}: training starts from the beginning")
     elif found.step >= args.num_iterations:
         raise ValueError(
             f"{found.path} has all {args.num_iterations} iterations already; train longer with --iterations"
@@ -347,26 +346,18 @@ def _report(
     args: argparse.Namespace, record: RunRecord, compared: Mapping[str, Comparison], replanned: Replanned | None
 ) -> None:
     losses, comparison = record.losses, compared[""]
-    if args.json:
-        extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
-        if " before" in compared:
-            extra["replan"]["comparison_before"] = compared[" before"].to_json()
-        write_json({"losses": list(losses), "output_dir": str(args.output_dir), **comparison.to_json(), **extra})
-        return
-    out = console()
-    plan = record.plan
-    tokens = tokens_per_iteration(plan)
-    iteration = next(row for row in comparison.phases if row.name == "iteration")
-    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}")
-    out.print()
-    show(comparison_section(comparison))
-    out.print()
+    extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+    if " before" in compared:
+        extra["replan"]["comparison_before"] = compared[" before"].to_json()
+    data = {"losses": losses, "output_dir": str(args.output_dir), **comparison.to_json(), **extra}
+    plan, run, trace = record.plan, args.output_dir / _RUN, args.output_dir / _TRACE
+    iteration_s = next(row for row in comparison.phases if row.name == "iteration").measured
+    lines = [f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
+    if iteration_s:
+        lines.append(f"{tokens_per_iteration(plan) / iteration_s:,.0f} {counted(plan.model)}/s on {record.machine}")
+    shown: list[Shown] = [*lines, comparison_section(comparison)]
     if replanned is not None:
-        out.print(replanned.render(iteration.measured))
-        out.print()
-    if not (args.output_dir / _TRACE).exists():
-        return
-    out.print(f"run written to {args.output_dir / _RUN}")
-    out.print(f"trace written to {args.output_dir / _TRACE} (open it in ui.perfetto.dev)")
+        shown += [replanned_table(replanned, iteration_s), str(replanned)]
+    if trace.exists():
+        shown += ["", f"run written to {run}", f"trace written to {trace} (open it in ui.perfetto.dev)"]
+    answer(args, data, *shown)

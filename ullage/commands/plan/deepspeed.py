@@ -1,7 +1,6 @@
 """``ullage plan --deepspeed``: training by a DeepSpeed configuration beside the plan."""
 
 import argparse
-import sys
 
 from hwprofiles.files import write_whole
 from planner.choices.request import Request
@@ -12,10 +11,9 @@ from ullage.analysis.iteration import Iteration
 from ullage.cli.options import given_options
 from ullage.integrations.deepspeed.config import load_config
 from ullage.integrations.deepspeed.importing import SideBySide, imported, side_by_side, words
-from ullage.output.console import write_json
 from ullage.output.formatting import si
 from ullage.report.charts import Table
-from ullage.report.terminal import show
+from ullage.report.terminal import Shown, answer
 
 
 def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:
@@ -27,17 +25,12 @@ def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:
     found = side_by_side(imported(load_config(args.deepspeed), request, given_options(args).__contains__))
     if found.ours is not None:
         write_whole(args.output, found.ours.to_json())
-    if args.json:
-        write_json(found.to_json())
-    else:
-        _print(found)
-        if found.ours is not None:
-            sys.stdout.write(f"plan written to {args.output}\n")
+    answer(args, found.to_json(), *_shown(found), *([f"plan written to {args.output}"] if found.ours else []))
     return 1 if found.theirs.missing else 0
 
 
-def _print(found: SideBySide) -> None:
-    """Print DeepSpeed's iteration beside the plan's; all figures are predictions."""
+def _shown(found: SideBySide) -> tuple[Shown, ...]:
+    """Return DeepSpeed's iteration beside the plan's; all figures are predictions."""
     request = found.imported.request
     tiers = [tier for tier in Tier if tier in found.theirs.peaks]
     summary = {
@@ -56,7 +49,7 @@ def _print(found: SideBySide) -> None:
     lines += [f"no plan: {found.missing}"] if found.missing else []
     lines += [f"the plan is {found.ratio:.2f} x as fast (predicted)"] if found.ratio is not None else []
     lines += [f"- {line}" for line in found.reasons] + [f"note: {line}" for line in found.imported.assumed]
-    show(summary, Table("predicted", columns, rows), "", *lines)
+    return summary, Table("predicted", columns, rows), "", *lines
 
 
 def _cells(seen: Iteration, tiers: list[Tier]) -> list[str]:

@@ -58,16 +58,14 @@ class Zero(_Part):
     stage3_max_reuse_distance: Count | Auto = 1_000_000_000
 
 
-class Switch(_Part):
-    """The section ``bf16`` or ``fp16``."""
+def _value_of(key: str, *, needed: bool = False) -> BeforeValidator:
+    """Return what takes the place of a section: the value of its only key that a schedule depends on."""
+    return BeforeValidator(
+        lambda section: section.get(key, {} if needed else False) if isinstance(section, dict) else section
+    )
 
-    enabled: bool | Auto = False
 
-
-class NamedOptimizer(_Part):
-    """``optimizer``."""
-
-    type: str
+Enabled = Annotated[bool | Auto, _value_of("enabled")]
 
 
 class Config(_Part):
@@ -78,9 +76,9 @@ class Config(_Part):
     gradient_accumulation_steps: Positive | Auto | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] | Auto = 0.0
     zero_optimization: Zero = Zero()
-    bf16: Switch = Switch()
-    fp16: Switch = Switch()
-    optimizer: NamedOptimizer | None = None
+    bf16: Enabled = False
+    fp16: Enabled = False
+    optimizer: Annotated[str | None, _value_of("type", needed=True)] = None  # its type
 
 
 class DeepSpeedConfigError(ValueError):

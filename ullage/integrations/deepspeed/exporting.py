@@ -1,6 +1,5 @@
 """The configuration of DeepSpeed nearest to a plan, and the parts of the plan that it cannot express."""
 
-import dataclasses
 from typing import Any, Final
 
 from planner.decisions import Decisions, Place
@@ -11,21 +10,8 @@ _TYPES: Final = {"adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "
 _LR: Final = 1e-3  # the default of `ullage execute`
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportedConfig:
-    """A configuration exported from a plan.
-
-    Attributes:
-        config: content of ``ds_config.json``.
-        lost: parts of the plan that the configuration cannot express, in words.
-    """
-
-    config: dict[str, Any]
-    lost: tuple[str, ...]
-
-
-def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
-    """Return the configuration of DeepSpeed nearest to a plan.
+def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> tuple[dict[str, Any], list[str]]:
+    """Return the configuration of DeepSpeed nearest to a plan, and the parts of the plan that it cannot express.
 
     Twin-Flow's ``ratio`` is the fraction of parameters whose optimizer state the plan keeps off the device. If the plan
     streams state through the device for updates, DeepSpeed updates it on the CPU.
@@ -72,7 +58,7 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
         "optimizer": {"type": _type_of(decided), "params": {"lr": _LR}},
         "zero_optimization": zero,
     }
-    return ExportedConfig(config, tuple(_lost(plan, decided, placed)))
+    return config, [*_lost_of_ranks(decided), *_lost_of_updates(decided, placed), *_lost_of_units(plan)]
 
 
 def _type_of(decided: Decisions) -> str:
@@ -82,11 +68,6 @@ def _type_of(decided: Decisions) -> str:
             f"{' or '.join(_TYPES)}"
         )
     return _TYPES[decided.optimizer]
-
-
-def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:
-    """Return the parts of the plan that a configuration cannot express, most important first."""
-    return [*_lost_of_ranks(decided), *_lost_of_updates(decided, placed), *_lost_of_units(plan)]
 
 
 def _lost_of_ranks(decided: Decisions) -> list[str]:

@@ -106,8 +106,8 @@ class SideBySide:
             return {
                 "fits": not seen.missing,
                 "iteration_s": seen.period_s,
-                "phases_s": {phase.value: s for phase, s in seen.phases.by_phase.items()},
-                "memory_bytes": {tier.value: use.peak_bytes for tier, use in seen.peaks.items()},
+                "phases_s": seen.phases.by_phase,
+                "memory_bytes": {tier: use.peak_bytes for tier, use in seen.peaks.items()},
             }
 
         return {
@@ -115,7 +115,7 @@ class SideBySide:
             "ours": plain(self.our_iteration) if self.our_iteration else None,
             "ratio": self.ratio,
             "reasons": self.reasons,
-            "assumed": list(self.imported.assumed),
+            "assumed": self.imported.assumed,
             "why_no_plan": self.missing or None,
         }
 
@@ -161,7 +161,7 @@ def side_by_side(found: Imported) -> SideBySide:
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:
-    switches = {"bf16": config.bf16.enabled, "fp16": config.fp16.enabled}
+    switches = {"bf16": config.bf16, "fp16": config.fp16}
     on = [name for name, enabled in switches.items() if enabled is True]
     if not on and AUTO in switches.values():
         assumed.append("the type of weights is 'auto': bf16")
@@ -180,7 +180,7 @@ def _with_types(config: Config, request: Request, given: Callable[[str], bool], 
     if not given("precision"):
         changes["precision"] = _precision(config, assumed)
     if not given("optimizer"):
-        name = config.optimizer.type if config.optimizer else "AdamW"
+        name = config.optimizer or "AdamW"
         if config.optimizer is None:
             assumed.append("no optimizer is named: AdamW")
         if name.lower() not in _OPTIMIZERS:

@@ -5,13 +5,13 @@ and TransformerEngine (``pytorch/module``): norms, SwiGLU, rotary embedding and 
 sums are one kernel each, and a product adds a weight's gradient to the sum over micro-batches, in fp32, as it writes it
 (``gradient_accumulation_fusion``).
 
-[Note: Sequence parallelism] Between a row-parallel and the next column-parallel product, tensor-parallel ranks share
+Between a row-parallel and the next column-parallel product, tensor-parallel ranks share
 the tokens: norms and residual sums see ``rows / t`` of them, and reduce-scatter and all-gather take the place of the
 all-reduce (Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022). In backward, the
 input of a column-parallel product is gathered again while its gradient is computed, and that gradient is reduced while
 the weight's is (``LinearWithGradAccumulationAndAsyncCommunication``). Only what takes longer than the product counts.
 
-[Note: Context parallelism] Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late
+Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late
 block, so that all have the same share of the causal triangle. Keys and values go round a ring, each step's behind the
 attention of the step before, so ``c`` attention kernels run, each with ``1 / c`` of the rank's FLOP. After each, fp32
 factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023; ``AttnFuncWithCPAndKVP2P``).
@@ -99,7 +99,7 @@ def _first(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]
 
 
 def _last(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
-    """Return norm, head and loss; ranks normalise their own tokens ([Note: Sequence parallelism])."""
+    """Return norm, head and loss; ranks normalise their own tokens."""
     rows, hidden, vocab, e = batch.num_tokens, config.hidden_size, config.vocab_size, batch.dtype_bytes
     own = {
         "norm": _SET.norm(rows // batch.tensor_parallel, hidden, e),  # its row counts its output
@@ -155,7 +155,7 @@ def _rest(collectives: Kernels, product: Gemm) -> Kernels:
 
 
 def pass_tokens(batch: Batch, width: int) -> Kernels:
-    """Return the all-gather or the reduce-scatter of all tokens' values; see [Note: Sequence parallelism]."""
+    """Return the all-gather or the reduce-scatter of all tokens' values."""
     if batch.tensor_parallel == 1:
         return ()
     return (Collective(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel, num_passes=1),)

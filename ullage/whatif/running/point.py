@@ -16,10 +16,9 @@ from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.competition import Found
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError, find
-from planner.schedule.tasks import Lane
 from planner.simulate.prediction import Workload
 from ullage.rivals import engines_beside
-from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
+from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Result
 
 # Libraries whose results affect plans.
 _LIBRARIES: Final = ("highspy", "numba", "numpy", "scipy")
@@ -86,32 +85,18 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
 def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
     seen, decided = found.prediction, found.decisions
     certificate = found.certificate() if certify else None
-    critical_s, engines = sum(seen.critical_s.values()), engines_beside(found)
-    num_devices, per_node = decided.num_devices, request.hardware.devices_per_node
     return Figures(
-        iteration_s=seen.iteration_s,
-        forward_s=seen.forward_s,
-        backward_s=seen.backward_s,
-        update_s=seen.update_s,
-        loop_s=seen.loop_s,
+        **dict(seen),
         tokens_per_iteration=Workload(found.own.setup.units, request.seq_len).tokens(decided),
-        tokens_per_s=seen.tokens_per_s,
-        model_flop_per_s=seen.model_flop_per_s,
-        num_devices=num_devices,
-        num_nodes=-(-num_devices // per_node),
-        bound_by=Lane(next(iter(seen.critical_s))),
-        critical_shares={Lane(lane): seconds / critical_s for lane, seconds in seen.critical_s.items()},
-        busy_shares={Lane(lane): seconds / seen.iteration_s for lane, seconds in seen.busy_s.items()},
-        memory={
-            tier: Peak(peak_bytes=use.peak_bytes, capacity_bytes=use.capacity_bytes)
-            for tier, use in seen.memory.items()
-        },
+        num_devices=decided.num_devices,
+        num_nodes=-(-decided.num_devices // request.hardware.devices_per_node),
         choice=decided.words,
         placement=describe(decided, found.own.setup.units),
-        engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in engines.items()},
+        engines={
+            name: None if row.missing_bytes else row.iteration_s for name, (_, row) in engines_beside(found).items()
+        },
         bound_s=certificate.bound_s if certificate else None,
         gap=certificate.gap(seen.iteration_s) if certificate else None,
-        warnings=seen.warnings,
         num_simulations=found.num_simulations,
     )
 

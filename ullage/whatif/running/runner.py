@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from hwprofiles import __version__
 from ullage.output.progress import Report
@@ -11,26 +12,37 @@ from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
 from ullage.whatif.running.point import Effort
 from ullage.whatif.running.store import Store
-from ullage.whatif.running.workers import Runner, Task
+from ullage.whatif.running.workers import Runner, Task, in_this_process
 from ullage.whatif.study import Axis, Point, Result, Study
+
+_K = TypeVar("_K")
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Plans points with a store and a runner.
+    """Plans the points of a study.
 
     Attributes:
+        space: all points of the study.
         store: store of results.
+        prices: prices for the costs of points.
         runner: function that plans points.
         progress: called with the present step in words, the finished points and the number of points.
     """
 
+    space: Space
     store: Store
-    runner: Runner
+    prices: Prices | None = None
+    runner: Runner = in_this_process
     progress: Report = lambda *_: None
 
-    def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
+    def results(self, cases: Iterable[Case], what: str = "planning", effort: Effort | None = None) -> list[Result]:
         """Return the results of points. Points whose results are in the store are not planned again.
+
+        Args:
+            cases: the points.
+            what: what they are for, in words.
+            effort: effort for each point. Default: that of the study.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; all results until then are in the store.
@@ -40,45 +52,44 @@ class Evaluator:
         todo: dict[str, Task] = {
             case.key: (case.key, case.request, case.checkpoints)
             for case in sorted(wanted, key=_similarity_key)
-            if case.request and self.store.get(case.key) is None
+            if case.request and case.key not in self.store.results
         }
         keys = {case.key for case in wanted if case.request}
         done = len(keys) - len(todo)
         self.progress(what, done, len(keys))
         if todo:
             try:
-                for key, result in self.runner(todo.values(), effort):
+                for key, result in self.runner(todo.values(), effort or self.space.effort):
                     self.store.put(key, result)
                     done += 1
                     self.progress(what, done, len(keys))
             except KeyboardInterrupt:
                 self.store.look_again()
-                done = sum(self.store.get(key) is not None for key in keys)
+                done = len(keys & self.store.results.keys())
                 raise KeyboardInterrupt(
                     f"interrupted; {done} of {len(keys)} points are stored in {self.store.path}; run the same command "
                     "again to continue"
                 ) from None
-        return [self._result(case) for case in wanted]
+        return [case.refused or self.store.results[case.key] for case in wanted]
 
-    def points(self, cases: Iterable[Case], effort: Effort) -> list[Point]:
-        """Return points with their results; see :meth:`results`."""
+    def study(self, cases: Iterable[Case], axes: tuple[Axis, ...]) -> Study:
+        """Return a study of some points with their costs; see :meth:`results`."""
+        names = ("settings", "varied", "hardware", "model", "key")
         planned = list(cases)
-        return [
-            Point(
-                settings=case.settings,
-                varied=case.varied,
-                hardware=case.hardware,
-                model=case.model,
-                key=case.key,
-                result=result,
-            )
-            for case, result in zip(planned, self.results(planned, effort), strict=True)
+        found = [
+            Point(**{name: getattr(case, name) for name in names}, result=result)
+            for case, result in zip(planned, self.results(planned), strict=True)
         ]
-
-    def _result(self, case: Case) -> Result:
-        result = case.refused or self.store.get(case.key)
-        assert result is not None, "all points are planned"
-        return result
+        points, notes = charged(found, self.prices, self.space.request)
+        return Study(
+            program_version=__version__,
+            request=self.space.request,
+            axes=axes,
+            prices=self.prices,
+            points=tuple(points),
+            complete=True,
+            notes=tuple(notes),
+        )
 
 
 def _similarity_key(case: Case) -> tuple[str | float, ...]:
@@ -91,42 +102,32 @@ def _similarity_key(case: Case) -> tuple[str | float, ...]:
     return (case.model, request.num_devices, request.seq_len, *sizes)
 
 
-def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
-    """Plan all points of a study and compute their costs.
+def run_study(evaluator: Evaluator) -> Study:
+    """Plan all points of a study and compute their costs; see :meth:`Evaluator.results`."""
+    space, cases = evaluator.space, []
+    for done, case in enumerate(space.cases()):  # making the points takes time too
+        evaluator.progress("preparing", done, len(space))
+        cases.append(case)
+    study = evaluator.study(cases, space.axes)
+    warnings = Counter(warning for point in study.points if point.figures for warning in point.figures.warnings)
+    notes = (f"{warning} ({count} point(s))" for warning, count in warnings.items())
+    return study.model_copy(update={"notes": (*study.notes, *notes)})
 
-    Raises:
-        KeyboardInterrupt: see :meth:`Evaluator.results`.
-        OSError: the store cannot be written.
+
+def narrowed(
+    brackets: Mapping[_K, tuple[Any, Any]],
+    between: Callable[[_K, Any, Any], Any],
+    holds: Callable[[dict[_K, Any]], Mapping[_K, bool]],
+) -> dict[_K, tuple[Any, Any]]:
+    """Narrow brackets by bisection, all of them at once, because points are planned in parallel.
+
+    Args:
+        brackets: by name, a value at which something holds, and one at which it does not.
+        between: returns the next value to try within a bracket; ``None``: it is narrow enough.
+        holds: returns whether it holds at the given values.
     """
-    cases = list(tracked(space.cases(), len(space), evaluator.progress))
-    study = planned_study(space, cases, space.axes, prices, evaluator)
-    return study.model_copy(update={"notes": (*study.notes, *_warnings(study.points))})
-
-
-def planned_study(
-    space: Space, cases: Iterable[Case], axes: tuple[Axis, ...], prices: Prices | None, evaluator: Evaluator
-) -> Study:
-    """Return a study of some points with their costs. It raises as :func:`run_study`."""
-    points, notes = charged(evaluator.points(cases, space.effort), prices, space.request)
-    return Study(
-        program_version=__version__,
-        request=space.request,
-        axes=axes,
-        prices=prices,
-        points=tuple(points),
-        complete=True,
-        notes=tuple(notes),
-    )
-
-
-def tracked(cases: Iterable[Case], total: int, progress: Report) -> Iterator[Case]:
-    """Yield points, and report each to ``progress``, because making the points takes time too."""
-    for done, case in enumerate(cases):
-        progress("preparing", done, total)
-        yield case
-
-
-def _warnings(points: Iterable[Point]) -> list[str]:
-    """Return the warnings of all points, each once, with the number of its points."""
-    counts = Counter(warning for point in points if point.figures for warning in point.figures.warnings)
-    return [f"{warning} ({count} point(s))" for warning, count in counts.items()]
+    found = dict(brackets)
+    while tried := {key: value for key, ends in found.items() if (value := between(key, *ends)) is not None}:
+        for key, does in holds(tried).items():
+            found[key] = (tried[key], found[key][1]) if does else (found[key][0], tried[key])
+    return found
