@@ -214,7 +214,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 
 
 def bind_state_dict(
-    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, has_ranks: bool
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, divides: bool
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
 
@@ -222,7 +222,7 @@ def bind_state_dict(
         model: the bound model.
         names: names of its parameters, by ``id(parameter)``.
         weight: returns a parameter's current weights, by its name.
-        has_ranks: whether several ranks hold them. Then none can be loaded by ``load_state_dict``.
+        divides: whether ranks share layers or experts. Then none can be loaded by ``load_state_dict``.
     """
 
     def saving(module: nn.Module) -> Callable[[dict[str, Any], str, bool], None]:
@@ -243,10 +243,10 @@ def bind_state_dict(
         return save_current
 
     def refuse(_module: nn.Module, _state_dict: object, _prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
-        if has_ranks or metadata.get("assign_to_params_buffers"):
+        if divides or metadata.get("assign_to_params_buffers"):
             raise ValueError(
-                "weights cannot be loaded into a prepared model by load_state_dict() where several ranks train it, nor "
-                "with assign=True; load them before prepare() or after session.close(), or with "
+                "weights cannot be loaded into a prepared model by load_state_dict() with assign=True, nor where ranks "
+                "share layers or experts; load them before prepare() or after session.close(), or with "
                 "ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with ullage.Checkpoints"
             )
 

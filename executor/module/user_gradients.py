@@ -180,17 +180,11 @@ class UserGradients:
         return {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
 
     def reopen(self, dropped: frozenset[str]) -> None:
-        """Forget norms, because more is added to the gradients that were not dropped.
-
-        Raises:
-            GradientError: some of these have been scaled, as clipping does.
-        """
-        scaled = [name for name, scale in self._scales.items() if scale != 1 and name not in dropped]
-        if scaled:
-            raise GradientError(
-                f"the gradient of {scaled[0]} was scaled (clipped), and then more came for this step; clip after the "
-                "last backward, or drop the gradients before (optimizer.zero_grad())"
-            )
+        """Forget norms, because more is added to the gradients that were not dropped. Scale these before."""
+        for name, scale in self._scales.items():
+            if scale != 1 and name not in dropped:
+                editor = self._edit()
+                editor.replace(name, editor.gradient(name).mul_(scale))
         self._dropped_early.clear()
         self._open.clear()
         self._norms = None
