@@ -18,7 +18,7 @@ demo: $(VENV)/ready
 	@mkdir -p $(OUT)
 	$(BIN)/ullage plan --model opt-13b --gpus 8 --hardware a100-80 --output $(OUT)/opt-13b.json
 	$(BIN)/ullage calibrate --quick --output $(OUT)/this-machine.json
-	$(BIN)/ullage plan --model demo-llama --hardware $(OUT)/this-machine.json --device-memory 180MB \
+	$(BIN)/ullage plan --model demo-llama --hardware $(OUT)/this-machine.json --memory device=180MB \
 		--micro-batch 2 --seq-len 256 --output $(OUT)/demo.json
 	$(BIN)/ullage execute $(OUT)/demo.json --iterations 40 --output-dir $(OUT)
 

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "demo.json")
     args = parser.parse_args()
     began = origin("torch", "transformers", "numba", "numpy")
-    setting = ["--model", "demo-llama", "--device-memory", "180MB", "--micro-batch", "2", "--seq-len", "256"]
+    setting = ["--model", "demo-llama", "--memory", "device=180MB", "--micro-batch", "2", "--seq-len", "256"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         repeats = [repeat(folder, setting, args.iterations) for _ in range(args.repeats)]

@@ -87,6 +87,17 @@ def ends_here() -> bool:
     return False
 
 
+def nodes(*roots: Any) -> Iterator[Any]:
+    """Yield all autograd nodes behind some, and these themselves."""
+    seen, left = {None, *roots}, [root for root in roots if root is not None]
+    while left:
+        node = left.pop()
+        yield node
+        following = dict.fromkeys(after for after, _ in node.next_functions if after not in seen)
+        seen.update(following)
+        left += following
+
+
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors among what a module is called with or returns, also those inside tuples, dicts, dataclasses."""
     for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):

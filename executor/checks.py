@@ -34,7 +34,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
         )
     if (stages := decisions.pipeline_parallel) > 1:
         raise ValueError(
-            f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
+            f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --parallel pipeline=1"
         )
     if not decisions.precision.can_be_kept(decisions.optimizer):
         types = ", ".join(f"{name} in {dtype}" for name, dtype in decisions.precision if dtype is not None)
@@ -47,7 +47,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
         raise ValueError(
             f"the plan's master copy is {'bf16' if planned else 'fp32'}, but {ROUNDS} is {not planned} in a group of "
             f"the optimizer; make {entry.torch_class.__name__} with {ROUNDS}={planned}, or plan "
-            f"{'without' if planned else 'with'} --master bf16"
+            f"{'without' if planned else 'with'} --precision master=bf16"
         )
 
 

@@ -23,7 +23,7 @@ class Entry:
     """The origin of one quantity of a profile.
 
     Attributes:
-        how: ``measured``, ``read`` from the operating system, ``fitted`` to whole runs (``--from-runs``), ``asked`` for
+        how: ``measured``, ``read`` from the operating system, ``fitted`` to whole runs, ``asked`` for
             in an option, or ``unknown`` to calibration.
         part: the part of ``ullage calibrate --only`` that measures it, ``""`` if none does.
         words: what measures it, or why nothing does.

@@ -50,7 +50,7 @@ FOR_LIBRARIES_BYTES: Final = 1 << 30
 """Memory of a GPU that no plan fills with tensors.
 
 A device's ``memory_bytes`` are what tensors may take. They are less by this than the memory that is free when a machine
-is calibrated, than the memory that CUDA sees (packaged profiles), and than ``--device-memory SIZE``. It is for:
+is calibrated, than the memory that CUDA sees (packaged profiles), and than ``--memory device=SIZE``. It is for:
 
 - the CUDA context and the code of kernels, before a process has made its first tensor;
 - workspaces of cuBLAS and cuBLASLt: on Hopper 32 MiB for each handle and stream, so 64 MiB for forward and autograd's

@@ -7,7 +7,7 @@ measured, published and assumed values, so it must be able to say which of them 
 import bisect
 import itertools
 import math
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -78,19 +78,12 @@ class CurvePoint(Frozen):
         return self
 
 
-class Reading(NamedTuple):
-    """A value of a curve: a time in seconds, and whether its size is outside the measured sizes."""
-
-    time_s: float
-    extrapolated: bool
-
-
 class Curve(Frozen):
     """Time against size, monotone, interpolated linearly in log-log space.
 
     Above the last point, time is proportional to size: the rate stays that of the last point. So no size is read at a
     rate that was not measured. Below the first point, the slope of the nearest segment continues (at least 0 and at
-    most proportional to size). :meth:`read` reports such an extrapolation, so that the user can be warned.
+    most proportional to size). :meth:`covers` tells such an extrapolation, so that the user can be warned.
     """
 
     size_unit: SizeUnit
@@ -111,24 +104,23 @@ class Curve(Frozen):
                 raise ValueError(f"time must not fall with size, but it does from {a.size:g} to {b.size:g}")
         return self
 
-    def read(self, size: float) -> Reading:
-        """Return the median time at ``size`` (in ``size_unit``) and whether that is an extrapolation."""
+    def covers(self, size: float) -> bool:
+        """Return whether ``size`` lies between the measured sizes."""
+        return self.points[0].size <= size <= self.points[-1].size
+
+    def time_s(self, size: float) -> float:
+        """Return the median time in seconds at ``size`` (in ``size_unit``)."""
         if size <= 0:
-            return Reading(0.0, extrapolated=False)
+            return 0.0
         points, last = self.points, self.points[-1]
-        outside = not points[0].size <= size <= last.size
         if size > last.size or len(points) == 1:
-            return Reading(last.median_s * size / last.size, outside)
+            return last.median_s * size / last.size
         right = max(bisect.bisect_left([p.size for p in points], size), 1)
         a, b = points[right - 1], points[right]
         slope = math.log(b.median_s / a.median_s) / math.log(b.size / a.size)
-        if outside:
+        if size < a.size:
             slope = min(slope, 1.0)
-        return Reading(a.median_s * (size / a.size) ** slope, outside)
-
-    def time_s(self, size: float) -> float:
-        """Return the median time in seconds at ``size``."""
-        return self.read(size).time_s
+        return float(a.median_s * (size / a.size) ** slope)
 
     def best_rate_per_s(self) -> float:
         """Return the highest rate of the curve's points, in ``size_unit`` per second."""

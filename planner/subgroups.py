@@ -19,7 +19,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
 
 from planner.models.formulas.work import (
     newton_schulz,
@@ -163,37 +162,34 @@ def _between(
 
 def _whole(num_params: int, optimizer: Optimizer, of_shards: Sequence[tuple[Extent, ...]]) -> Subgroup:
     """Return a subgroup with the matrices of the rank that has most FLOP, and workspace for those of all."""
-    work = [_Work.of(extents) for extents in of_shards]
+    work = [_work(extents) for extents in of_shards]
     return Subgroup(
         num_params,
         optimizer,
-        max((each.matrices for each in work), key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes)),
-        max(each.workspace_bytes for each in work),
-        max(each.exchanged_bytes for each in work),
+        max((own for own, _, _ in work), key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes)),
+        max(workspace_bytes for _, workspace_bytes, _ in work),
+        max(exchanged_bytes for *_, exchanged_bytes in work),
     )
 
 
-class _Work(NamedTuple):
-    """The most that one of the tensor-parallel ranks does with some matrices; see [Note: Shared matrices]."""
+def _work(extents: tuple[Extent, ...]) -> tuple[tuple[tuple[int, int], ...], int, int]:
+    """Return the most that one of the tensor-parallel ranks does with some matrices; see [Note: Shared matrices].
 
-    matrices: tuple[tuple[int, int], ...]
-    workspace_bytes: int
-    exchanged_bytes: int
-
-    @classmethod
-    def of(cls, extents: tuple[Extent, ...]) -> Self:
-        found = [(size, shape) for size, shape in extents if shape]
-        own = tuple(shape for size, shape in found if size == math.prod(shape))
-        shared = [(size, shape) for size, shape in found if size < math.prod(shape)]
-        workspace_bytes = max(map(orthogonalization_bytes, own), default=0)
-        if not shared:
-            return cls(own, workspace_bytes, 0)
-        sizes = [size for size, _ in shared]
-        num_ranks = math.prod(shared[0][1]) // sizes[0]
-        of_ranks = [tuple(shared[i][1] for i in share) for share in shares(range(len(sizes)), sizes, num_ranks)]
-        most = max(of_ranks, key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes))
-        bytes_of_shared = shared_orthogonalization_bytes(sizes, of_ranks)
-        return cls(own + most, max(workspace_bytes, bytes_of_shared), 2 * EXCHANGED_BYTES * sum(sizes))
+    Returns:
+        The shapes that it orthogonalizes, the bytes of workspace for that, and the bytes that it exchanges.
+    """
+    found = [(size, shape) for size, shape in extents if shape]
+    own = tuple(shape for size, shape in found if size == math.prod(shape))
+    shared = [(size, shape) for size, shape in found if size < math.prod(shape)]
+    workspace_bytes = max(map(orthogonalization_bytes, own), default=0)
+    if not shared:
+        return own, workspace_bytes, 0
+    sizes = [size for size, _ in shared]
+    num_ranks = math.prod(shared[0][1]) // sizes[0]
+    of_ranks = [tuple(shared[i][1] for i in share) for share in shares(range(len(sizes)), sizes, num_ranks)]
+    most = max(of_ranks, key=lambda shapes: sum(flop(newton_schulz(*shape)) for shape in shapes))
+    bytes_of_shared = shared_orthogonalization_bytes(sizes, of_ranks)
+    return own + most, max(workspace_bytes, bytes_of_shared), 2 * EXCHANGED_BYTES * sum(sizes)
 
 
 @functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search

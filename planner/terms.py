@@ -14,6 +14,9 @@ KernelChoice = Literal["transformers", "compiled", "liger"]
 KernelRequest = Literal["transformers", "compiled", "liger", "auto"]
 """The same, or the faster one of those that can be executed."""
 
+DEFAULT_SEQ_LEN: Final = 2048
+"""Tokens per sequence, or the model's limit if that is smaller."""
+
 DEFAULT_MICRO_BATCH: Final = 4
 """Sequences per forward on each device; fewer if they are long, see :func:`default_micro_batch`."""
 

@@ -18,7 +18,13 @@ from benchmarks.demo import output_of
 from benchmarks.origin import origin, write_result
 from planner.plan.document import describe, load_plan
 
-OPTIMIZERS = ("adamw", "adamw-bf16", "adamw-8bit", "adamw-bf16 --master bf16", "adamw-8bit --master bf16")
+OPTIMIZERS = (
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "adamw-bf16 --precision master=bf16",
+    "adamw-8bit --precision master=bf16",
+)
 MODEL = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -40,7 +46,7 @@ def trained(
     """Plan and train; return the loss of each iteration, and where the plan updates."""
     model, plan = folder / "model.json", folder / "plan.json"
     model.write_text(json.dumps(MODEL), encoding="utf-8")
-    options = [*SETTING, "--device-memory", device_memory, "--optimizer", *optimizer.split()]
+    options = [*SETTING, "--memory", "device=" + device_memory, "--optimizer", *optimizer.split()]
     output_of("plan", "--model", str(model), *options, "--output", str(plan))
     run = ["--iterations", str(num_iterations), "--seed", str(seed), "--output-dir", str(folder)]
     losses: list[float] = output_of("execute", str(plan), *run, "--allow-other-machine")["losses"]
@@ -79,7 +85,7 @@ def main() -> None:
     result = {
         **began,
         "model": MODEL,
-        "plan": " ".join([*SETTING, "--device-memory", arguments.device_memory]),
+        "plan": " ".join([*SETTING, "--memory", "device=" + arguments.device_memory]),
         "num_iterations": arguments.iterations,
         "last": LAST,
         "rows": rows,

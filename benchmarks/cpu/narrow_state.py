@@ -35,7 +35,7 @@ from executor.optimizer import adamw_8bit, adamw_bf16
 from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams
 from executor.optimizer.workers import WorkerTeam
 
-ROUNDED = " --master bf16"
+ROUNDED = " --precision master=bf16"
 _LESS = 6  # bytes per parameter, where the master copy is bf16
 _ABOVE = 2**16
 GOALS = {"of_copy": 0.9, "over_wide": 1.0}

@@ -54,8 +54,9 @@ class Stage(NamedTuple):
     """One command of Python.
 
     Attributes:
-        arguments: of Python; ``{results}``, ``{profile}``, ``{memory}`` and ``{budget}`` (seconds that it may plan
-            with) are filled in, and dropped where there is nothing to fill in with.
+        arguments: of Python; ``{results}``, ``{profile}``, ``{memory}``, ``{host}`` (the same, as calibration takes it)
+            and ``{budget}`` (seconds that it may plan with) are filled in, and dropped where there is nothing to
+            fill in with.
         limit_s: most seconds that it may take.
         least_s: what stages before it leave of the budget for it.
         makes: files that it writes, which are removed before; the first is its answer on stdout, if ``prints``.
@@ -75,7 +76,7 @@ class Stage(NamedTuple):
 
 _AGREEMENT = "benchmarks/gpu/agreement.py --profile {profile} --budget {budget} --output {results}"
 _PEERS = "benchmarks/gpu/peers.py --profile {profile} --budget {budget} --output {results}"
-_CALIBRATE = "-m ullage calibrate --quick {memory} --output {results}"
+_CALIBRATE = "-m ullage calibrate --quick {host} --output {results}"
 STAGES: Final[Mapping[str, Stage]] = {
     "probe": Stage(
         "benchmarks/gpu/probe.py --output {results}/probe.jsonl --budget 130",  # its longest step takes 50 s
@@ -412,7 +413,9 @@ class Run:
 
     def _command(self, name: str, limit_s: float) -> list[str]:
         memory = f"--host-memory={self._args.host_memory}" if self._args.host_memory else ""
-        filled = {"results": str(self._results.folder), "memory": memory, "budget": f"{max(limit_s - END_S, 1):.0f}"}
+        host = f"--memory=host={self._args.host_memory}" if self._args.host_memory else ""
+        filled = {"results": str(self._results.folder), "memory": memory, "host": host}
+        filled["budget"] = f"{max(limit_s - END_S, 1):.0f}"
         arguments: list[str] = []
         for part in shlex.split(STAGES[name].arguments):
             filled["profile"] = self._profile() if part == "{profile}" else ""

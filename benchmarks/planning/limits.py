@@ -24,7 +24,7 @@ from benchmarks.origin import origin, write_result
 
 MACHINES: Final = (("rtx-4090", 1), ("h100", 1), ("h100", 8))
 DEVICE_ALONE: Final = ("--set", "host.memory_bytes=4GB", "--storage", "never")
-AT_ONCE: Final = ("--loss-tile", "100000000", "--layer-tile", "100000000")
+AT_ONCE: Final = ("--tiles", "loss=100000000", "--tiles", "layer=100000000")
 NF4: Final = ("--lora", "rank=16", "--quantize", "nf4")
 LONGEST: Final = ("--model", "llama-3-8b")
 WAYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
@@ -33,7 +33,7 @@ WAYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "AdamW": (),
         "moments in bf16": ("--optimizer", "adamw-bf16"),
         "moments in 8 bits": ("--optimizer", "adamw-8bit"),
-        "moments in 8 bits, all else in bf16": ("--optimizer", "adamw-8bit", "--master", "bf16"),
+        "moments in 8 bits, all else in bf16": ("--optimizer", "adamw-8bit", "--precision", "master=bf16"),
         "Muon": ("--optimizer", "muon"),
         "LoRA": ("--lora", "rank=16"),
         "LoRA on NF4": NF4,

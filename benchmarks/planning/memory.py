@@ -230,7 +230,7 @@ def tiled(
     name: str, micro_batch: int, seq_len: int, dtype: str, storage: str, device_memory: str, num_tokens: int
 ) -> dict[str, Any]:
     """Plan the loss in tiles for a small device and execute."""
-    options = ("--storage", storage, "--loss-tile", str(num_tokens))
+    options = ("--storage", storage, "--tiles", "loss=" + str(num_tokens))
     return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
 
 
@@ -238,7 +238,7 @@ def layers(
     name: str, micro_batch: int, seq_len: int, dtype: str, storage: str, device_memory: str, num_tokens: int
 ) -> dict[str, Any]:
     """Plan norms and MLPs in tiles for a small device, and the loss too, and execute."""
-    options = ("--storage", storage, "--layer-tile", str(num_tokens), "--loss-tile", str(num_tokens))
+    options = ("--storage", storage, "--tiles", "layer=" + str(num_tokens), "--tiles", "loss=" + str(num_tokens))
     return executed(name, micro_batch, seq_len, dtype, 1, device_memory, *options)
 
 
@@ -252,7 +252,7 @@ def executed(
         config.write_text(json.dumps(to_hf_config_dict(config_of(name))))
         sizes = ["--micro-batch", str(micro_batch), "--seq-len", str(seq_len), "--accumulate", str(count)]
         made = _output_of(
-            "plan", "--model", str(config), "--hardware", MACHINE, "--device-memory", device_memory,
+            "plan", "--model", str(config), "--hardware", MACHINE, "--memory", "device=" + device_memory,
             "--precision", dtype, *sizes, *options, "--output", str(plan),
         )  # fmt: skip
         run = _output_of("execute", str(plan), "--iterations", "6", "--output-dir", str(folder / "out"))

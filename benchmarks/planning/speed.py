@@ -23,7 +23,7 @@ REQUESTS = (
     ("--model", "opt-6.7b", "--hardware", "rtx-4090"),
     ("--model", "mixtral-8x7b", "--gpus", "8", "--hardware", "h100"),
     ("--model", "moe-1t", "--gpus", "4096", "--hardware", "h100"),
-    ("--model", "moe-1t", "--gpus", "4096", "--hardware", "h100", "--expert-parallel", "64"),
+    ("--model", "moe-1t", "--gpus", "4096", "--hardware", "h100", "--parallel", "expert=64"),
     ("--model", "opt-13b", "--gpus", "8", "--global-batch", "32"),
     ("--model", "llama-3-70b", "--gpus", "64", "--hardware", "a100-cluster", "--global-batch", "256"),
 )

@@ -38,7 +38,7 @@ OUTPUT = Path(__file__).parents[1] / "results" / "planning_study.json"
 def command(output: Path, num_points: int) -> list[str]:
     """Return the command line of the study."""
     sweeps = [part for sweep in SWEEPS for part in ("--sweep", sweep)]
-    design = ["--design", "random", "--points", str(num_points), "--seed", "0"]
+    design = ["--design", f"random,points={num_points},seed=0"]
     where = ["--workers", str(NUM_WORKERS), "--output", str(output)]
     return [sys.executable, "-m", "ullage", "whatif", *REQUEST, *sweeps, *design, *where]
 

@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published import fit as fitter
+from benchmarks.published.fitting import fitted_paths
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
 from ullage.main import main as ullage
-from ullage.rivals.from_runs import fitted_paths
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -197,9 +198,9 @@ def fit(fitting: Fitting) -> dict[str, Any]:
     """Fit one profile and write it where it is packaged."""
     if fitting.profile == SAME_SERVERS[1]:
         inherit()
-    arguments = ["calibrate", "--from-runs", str(HERE / f"{fitting.file}.json"), "--profile", fitting.profile]
+    arguments = [str(HERE / f"{fitting.file}.json"), "--profile", fitting.profile]
     arguments += ["--fit-on", *fitting.fit_on, "--parameters", *fitting.parameters]
-    return call(*arguments, "--output", str(packaged(fitting.profile)))
+    return fitter.main([*arguments, "--output", str(packaged(fitting.profile))])
 
 
 def main() -> int:

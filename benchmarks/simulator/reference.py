@@ -111,7 +111,7 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
         number: type to calculate with: ``float``, or ``Fraction`` for exact times (rounded only when returned).
 
     Raises:
-        StuckError: a task can never end; see :meth:`FluidSystem.never_ends`.
+        ValueError: a task can never end; see :meth:`FluidSystem.never_ends`.
     """
     after = [system.predecessors(i) for i in range(system.num_tasks)]
     uses = [{r: number(a) for r, a in system.uses(i).items()} for i in range(system.num_tasks)]

@@ -116,9 +116,9 @@ class _Event:
 class Clock:
     """Converts events to times on the host's clock.
 
-    [Note: Anchors] CUDA returns the time between two events in float32 milliseconds. For events an hour apart, the
-    resolution is a quarter of a millisecond. Besides, the GPU's clock and the host's drift apart by milliseconds a
-    minute. So every event is measured from a near anchor: an event whose time the host read when it happened.
+    CUDA returns the time between two events in float32 milliseconds. For events an hour apart, the resolution is a
+    quarter of a millisecond. Besides, the GPU's clock and the host's drift apart by milliseconds a minute. So every
+    event is measured from a near anchor: an event whose time the host read when it happened.
 
     Args:
         read: makes an anchor now, and returns its time on the host's clock and its event.

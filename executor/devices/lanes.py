@@ -4,10 +4,10 @@
 the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The task
 ends when the caller's next task is issued, or at :meth:`LaneMachine.end_open`.
 
-[Note: Submitted lanes] A lane whose tasks wait for nothing on the host, as copies on a stream do, has no thread. A task
-is submitted as soon as all that it waits for has been: by the caller when it is issued, or by the thread that ends the
-last of those. Threads of their own would run beside the caller, and each operator of torch takes and gives back the
-interpreter's lock several times: who has to sleep for it wakes 0.1 ms later, which is longer than most operators take.
+A lane whose tasks wait for nothing on the host, as copies on a stream do, has no thread. A task is submitted as soon as
+all that it waits for has been: by the caller when it is issued, or by the thread that ends the last of those. Threads
+of their own would run beside the caller, and each operator of torch takes and gives back the interpreter's lock several
+times: who has to sleep for it wakes 0.1 ms later, which is longer than most operators take.
 """
 
 import atexit
@@ -68,7 +68,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
 
     Args:
         perform: does the work of every task that is not on one of the caller's lanes.
-        submitted: lanes without a thread, see [Note: Submitted lanes].
+        submitted: lanes without a thread.
         capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
         record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` recorded iterations are kept.

@@ -19,10 +19,10 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     It is for the host as the device. It sees forward and backward of the thread that enters it. Memory that existed
     before, such as arenas, does not count. Sizes are exact, without the rounding of an allocator.
 
-    [Note: Added in place] Autograd accumulates gradients in place. Only while a dispatch mode is active, it makes a new
-    tensor for the sum. So in backward a sum counts only when the next operation begins: by then, the old tensor is
-    freed. Autograd never accumulates into a view, because views share memory: for example, it adds the transposed
-    gradient of a linear layer's weight to a tied embedding's gradient in a third tensor. Such a sum counts at once.
+    Autograd accumulates gradients in place. Only while a dispatch mode is active, it makes a new tensor for the sum. So
+    in backward a sum counts only when the next operation begins: by then, the old tensor is freed. Autograd never
+    accumulates into a view, because views share memory: for example, it adds the transposed gradient of a linear
+    layer's weight to a tied embedding's gradient in a third tensor. Such a sum counts at once.
 
     Attributes:
         held_bytes: bytes held now.
@@ -68,7 +68,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_peak()
 
     def _count_late(self) -> None:
-        """Count sums of gradients; see [Note: Added in place]."""
+        """Count sums of gradients."""
         with self._lock:
             if self._late_bytes:
                 self.held_bytes += sum(self._late_bytes.values())

@@ -1,8 +1,8 @@
 """Adapters of ``peft``: which option differs if a model does not match a plan, and adapters of parameters.
 
-[Note: Adapted parameters] With ``target_parameters``, each forward of ``peft`` registers a parametrization: it makes
-modules, and sets the parameter to itself, which a planned model refuses. What the module then reads is the adapted
-weight. So in its forward that is put into the module's ``__dict__``, where Python looks first. Nothing else changes.
+With ``target_parameters``, each forward of ``peft`` registers a parametrization: it makes modules, and sets the
+parameter to itself, which a planned model refuses. What the module then reads is the adapted weight. So in its forward
+that is put into the module's ``__dict__``, where Python looks first. Nothing else changes.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def _listed(values: Collection[object]) -> str:
 
 
 def bind_adapted_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Let adapters of parameters show adapted weights, see [Note: Adapted parameters]; yield functions that undo it."""
+    """Let adapters of parameters show adapted weights; yield functions that undo it."""
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
             yield replace_attribute(module, "_activate_lora", _showing(module._activate_lora))

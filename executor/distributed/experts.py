@@ -84,13 +84,13 @@ def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
         if shard.whole._backward_hooks:
             raise BindingError(
                 f"{shard.name} has a hook, which would never run, because its experts are units of their own; remove "
-                "it, or plan with --expert-units 1 --expert-parallel 1"
+                "it, or plan with --parallel expert-units=1 --parallel expert=1"
             )
     strange = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
     if strange or not getattr(module, "has_gate", True) or not hasattr(module, "act_fn"):
         raise BindingError(
             f"{path} ({type(module).__name__}) has experts that are not two products with a gate, so they cannot be "
-            "units of their own; plan with --expert-units 1 --expert-parallel 1"
+            "units of their own; plan with --parallel expert-units=1 --parallel expert=1"
         )
 
 

@@ -33,10 +33,10 @@ def group_id(group: Group) -> int:
 def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int) -> torch.Tensor:
     """Return ``values @ matrix``, all-reduced over a group, plus the bias: ``[..., outputs]``.
 
-    [Note: Factors first] Recomputation stops at the last tensor that backward needs. Autograd's own products save their
-    factors before they run, but an ``autograd.Function`` saves tensors after its forward. So the last product of a
-    layer, with its all-reduce, would be recomputed, although backward does not need its output. Therefore an earlier
-    function saves the factors.
+    Recomputation stops at the last tensor that backward needs. Autograd's own products save their factors before they
+    run, but an ``autograd.Function`` saves tensors after its forward. So the last product of a layer, with its
+    all-reduce, would be recomputed, although backward does not need its output. Therefore an earlier function saves the
+    factors.
 
     Args:
         values: this rank's shard, ``[..., inputs]``.

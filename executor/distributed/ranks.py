@@ -164,7 +164,7 @@ class Ranks:
         """Check that all ranks are in the same call with the same decisions; return the sums of ``values`` over ranks.
 
         Call it before other collectives. If ranks were in different calls, they would misread each other's numbers, or
-        gloo would end the process because sizes differ. If a rank never calls this, see [Note: Diverged ranks] in
+        gloo would end the process because sizes differ. If a rank never calls this, see [Note: Failed ranks] in
         :mod:`executor.distributed.watchdog`.
 
         Args:

@@ -297,8 +297,8 @@ def _shard(
     shard = ParameterShard(name, whole, stored.shape, leaf, shape, rows, dim, _num_fused(name), mesh, False, stored)
     if stored.is_quantized and not shard.is_whole:
         raise BindingError(
-            f"parameter {name} is quantized, and cannot be divided over ranks or units; plan with --tensor-parallel 1 "
-            "--expert-parallel 1 --expert-units 1"
+            f"parameter {name} is quantized, and cannot be divided over ranks or units; plan with --parallel tensor=1 "
+            "--parallel expert=1 --parallel expert-units=1"
         )
     return shard
 

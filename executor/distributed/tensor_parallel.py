@@ -11,12 +11,12 @@ Weights are plain tensors, not ``DTensor``, for three reasons. A unit's slot is 
 layout, but ``DTensor`` has no placement for fused and padded parameters. The user's parameters stay the same objects.
 And a rank that waits for one of our collectives notices when another rank fails.
 
-[Note: Divided RNG] Tensor-parallel ranks have the same RNG state, so that dropout of whole activations is the same on
-them. Between a column-parallel and a row-parallel module each rank has heads or channels of its own, and the same state
-would drop the same values of head i and of head i + n/2. So there each rank draws from a state of its own, as with
-Megatron-LM's tracker. It is not kept anywhere: it is a hash of the shared state and the rank. So it is the same when a
-segment is recomputed, where the shared state is that of the first pass, and a checkpoint holds it with the shared
-state. If anything was drawn, the shared state advances by one number. If nothing was, ranks draw what one process does.
+Tensor-parallel ranks have the same RNG state, so that dropout of whole activations is the same on them. Between a
+column-parallel and a row-parallel module each rank has heads or channels of its own, and the same state would drop the
+same values of head i and of head i + n/2. So there each rank draws from a state of its own, as with Megatron-LM's
+tracker. It is not kept anywhere: it is a hash of the shared state and the rank. So it is the same when a segment is
+recomputed, where the shared state is that of the first pass, and a checkpoint holds it with the shared state. If
+anything was drawn, the shared state advances by one number. If nothing was, ranks draw what one process does.
 """
 
 import hashlib
@@ -184,7 +184,7 @@ def _row_parallel_forward(
     if type(module).__name__ not in {"Linear", "Conv1D"} or weight.dim is None:
         raise BindingError(
             f"{weight.name} belongs to a {type(module).__name__}, but tensor-parallel ranks can only share "
-            "torch.nn.Linear and Conv1D of transformers; plan with --tensor-parallel 1"
+            "torch.nn.Linear and Conv1D of transformers; plan with --parallel tensor=1"
         )
     by_columns = weight.dim == 0
     number = group_id(group)

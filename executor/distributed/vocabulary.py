@@ -51,7 +51,7 @@ def embed(module: nn.Module, shard: ParameterShard, group: Group) -> Callable[[t
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         raise BindingError(
             f"{shard.name} belongs to a {type(module).__name__}, but tensor-parallel ranks can only share a "
-            "plain torch.nn.Embedding; plan with --tensor-parallel 1"
+            "plain torch.nn.Embedding; plan with --parallel tensor=1"
         )
     count = shard.shape[0]
     first = shard.mesh.tensor * count

@@ -7,12 +7,12 @@ heartbeat in the store stops changing. Then every thread that waits for a collec
 failed rank, and the reason if known. If a collective fails first, its thread waits for that reason, because a closed
 connection names no rank.
 
-[Note: Diverged ranks] If a rank makes another call than the others (it evaluates alone, or has one batch less), all
+If a rank makes another call than the others (it evaluates alone, or has one batch less), all
 ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
 rank waits (:attr:`Watchdog.waits_for`). If all ranks wait, in different calls, and no task ends on any rank, that is an
 error.
 
-[Note: Missing ranks] A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
+A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
 launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
 started. If none of them is left that could be the missing rank, that is an error after :data:`SILENCE_S`. Ranks on
 other nodes look there, and report it.
@@ -66,7 +66,7 @@ class Watchdog:
             tasks and collectives that have ended. Called in the watchdog's thread.
 
     Raises:
-        RankError: a rank has ended before it came here; see [Note: Missing ranks].
+        RankError: a rank has ended before it came here; see [Note: Failed ranks].
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Watchdog:
             self._handles.clear()
 
     def _check_missing(self, absent: Sequence[int], keys: Sequence[str], waited_s: float) -> None:
-        """Raise if a rank that has not come cannot come any more; otherwise warn. See [Note: Missing ranks].
+        """Raise if a rank that has not come cannot come any more; otherwise warn. See [Note: Failed ranks].
 
         Args:
             absent: ranks that have not come.

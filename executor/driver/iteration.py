@@ -284,7 +284,7 @@ class IterationDriver:
             if made_in != self._loop.iteration or (moves and shown != unit):
                 raise OutOfOrderError(
                     "the plan computes logits in tiles when they are read, but the weights for that are gone once "
-                    "backward or a step has begun; read the logits before, or plan with --loss-tile as large as the "
+                    "backward or a step has begun; read the logits before, or plan with --tiles loss as large as the "
                     "micro-batch"
                 )
             if shown != unit:  # after an evaluation, or on demand

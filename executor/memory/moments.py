@@ -1,10 +1,10 @@
 """Moves optimizer state between the formats of memory, of checkpoints and of users.
 
-[Note: State by value] Moments in 8 bits are codes, with one scale per block of values
-(:mod:`executor.optimizer.blocks`). Shards and rows of a parameter may begin or end inside a block. So before state is
-cut or joined, each scale is repeated for all values of its block: state is then *by value*, and all its tensors are cut
-in the same places. Afterwards, blocks are made again. If the values of a new block come from several old blocks, their
-scales may differ. Such moments are converted to float32 and quantized again.
+Moments in 8 bits are codes, with one scale per block of values (:mod:`executor.optimizer.blocks`). Shards and rows of a
+parameter may begin or end inside a block. So before state is cut or joined, each scale is repeated for all values of
+its block: state is then *by value*, and all its tensors are cut in the same places. Afterwards, blocks are made again.
+If the values of a new block come from several old blocks, their scales may differ. Such moments are converted to
+float32 and quantized again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def by_value(state: State) -> dict[str, torch.Tensor]:
-    """Return a parameter's state by value, see [Note: State by value]. It may be so already."""
+    """Return a parameter's state by value. It may be so already."""
     found = dict(state)
     for key, scales_key in SCALES.items():
         scales = found.get(scales_key)

@@ -49,7 +49,7 @@ class ModelState:
         shards: this rank's shards of the model's parameters, by the names that the units use.
         ranks: all ranks, which begin with rank 0's values; ``None`` if there is only one.
         storage: takes files for state on NVMe.
-        written: names of the units in the order in which a checkpoint writes them, see [Note: Slabs as in files].
+        written: names of the units in the order in which a checkpoint writes them.
 
     Attributes:
         dtype: data type of weights.
@@ -422,9 +422,9 @@ def _only(parameter: object, values: torch.Tensor) -> Callable[[object], list[to
 def _shifts(units: Iterable[Unit], written: Iterable[str], buffer: StateBuffer) -> Mapping[str, int]:
     """Return the offset from a sector boundary at which each unit's slabs of state on the host begin.
 
-    [Note: Slabs as in files] A checkpoint file holds one kind of state, unit after unit, beginning at a block. If a
-    slab has the same offset from a sector boundary as its values have in that file, they can be written straight from
-    the slab. This works with one rank. With several ranks, ranges lie anywhere in their files ([Note: Boxes] in
+    A checkpoint file holds one kind of state, unit after unit, beginning at a block. If a slab has the same offset from
+    a sector boundary as its values have in that file, they can be written straight from the slab. This works with one
+    rank. With several ranks, ranges lie anywhere in their files ([Note: Boxes] in
     :mod:`executor.checkpoint.format.layout`). Offsets must be multiples of a cache line, because kernels would be
     slower otherwise.
     """

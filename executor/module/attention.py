@@ -3,7 +3,7 @@
 import re
 from typing import Any, Final
 
-from executor.callbacks import tensors_of
+from executor.callbacks import nodes, tensors_of
 
 _FUSED: Final = re.compile("ScaledDotProduct(.+?)Attention")
 
@@ -16,14 +16,6 @@ def fused_attention(output: Any) -> tuple[str, ...]:
     Args:
         output: what the model returned, with gradients.
     """
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
-    seen: set[Any] = {None}
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [behind for behind, _ in node.next_functions]
-            if fused := _FUSED.match(node.name()):
-                found.add(fused[1].lower())
+    behind = nodes(*(tensor.grad_fn for tensor in tensors_of(output)))
+    found = {fused[1].lower() for node in behind if (fused := _FUSED.match(node.name()))}
     return tuple(sorted(found))

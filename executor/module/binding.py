@@ -272,8 +272,7 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
 
     for paths in tied.values():
         if len(paths) > 1:
-            levels = zip(*paths, strict=False)
-            shared = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+            shared = _in_common(paths)
             keys = [".".join(path[len(shared) :]) for path in paths]
             owner = model.get_submodule(".".join(shared))
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
@@ -362,12 +361,13 @@ def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     with contextlib.suppress(AttributeError):
         return model.get_submodule(segment[0].segment.partition("@")[0])
     owners = [spec.name.split(".")[:-1] for unit in segment for spec in (*unit.parameters, *unit.frozen)]
-    shared: list[str] = []
-    for names in zip(*owners, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return model.get_submodule(".".join(shared))
+    return model.get_submodule(".".join(_in_common(owners)))
+
+
+def _in_common(paths: Iterable[Sequence[str]]) -> list[str]:
+    """Return the names with which all paths begin."""
+    levels = zip(*paths, strict=False)
+    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
 
 
 def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **settings: Any) -> Any:

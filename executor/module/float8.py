@@ -56,7 +56,7 @@ def bind_fp8_weights(model: nn.Module, units: Iterable[UnitState]) -> Iterator[C
                     raise BindingError(
                         f"the plan fetches {held.shard.name} in fp8 with one scale, but a {type(layer).__name__} reads "
                         'it otherwise; convert the model with the recipe "tensorwise" of torchao, or plan with '
-                        "--fp8-weights no"
+                        "--precision fp8-weights=no"
                     )
                 yield replace_attribute(layer, "forward", functools.partial(_multiply, layer, moved=moved))
 
@@ -85,7 +85,7 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
             _compiled_cast()(torch.ones(_WARM_UP, dtype=next(model.parameters()).dtype, device=device), dtype)
     except (TorchDynamoException, RuntimeError) as error:
         what = " ".join(str(error).strip().split("\n\n")[0].split())
-        raise BindingError(f"casts to fp8 cannot be compiled: {what}; plan without --products fp8") from error
+        raise BindingError(f"casts to fp8 cannot be compiled: {what}; plan without --precision products=fp8") from error
 
 
 @torch._dynamo.allow_in_graph

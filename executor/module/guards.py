@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -227,12 +227,13 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
         ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
-    modules = weakref.WeakSet(_guarded(model))
-    undo += [
-        register_module_parameter_registration_hook(_refuse_replacement(modules, "_parameters")).remove,
-        register_module_module_registration_hook(_refuse_replacement(modules, "_modules")).remove,
-    ]
-    return undo
+    return undo + refuse_replacements(
+        _guarded(model),
+        lambda name, kind: ValueError(
+            f"{name} of a {kind} cannot be set: the modules and parameters of a prepared model "
+            f"stay as planned; {INSTEAD}"
+        ),
+    )
 
 
 def _guarded(model: nn.Module) -> list[nn.Module]:
@@ -240,15 +241,21 @@ def _guarded(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if m is model or m._parameters or m._buffers or m._modules]
 
 
-def _refuse_replacement(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:
-    def hook(module: nn.Module, name: str, value: Any) -> None:
-        if module in modules and value is not vars(module)[kind].get(name):
-            raise ValueError(
-                f"{name} of a {type(module).__name__} cannot be set: the modules and parameters of a prepared model "
-                f"stay as planned; {INSTEAD}"
-            )
+def refuse_replacements(
+    modules: Iterable[nn.Module], refusal: Callable[[str, str], Exception]
+) -> list[Callable[[], None]]:
+    """Make modules refuse that their parameters and modules are added or replaced; return functions that undo this.
 
-    return hook
+    ``refusal`` returns the error, given the name of what is set, and the class of its module.
+    """
+    refusing = weakref.WeakSet(modules)
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if module in refusing and value is not module._parameters.get(name, module._modules.get(name)):
+            raise refusal(name, type(module).__name__)
+
+    register = register_module_parameter_registration_hook, register_module_module_registration_hook
+    return [each(refuse).remove for each in register]
 
 
 def _refuse_copy(_memo: object) -> None:

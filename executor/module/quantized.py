@@ -42,10 +42,10 @@ def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:
         if given is not (name in planned):
             raise BindingError(
                 f"{name} belongs to a {type(layer).__name__}, which multiplies in fp8, but the plan does not; plan "
-                "with --products fp8, or give ullage.prepare a batch instead of a plan"
+                "with --precision products=fp8, or give ullage.prepare a batch instead of a plan"
                 if given
                 else f"the plan multiplies {name} in fp8, but it belongs to a {type(layer).__name__}; convert the "
-                "model with torchao.float8.convert_to_float8_training, or plan without --products fp8"
+                "model with torchao.float8.convert_to_float8_training, or plan without --precision products=fp8"
             )
 
 

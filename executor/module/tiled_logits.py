@@ -54,7 +54,7 @@ def tile_head(
     if (head := find_head(model)) is None:
         raise BindingError(
             f"the plan computes the loss in tiles of {num_tokens} tokens, but the model has no torch.nn.Linear as its "
-            "output embeddings; plan with --loss-tile as large as the micro-batch"
+            "output embeddings; plan with --tiles loss as large as the micro-batch"
         )
     return replace_attribute(head, "forward", TiledHead(head, num_tokens, on_backward, on_logits).forward)
 
@@ -234,10 +234,9 @@ class _RowLosses(torch.autograd.Function):
         ctx.recipe, ctx.losses = recipe, losses
         ctx.autocast = same_autocast(hidden)
         ctx.save_for_backward(hidden, targets)
-        module = recipe.head.module
         return torch.cat(
             [
-                losses(recipe.after_head(functional.linear(inputs, module.weight, module.bias)), wanted)
+                losses(recipe.after_head(recipe.head.linear(inputs)), wanted)
                 for inputs, wanted in recipe.tiles(hidden, targets)
             ]
         )
@@ -253,7 +252,7 @@ class _RowLosses(torch.autograd.Function):
         parts = (hidden, targets, gradient, hidden if of_hidden is None else of_hidden)
         for inputs, wanted, outer, made in ctx.recipe.tiles(*parts):
             with torch.enable_grad(), ctx.autocast():
-                logits = functional.linear(inputs.detach(), module.weight, module.bias).detach().requires_grad_()
+                logits = ctx.recipe.head.linear(inputs.detach()).detach().requires_grad_()
                 rows = ctx.losses(ctx.recipe.after_head(logits), wanted)
             (of_logits,) = torch.autograd.grad(rows, logits, outer)
             del logits, rows
@@ -354,10 +353,7 @@ def _argmax(logits: TiledLogits, _func: object, _self: object, dim: int | None =
     recipe, head = logits._recipe, logits._recipe.head
     rows = recipe.hidden.detach().flatten(0, -2)
     with recipe.reading(), torch.no_grad():
-        best = [
-            recipe.after_head(functional.linear(inputs, head.module.weight, head.module.bias)).argmax(-1)
-            for (inputs,) in recipe.tiles(rows)
-        ]
+        best = [recipe.after_head(head.linear(inputs)).argmax(-1) for (inputs,) in recipe.tiles(rows)]
     found = torch.cat(best).view(logits.shape[:-1])
     return found.unsqueeze(-1) if keepdim else found
 

@@ -7,9 +7,9 @@ that pays, ``reassoc`` regroups, ``arcp`` and ``afn`` may take estimates in vect
 every operation is the IEEE float32 one, so that a parameter's new bits do not depend on the piece, thread or machine
 that updates it (the payload of a NaN aside). Memory bounds the loops, so the flags would gain nothing.
 
-[Note: Overwriting] New weights may overwrite the gradient ([Note: In place] in :mod:`planner.decisions`). If a kernel
-got both as two arrays, LLVM's code would notice at run time that they overlap and take a loop without vector
-instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
+New weights may overwrite the gradient ([Note: In place] in :mod:`planner.decisions`). If a kernel got both as two
+arrays, LLVM's code would notice at run time that they overlap and take a loop without vector instructions, three times
+slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
 
 IN_PLACE: Final = ()
-"""Passed to a kernel as ``weight_out`` if the weights overwrite the gradient [Note: Overwriting]."""
+"""Passed to a kernel as ``weight_out`` if the weights overwrite the gradient."""
 
 
 @final

@@ -179,7 +179,7 @@ def _only_file(folder: Path) -> str:
         )
     if any(folder.glob("**/manifest.json")):
         raise WeightsError(
-            f"{folder} has checkpoints of Ullage; export one: ullage checkpoint export {folder} --output-dir NEW_FOLDER"
+            f"{folder} has checkpoints of Ullage; export one: ullage checkpoint export {folder} --save NEW_FOLDER"
         )
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(found) == 1:

@@ -14,8 +14,6 @@ from hwprofiles.calibrate.collectives import calibrate_collectives
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
-    CalibrationReport,
-    HostTimes,
     Kernels,
     Pair,
     parse_only,
@@ -25,8 +23,6 @@ from hwprofiles.calibrate.run import calibrate
 __all__ = [
     "CalibrationError",
     "CalibrationOptions",
-    "CalibrationReport",
-    "HostTimes",
     "Kernels",
     "Pair",
     "calibrate",

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
 from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Manner, Summary, clock_of, sample
-from hwprofiles.calibrate.sensors import Sensors
+from hwprofiles.calibrate.sensors import sensors
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
 
@@ -26,6 +26,9 @@ FIRST_CALLS_S: Final[Mapping[bool, float]] = {True: 10.0, False: 20.0}
 """Seconds of first calls on a GPU, by whether calibration is quick. They are no part of the steps' budgets."""
 
 Direction = Literal["down", "up"]
+
+#: ``copier(num_bytes)``: a call that copies the next ``num_bytes`` between pools of device and host memory.
+Copier = Callable[[int], Call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +93,8 @@ class Backend(Protocol):
         """Return a call that blocks until its work is done. Any thread may use it."""
         ...
 
-    def copier(self, direction: Direction, *, pinned: bool = True) -> "Copier":
-        """Return a copier for one direction."""
+    def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:
+        """Return a copier for one direction, with pools of its own."""
         ...
 
     def optimizer_cases(self, kernels: Kernels) -> list[Case]:
@@ -99,18 +102,11 @@ class Backend(Protocol):
         ...
 
 
-class Copier(Protocol):
-    """Copies between a pool of device memory and a pool of host memory."""
-
-    def call(self, num_bytes: int) -> Call:
-        """Return a call that copies the next ``num_bytes`` of the pools."""
-        ...
-
-
-def rotate(pool_size: int, item_size: int) -> Iterator[slice]:
-    """Yield slices of a pool for successive items, without end."""
+def in_turn(step: Callable[[slice], object], pool_size: int, item_size: int) -> Call:
+    """Return a call that takes a step on the next item of a pool, round and round."""
     starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
-    return itertools.cycle([slice(start, start + item_size) for start in starts])
+    slices = itertools.cycle([slice(start, start + item_size) for start in starts])
+    return lambda: step(next(slices))
 
 
 class HostBackend:
@@ -152,28 +148,18 @@ class HostBackend:
 
     def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:  # noqa: ARG002 - one kind of memory
         """Return a memcpy by the calling thread; both directions are alike."""
-        return _Memcpy(self.copy_pool_bytes)
+        # Fill the pools now, so that page faults are not measured.
+        source, target = (np.full(self.copy_pool_bytes, value, dtype=np.uint8) for value in (1, 2))
+
+        def copy(part: slice) -> None:
+            np.copyto(target[part], source[part])
+
+        return functools.partial(in_turn, copy, self.copy_pool_bytes)
 
     def optimizer_cases(self, kernels: Kernels) -> list[Case]:
         """Return updates by the injected CPU kernel on the device's cores."""
         state = adamw_state(max(self.optimizer_sizes))
         return adamw_cases(self.optimizer_sizes, state, kernels.cpu_adamw, self.num_cores)
-
-
-class _Memcpy:
-    def __init__(self, pool_bytes: int) -> None:
-        # Fill the pools now, so that page faults are not measured.
-        self._source = np.full(pool_bytes, 1, dtype=np.uint8)
-        self._target = np.full(pool_bytes, 2, dtype=np.uint8)
-
-    def call(self, num_bytes: int) -> Call:
-        slices = rotate(len(self._source), num_bytes)
-
-        def copy() -> None:
-            part = next(slices)
-            np.copyto(self._target[part], self._source[part])
-
-        return copy
 
 
 class CudaBackend:
@@ -218,7 +204,7 @@ class CudaBackend:
         self.optimizer_sizes = tuple(2**i for i in range(14, 27, 2))
         self.copy_pool_bytes = 256 * 2**20
         self.first_calls_s = FIRST_CALLS_S[quick]
-        self._sensors = Sensors(self.device)
+        self._read_sensors = sensors(self.device)
         self._thread = threading.local()  # its stream and its event
 
     def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
@@ -277,7 +263,7 @@ class CudaBackend:
         for _ in range(num_calls):
             call()
         end.record()
-        if readings is not None and (reading := self._sensors.read()):
+        if readings is not None and (reading := self._read_sensors()):
             readings.append(reading)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / num_calls
@@ -302,7 +288,11 @@ class CudaBackend:
 
     def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:
         """Return asynchronous copies (synchronous ones if the host side is not pinned)."""
-        return _CudaCopy(self.device, direction, self.copy_pool_bytes, pinned=pinned)
+        pool_bytes = self.copy_pool_bytes
+        on_device = torch.ones(pool_bytes, dtype=torch.uint8, device=self.device)
+        on_host = torch.ones(pool_bytes, dtype=torch.uint8, pin_memory=pinned)
+        source, target = (on_host, on_device) if direction == "down" else (on_device, on_host)
+        return functools.partial(in_turn, lambda part: target[part].copy_(source[part], non_blocking=True), pool_bytes)
 
     def optimizer_cases(self, kernels: Kernels) -> list[Case]:
         """Return updates by the injected kernel; subgroups rotate through the state of the largest."""
@@ -311,22 +301,6 @@ class CudaBackend:
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
 
         return _rotating(self.optimizer_sizes, state, kernels.device_adamw)
-
-
-class _CudaCopy:
-    def __init__(self, device: torch.device, direction: Direction, pool_bytes: int, *, pinned: bool) -> None:
-        on_device = torch.ones(pool_bytes, dtype=torch.uint8, device=device)
-        on_host = torch.ones(pool_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._source, self._target = (on_host, on_device) if direction == "down" else (on_device, on_host)
-
-    def call(self, num_bytes: int) -> Call:
-        slices = rotate(len(self._source), num_bytes)
-
-        def copy() -> None:
-            part = next(slices)
-            self._target[part].copy_(self._source[part], non_blocking=True)
-
-        return copy
 
 
 def adamw_state(num_params: int) -> tuple[Array, ...]:
@@ -346,13 +320,7 @@ def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], cpu_adamw: Cpu
 def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:
     """Return one step per size, on subgroups that rotate through the flat state."""
 
-    def update(size: int) -> Call:
-        slices = rotate(len(state[0]), size)
+    def update(part: slice) -> None:
+        step(*(values[part] for values in state))
 
-        def call() -> None:
-            part = next(slices)
-            step(*(values[part] for values in state))
-
-        return call
-
-    return [Case(size, update(size)) for size in sizes]
+    return [Case(size, in_turn(update, len(state[0]), size)) for size in sizes]

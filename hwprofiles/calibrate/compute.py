@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hwprofiles.calibrate.backend import Backend, rotate
-from hwprofiles.calibrate.options import Array, Kernels, MeasureHost, SumOfSquares
+from hwprofiles.calibrate.backend import Backend, in_turn
+from hwprofiles.calibrate.options import Kernels, MeasureHost, SumOfSquares
 from hwprofiles.calibrate.sampling import (
     Call,
     Case,
@@ -178,7 +178,11 @@ class ComputeProbe:
         if self.backend.kind == "gpu":
             return None
         bits = self.pools["bf16"].view(torch.uint16).numpy()
-        cases = [Case(n, self._norm(bits, n, sum_of_squares)) for n in self.backend.optimizer_sizes]
+
+        def norm(part: slice) -> float:
+            return sum_of_squares(bits[part])
+
+        cases = [Case(n, in_turn(norm, len(bits), n)) for n in self.backend.optimizer_sizes]
         found = self.backend.sample(cases, budget_s)
         return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
 
@@ -188,22 +192,21 @@ class ComputeProbe:
         On a CPU, the curve of elementwise kernels includes their dispatch already. So the smallest time of that curve
         is subtracted.
         """
-        compute_s: list[float] = []
+        issue_s: list[float] = []
         step_s: list[float] = []
         begin_s = time.perf_counter()
         with torch.enable_grad():
-            while not compute_s or time.perf_counter() - begin_s < budget_s / 2:
-                times = measure(self.backend.device.type)
-                compute_s += times.compute_s
-                step_s += times.step_s
-        found, step = summarize(compute_s), summarize(step_s)
+            while not issue_s or time.perf_counter() - begin_s < budget_s / 2:
+                more_issue_s, more_step_s = measure(self.backend.device.type)
+                issue_s += more_issue_s
+                step_s += more_step_s
         floor_s = elementwise.points[0].median_s if self.backend.kind == "host" else 0.0
         source = "forward and backward of a tiny model, per kernel" + (
             ", less the dispatch of an elementwise kernel" if floor_s else ""
         )
-        issue = seconds(found, times.num_kernels, source, floor_s)
+        issue = seconds(summarize(issue_s), source, floor_s)
         source = "from the end of backward to the next forward of a tiny model, per parameter tensor"
-        return issue, seconds(step, times.num_tensors, source)
+        return issue, seconds(summarize(step_s), source)
 
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds, to run beside other work.
@@ -272,10 +275,6 @@ class ComputeProbe:
         with torch.enable_grad():
             output = forward()
         return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
-
-    def _norm(self, bits: Array, num_params: int, sum_of_squares: SumOfSquares) -> Call:
-        slices = rotate(len(bits), num_params)
-        return lambda: sum_of_squares(bits[next(slices)])
 
     def _elementwise_mix(self, dtype: Dtype, num_elements: int) -> Case:
         bytes_per_element = ((6 + 6 + 4 + 6) if dtype == "bf16" else (12 + 12 + 8 + 8)) / 4

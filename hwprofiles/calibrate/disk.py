@@ -1,19 +1,19 @@
 """Probe of a disk: large requests that bypass the page cache where the file system allows it."""
 
 import contextlib
-import dataclasses
 import errno
+import itertools
 import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hwprofiles.calibrate.options import CalibrationError
-from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
+from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
 
 _QUICK_FILE_BYTES = 2**28
@@ -39,8 +39,8 @@ def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
             if free_bytes < file_bytes * _MARGIN:
                 raise OSError(errno.ENOSPC, "too little space")
             descriptor, direct = stack.enter_context(_scratch_file(directory))
-            disk = Disk(directory, free_bytes, sizes, _File(descriptor, _memory(sizes[-1]), file_bytes, direct=direct))
-            disk.file.fill()
+            disk = Disk(directory, free_bytes, sizes, descriptor, file_bytes, direct=direct)
+            disk.fill()
         yield disk
 
 
@@ -50,21 +50,30 @@ def _memory(num_bytes: int) -> memoryview:
     return memoryview(memory)
 
 
-@dataclasses.dataclass(frozen=True)
 class Disk:
-    """A disk, and the scratch file for measuring it.
+    """A disk, and the scratch file for measuring it, which is read and written in place.
 
-    Attributes:
+    Args:
         directory: folder of the scratch file.
         free_bytes: free space of its file system.
-        sizes: sizes of the requests to measure, in bytes.
-        file: the scratch file.
+        sizes: sizes of the requests to measure, in bytes, ascending.
+        descriptor: of the scratch file.
+        file_bytes: its size.
+        direct: whether requests bypass the page cache.
     """
 
-    directory: Path
-    free_bytes: int
-    sizes: tuple[int, ...]
-    file: "_File"
+    def __init__(
+        self, directory: Path, free_bytes: int, sizes: Sequence[int], descriptor: int, file_bytes: int, *, direct: bool
+    ) -> None:
+        self._directory, self._free_bytes, self._sizes = directory, free_bytes, sizes
+        self._descriptor, self._file_bytes, self._direct = descriptor, file_bytes, direct
+        self._memory = _memory(sizes[-1])
+
+    def fill(self) -> None:
+        """Write the whole file."""
+        os.posix_fallocate(self._descriptor, 0, self._file_bytes)  # a full disk fails here, before anything is written
+        for offset in range(0, self._file_bytes, len(self._memory)):
+            self._write(offset, self._memory)
 
     def probe(self, budget_s: float, *, shared: bool = False) -> Storage:
         """Measure reading, writing, and both at once; on a shared file system also the time to create a file.
@@ -72,80 +81,61 @@ class Disk:
         Raises:
             CalibrationError: the disk reports an error.
         """
-        file, sizes = self.file, self.sizes
-        with _explained(self.directory, file.num_bytes):
-            writes = sample([Case(s, file.next_request(s, file.write)) for s in sizes], wall_clock, budget_s * 0.4)
-            file.drop_cache()
-            reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s * 0.4)
+        sizes = self._sizes
+        with _explained(self._directory, self._file_bytes):
+            calls = [self._calls(size, self._memory) for size in sizes]
+            cases = {what: [Case(s, call[what]) for s, call in zip(sizes, calls, strict=True)] for what in calls[0]}
+            writes = sample(cases["write"], wall_clock, budget_s * 0.4)
+            os.fsync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            reads = sample(cases["read"], wall_clock, budget_s * 0.4)
             size = sizes[min(len(writes), len(reads)) - 1]
-            (group,) = sample_groups([list(self.requests(size).values())], budget_s * 0.2)
+            (windows_s,) = sample_groups([list(self.requests(size).values())], budget_s * 0.2)
             created = sample([Case(1, self._create)], wall_clock, budget_s * 0.05)[0] if shared else None
-        how = "direct" if file.direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
+        how = "direct" if self._direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
         read = build_curve("bytes", sizes, reads, f"disk reads, {how}")
         write = build_curve("bytes", sizes, writes, f"disk writes, {how}")
-        both = np.minimum(np.sum(size / group.windows_s, axis=1), read.best_rate_per_s() + write.best_rate_per_s())
+        both = np.minimum(np.sum(size / windows_s, axis=1), read.best_rate_per_s() + write.best_rate_per_s())
         source = f"disk reads and writes of {size / 2**20:.0f} MiB at once, sum, {how}"
-        capacity = quantity(float(self.free_bytes), "bytes", "free space of the scratch directory's file system", 1)
+        capacity = quantity(float(self._free_bytes), "bytes", "free space of the scratch directory's file system", 1)
         return Storage(
             capacity_bytes=capacity,
             read=read,
             write=write,
             both_bytes_per_s=quantity(float(np.median(both)), "bytes_per_s", source, len(both), both),
-            create_s=seconds(created, 1, "creating and closing an empty file") if created else None,
+            create_s=seconds(created, "creating and closing an empty file") if created else None,
         )
 
-    def requests(self, num_bytes: int) -> dict[str, Callable[[], None]]:
-        """Return a read and a write of ``num_bytes`` (at most the largest size), at different places of the file."""
-        size = min(num_bytes, self.sizes[-1])
-        own = self.file.beside()  # the two requests run at once, so each has its own memory
-        return {"read": self.file.next_request(size, self.file.read), "write": own.next_request(size, own.write)}
+    def requests(self, num_bytes: int) -> dict[str, Call]:
+        """Return a read and a write of ``num_bytes`` (at most the largest size), which may run at the same time."""
+        size = min(num_bytes, self._sizes[-1])
+        return self._calls(size, self._memory) | {"write": self._calls(size, _memory(size))["write"]}
+
+    def _calls(self, num_bytes: int, memory: memoryview) -> dict[str, Call]:
+        """Return a read to memory and a write from it, each at the next place of the file."""
+
+        def call(request: Callable[[int, memoryview], None]) -> Call:
+            offsets = itertools.cycle(range(0, self._file_bytes - num_bytes + 1, num_bytes))
+            return lambda: request(next(offsets), memory[:num_bytes])
+
+        return {"read": call(self._read), "write": call(self._write)}
+
+    def _write(self, offset: int, memory: memoryview) -> None:
+        _in_full(lambda part, at: os.pwrite(self._descriptor, part, at), memory, offset)
+        if not self._direct:
+            os.fdatasync(self._descriptor)
+
+    def _read(self, offset: int, memory: memoryview) -> None:
+        if not self._direct:
+            os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+        _in_full(lambda part, at: os.preadv(self._descriptor, [part], at), memory, offset)
 
     def _create(self) -> None:
-        path = self.directory / f".ullage-scratch-{uuid.uuid4().hex}"
+        path = self._directory / f".ullage-scratch-{uuid.uuid4().hex}"
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         finally:
             path.unlink(missing_ok=True)
-
-
-class _File:
-    """A scratch file that is read and written in place."""
-
-    def __init__(self, descriptor: int, memory: memoryview, num_bytes: int, *, direct: bool) -> None:
-        self._descriptor, self._memory, self.num_bytes, self.direct = descriptor, memory, num_bytes, direct
-
-    def beside(self) -> "_File":
-        """Return the same file with its own memory, for concurrent requests."""
-        return _File(self._descriptor, _memory(len(self._memory)), self.num_bytes, direct=self.direct)
-
-    def fill(self) -> None:
-        os.posix_fallocate(self._descriptor, 0, self.num_bytes)  # a full disk fails here, before anything is written
-        for offset in range(0, self.num_bytes, len(self._memory)):
-            self.write(offset, len(self._memory))
-
-    def write(self, offset: int, num_bytes: int) -> None:
-        _in_full(lambda part, at: os.pwrite(self._descriptor, part, at), self._memory[:num_bytes], offset)
-        if not self.direct:
-            os.fdatasync(self._descriptor)
-
-    def read(self, offset: int, num_bytes: int) -> None:
-        if not self.direct:
-            os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        _in_full(lambda part, at: os.preadv(self._descriptor, [part], at), self._memory[:num_bytes], offset)
-
-    def drop_cache(self) -> None:
-        os.fsync(self._descriptor)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def next_request(self, num_bytes: int, request: Callable[[int, int], None]) -> Callable[[], None]:
-        """Return a call that makes a request at the next place of the file."""
-        offsets = _cycle(self.num_bytes, num_bytes)
-        return lambda: request(next(offsets), num_bytes)
-
-
-def _cycle(total: int, step: int) -> Iterator[int]:
-    while True:
-        yield from range(0, total - step + 1, step)
 
 
 def _in_full(transfer: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> None:

@@ -11,6 +11,7 @@ from hwprofiles.calibrate.options import Pair
 from hwprofiles.calibrate.sampling import (
     Case,
     Summary,
+    median_s,
     rate,
     sample,
     sample_groups,
@@ -47,14 +48,14 @@ def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
     )
     return Fabric(
         bytes_per_s=rate(_LARGE_BYTES, _minus(large, small.median_s), "bytes_per_s", "copy from gpu0 to gpu1"),
-        latency_s=seconds(small, 1, "small copy from gpu0 to gpu1"),
+        latency_s=seconds(small, "small copy from gpu0 to gpu1"),
         via_host_link=not torch.cuda.can_device_access_peer(0, 1),
     )
 
 
 def _minus(time: Summary, known_s: float) -> Summary:
-    p10_s, median_s, p90_s = (max(x - known_s, 1e-9) for x in time[:3])
-    return Summary(p10_s, median_s, p90_s, time.num_samples)
+    p10_s, centre_s, p90_s = (max(x - known_s, 1e-9) for x in time[:3])
+    return Summary(p10_s, centre_s, p90_s, time.num_samples)
 
 
 def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, ...], ...], tuple[Pair, ...]]:
@@ -67,10 +68,10 @@ def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, .
     for index in range(num_devices):
         with torch.cuda.device(index):
             backend = CudaBackend(quick=True)
-            calls.append(backend.blocking(backend.copier("down").call(_COPY_BYTES)))
+            calls.append(backend.blocking(backend.copier("down")(_COPY_BYTES)))
     twos = list(itertools.combinations(range(num_devices), 2))
     groups = [[call] for call in calls] + [[calls[i], calls[j]] for i, j in twos] + [calls]
-    found = [group.time_s for group in sample_groups(groups, budget_s)]
+    found = [median_s(windows_s) for windows_s in sample_groups(groups, budget_s)]
     alone_s = np.array([times_s[0] for times_s in found[:num_devices]])
     slow_downs = {two: float(np.mean(times_s / alone_s[list(two)])) for two, times_s in zip(twos, found[num_devices:])}  # noqa: B905 - the last is of all
     what = f"copy down beside those to all {num_devices} GPUs"

@@ -1,4 +1,4 @@
-"""Options of calibration, and its report beside the profile."""
+"""Options of calibration, and what it reports beside the profile."""
 
 import dataclasses
 import re
@@ -39,25 +39,10 @@ NarrowUpdates = Callable[[int], Mapping[NarrowUpdate, Callable[[], object]]]
 Progress = Callable[[str, float, float], None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostTimes:
-    """Host time in an iteration of a model so small that computing takes no time.
-
-    Attributes:
-        compute_s: wall seconds of forward and backward, one per repetition, without waiting for a GPU.
-        num_kernels: kernels that one forward and backward launch.
-        step_s: wall seconds from the end of backward to the next forward, one per repetition.
-        num_tensors: parameter tensors in a step.
-    """
-
-    compute_s: tuple[float, ...]
-    num_kernels: int
-    step_s: tuple[float, ...]
-    num_tensors: int
-
-
-#: ``host_times(device)``: measures :class:`HostTimes` on ``cpu`` or ``cuda``.
-MeasureHost = Callable[[str], HostTimes]
+#: ``host_times(device)``: host time in iterations of a model so small that computing takes no time, on ``cpu`` or
+#: ``cuda``. It returns the wall seconds per kernel of forward and backward, without waiting for a GPU, and those per
+#: parameter tensor from the end of backward to the next forward, one of each per repetition.
+MeasureHost = Callable[[str], tuple[list[float], list[float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,16 +173,3 @@ class Pair:
     def slow_down(self) -> float:
         """``paired_s / alone_s``."""
         return self.paired_s / self.alone_s
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrationReport:
-    """Measurements that are not part of the profile.
-
-    Attributes:
-        pairs: measurements of activities alone and beside others.
-        elapsed_s: duration of calibration.
-    """
-
-    pairs: tuple[Pair, ...]
-    elapsed_s: float

@@ -1,13 +1,10 @@
 """Calibration from beginning to end."""
 
 import contextlib
-import dataclasses
-import functools
 import gc
 import math
 import platform
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +19,6 @@ from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
-    CalibrationReport,
     CpuAdamW,
     Kernels,
     Pair,
@@ -86,36 +82,9 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
 _ALL = sum(sum(steps.values()) for part, steps in _SHARES.items() if part != "pfs")
 
 
-class _Steps:
-    """Reports each step as it begins, and divides the time among steps."""
-
-    def __init__(self, options: CalibrationOptions, progress: Progress, *, on_gpu: bool) -> None:
-        shares = {part: steps for part, steps in _SHARES.items() if options.measures(part)}
-        self._budgets_s = {
-            name: options.total_s(on_gpu=on_gpu) * share / _ALL
-            for steps in shares.values()
-            for name, share in steps.items()
-        }
-        self._done_s, self._progress = 0.0, progress
-
-    def begin(self, name: str) -> float:
-        """Report a step and return its budget in seconds."""
-        self._progress(name, self._done_s, self._total_s)
-        self._done_s += self._budgets_s[name]
-        return self._budgets_s[name]
-
-    def end(self) -> None:
-        """Report that all steps are done."""
-        self._progress("done", self._total_s, self._total_s)
-
-    @property
-    def _total_s(self) -> float:
-        return math.fsum(self._budgets_s.values())
-
-
 def calibrate(
     options: CalibrationOptions, kernels: Kernels, progress: Progress
-) -> tuple[HardwareProfile, CalibrationReport]:
+) -> tuple[HardwareProfile, tuple[Pair, ...]]:
     """Measure this machine, or parts of it.
 
     The call changes torch's number of threads and restores it. It leaves nothing on disk, even after Ctrl-C.
@@ -129,12 +98,11 @@ def calibrate(
         progress: called before each step and after the last, with its name, the seconds done and the seconds in all.
 
     Returns:
-        The profile with the provenance of every measured value, and a report of how activities slow each other down.
+        The profile with the provenance of every measured value, and how activities slow each other down.
 
     Raises:
         CalibrationError: the options do not fit the machine, or a disk cannot be measured.
     """
-    begin_s = time.perf_counter()
     base = options.base if options.only is not None else None
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
@@ -146,146 +114,169 @@ def calibrate(
         )
     if not on_gpu:
         keep_freed_memory()  # as the executor does
-    steps = _Steps(options, progress, on_gpu=on_gpu)
     with contextlib.ExitStack() as stack:
-        machine = _Machine.find(options, on_gpu=on_gpu)
-        stack.enter_context(_torch_threads(machine.backend.num_cores or machine.cores, kernels.cpu_adamw))
+        run = _Run(options, kernels, progress, on_gpu=on_gpu)
+        stack.enter_context(_torch_threads(run.backend.num_cores or run.cores, kernels.cpu_adamw))
         stack.enter_context(torch.no_grad())
-        found = _Probes(options, kernels, machine, steps, stack).measure()
-    if found.device is not None and on_gpu and not options.device_memory_bytes:
-        found.device = found.device.model_copy(update={"memory_bytes": _left_on_gpu()})
-    profile = (_new_profile if base is None else functools.partial(_updated_profile, base))(found, machine, options)
-    steps.end()
-    return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
+        run.measure(stack)
+    if run.device is not None and on_gpu and not options.device_memory_bytes:
+        run.device = run.device.model_copy(update={"memory_bytes": _left_on_gpu()})
+    profile = _new_profile(run) if base is None else _updated_profile(base, run)
+    progress("done", run.total_s, run.total_s)
+    return profile, run.pairs
 
 
-@dataclasses.dataclass(frozen=True)
-class _Machine:
-    """The machine to measure: its device backend, cores and memory."""
-
-    backend: Backend
-    cores: int
-    num_devices: int
-    device_memory: Quantity
-    host_memory: Quantity
-
-    @classmethod
-    def find(cls, options: CalibrationOptions, *, on_gpu: bool) -> "_Machine":
-        cores, num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
-        device_memory, host_memory = _divide_memory(options, on_gpu=on_gpu)
-        backend = _backend(options, cores, int(device_memory.value), on_gpu=on_gpu)
-        return cls(backend, cores, num_devices, device_memory, host_memory)
-
-    @property
-    def spare_cores(self) -> int:
-        """Cores that update: those that the device does not use, and that launch nothing to it."""
-        taken = self.backend.num_cores
-        if self.backend.kind == "gpu":
-            taken = self.num_devices * num_issuing_cores(self.cores // self.num_devices)
-        return max(self.cores - taken, 1)
+def budgets_s(options: CalibrationOptions, *, on_gpu: bool) -> dict[str, float]:
+    """Return the steps of the requested parts, with the seconds for each."""
+    parts = (steps for part, steps in _SHARES.items() if options.measures(part))
+    total_s = options.total_s(on_gpu=on_gpu)
+    return {name: total_s * share / _ALL for steps in parts for name, share in steps.items()}
 
 
-@dataclasses.dataclass
-class _Found:
-    """The measurements; ``None`` or empty for parts that were not measured."""
-
-    device: Device | None = None
-    host: dict[str, Any] = dataclasses.field(default_factory=dict)
-    link: Link | None = None
-    nvme: Storage | None = None
-    pfs: Storage | None = None
-    fabric: Fabric | None = None
-    uplinks: tuple[tuple[int, ...], ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    folders: tuple[Path, ...] = ()
+def spare_cores(backend: Backend, cores: int, num_devices: int) -> int:
+    """Return the number of cores that update: those that the device does not use, and that launch nothing to it."""
+    taken = backend.num_cores
+    if backend.kind == "gpu":
+        taken = num_devices * num_issuing_cores(cores // num_devices)
+    return max(cores - taken, 1)
 
 
-class _Probes:
-    """Measures the requested parts in order."""
+class _Run:
+    """One calibration: the machine, the time of each step, and what was measured.
 
-    def __init__(
-        self,
-        options: CalibrationOptions,
-        kernels: Kernels,
-        machine: _Machine,
-        steps: _Steps,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self._options, self._kernels, self._machine, self._steps = options, kernels, machine, steps
-        self._stack = stack  # closes resources at the end of calibration
-        self._found = _Found()
+    Attributes:
+        backend, cores, num_devices: the device, and what the machine has.
+        device_memory, host_memory: what training may use.
+        total_s: seconds of all steps.
+        device, host, link, nvme, pfs, fabric, uplinks, pairs, folders: the measurements; ``None`` or empty for parts
+            that were not measured.
+    """
 
-    def measure(self) -> _Found:
-        options, found, begin = self._options, self._found, self._steps.begin
-        disk = None
+    def __init__(self, options: CalibrationOptions, kernels: Kernels, progress: Progress, *, on_gpu: bool) -> None:
+        self.options, self._kernels, self._progress = options, kernels, progress
+        self._budgets_s = budgets_s(options, on_gpu=on_gpu)
+        self.total_s, self._done_s = math.fsum(self._budgets_s.values()), 0.0
+        self.cores, self.num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
+        self.device_memory, self.host_memory = _divide_memory(options, on_gpu=on_gpu)
+        self.backend = _backend(options, self.cores, int(self.device_memory.value), on_gpu=on_gpu)
+        self.device: Device | None = None
+        self.host: dict[str, Any] = {}
+        self.link: Link | None = None
+        self.nvme: Storage | None = None
+        self.pfs: Storage | None = None
+        self.fabric: Fabric | None = None
+        self.uplinks: tuple[tuple[int, ...], ...] = ()
+        self.pairs: tuple[Pair, ...] = ()
+        self.folders: tuple[Path, ...] = ()
+
+    def begin(self, name: str) -> float:
+        """Report a step and return its budget in seconds."""
+        self._progress(name, self._done_s, self.total_s)
+        self._done_s += self._budgets_s[name]
+        return self._budgets_s[name]
+
+    def measure(self, stack: contextlib.ExitStack) -> None:
+        """Measure the requested parts in order; the stack closes resources at the end of calibration."""
+        options, disk = self.options, None
         if options.measures("disk"):
-            budget_s = begin("disk")  # opening the disk is part of this step
-            disk = self._disk()
-            found.nvme = with_endurance(disk.probe(budget_s), options)
+            budget_s = self.begin("disk")  # opening the disk is part of this step
+            disk = self._disk(stack)
+            self.nvme = with_endurance(disk.probe(budget_s), options)
         elif options.measures("together"):
-            disk = self._disk()
+            disk = self._disk(stack)
         if (folder := options.folder("pfs")) is not None:
             with open_disk(folder, quick=options.quick) as shared:
-                found.pfs = shared.probe(begin("shared file system"), shared=True)
-        compute = ComputeProbe.create(self._machine.backend, options.seed)
+                self.pfs = shared.probe(self.begin("shared file system"), shared=True)
+        compute = ComputeProbe.create(self.backend, options.seed)
         if options.measures("device"):
-            found.device = _probe_device(compute, self._kernels, self._machine.device_memory, self._steps)
+            self.device = self._device(compute)
         traffic = self._cpu()
         if options.measures("copies"):
-            found.link = traffic.link(begin("copies"))
+            self.link = traffic.link(self.begin("copies"))
         if options.measures("together"):
-            dram, found.pairs = traffic.contention(compute.gemm_call(), disk, begin("all at once"))
-            found.host["dram_bytes_per_s"] = dram
+            dram, self.pairs = traffic.contention(compute.gemm_call(), disk, self.begin("all at once"))
+            self.host["dram_bytes_per_s"] = dram
         if options.measures("fabric"):
-            self._fabric(begin("between devices"))
-        return found
+            self._fabric(self.begin("between devices"))
 
-    def _disk(self) -> Disk:
-        options = self._options
-        folder = options.folder("disk")
-        if folder is None:
-            folder = self._stack.enter_context(_scratch_folder())
-        self._found.folders = (folder,)
-        return self._stack.enter_context(open_disk(folder, quick=options.quick))
+    def _disk(self, stack: contextlib.ExitStack) -> Disk:
+        folder = self.options.folder("disk") or stack.enter_context(_scratch_folder())
+        self.folders = (folder,)
+        return stack.enter_context(open_disk(folder, quick=self.options.quick))
+
+    def _device(self, compute: ComputeProbe) -> Device:
+        kernels, begin = self._kernels, self.begin
+        rows_half = compute.gemm_rows_half(begin("products of few rows"))
+        elementwise = compute.elementwise("bf16", begin("elementwise kernels in bf16"))
+        elementwise_fp32 = compute.elementwise("fp32", begin("elementwise kernels in fp32"))
+        issue_s, step_s = compute.host_s(kernels.host_times, elementwise, begin("the host's own time"))
+        in_fp8 = compute.gemm_fp8(rows_half.value, begin("products in fp8"))
+        return Device(
+            name=self.backend.name,
+            kind=self.backend.kind,
+            memory_bytes=self.device_memory,
+            num_cores=self.backend.num_cores,
+            gemm_rows_half=rows_half,
+            gemm={
+                "bf16": compute.gemm("bf16", rows_half.value, begin("products in bf16")),
+                "fp32": compute.gemm("fp32", rows_half.value, begin("products in fp32")),
+                **({"fp8": in_fp8} if in_fp8 else {}),
+            },
+            attention={
+                **compute.attention("bf16", begin("attention in bf16")),
+                **compute.attention("fp32", begin("attention in fp32")),
+            },
+            attention_backward={
+                **compute.attention("bf16", begin("backward of attention in bf16"), backward=True),
+                **compute.attention("fp32", begin("backward of attention in fp32"), backward=True),
+            },
+            elementwise=elementwise,
+            elementwise_fp32=elementwise_fp32,
+            optimizer=compute.optimizer(kernels, begin("optimizer on the device")),
+            fuses_updates=kernels.fuses_updates() if self.backend.kind == "gpu" else None,
+            memory_bytes_per_s=compute.memory_bytes_per_s(begin("device memory")),
+            gradient_norm=compute.gradient_norm(kernels.sum_of_squares, begin("gradient norm")),
+            issue_s=issue_s,
+            step_s=step_s,
+        )
 
     def _cpu(self) -> TrafficProbe:
         """Measure the host's updates if requested; return the probe of copies and contention."""
-        options, machine, kernels, begin = self._options, self._machine, self._kernels, self._steps.begin
-        most_params = max(machine.backend.optimizer_sizes)
-        if machine.backend.kind == "gpu":  # its host may have caches larger than that
+        options, kernels, begin = self.options, self._kernels, self.begin
+        most_params = max(self.backend.optimizer_sizes)
+        if self.backend.kind == "gpu":  # its host may have caches larger than that
             most_params = max(most_params, pool_params(cache_bytes()))
         state = adamw_state(most_params if options.measures("cpu") or options.measures("together") else 1)
         if not options.measures("cpu"):
             assert options.base is not None
             cores = options.base.host.num_optimizer_cores
-            return TrafficProbe(machine.backend, kernels.cpu_adamw, state, cores, machine.cores)
-        budget_s = begin("optimizer against threads")
-        by_threads = optimizer_by_threads(kernels.cpu_adamw, state, machine.cores, machine.spare_cores, budget_s)
-        cores = fewest_threads(by_threads, machine.spare_cores)
-        traffic = TrafficProbe(machine.backend, kernels.cpu_adamw, state, cores, machine.cores)
-        self._found.host |= {
+            return TrafficProbe(self.backend, kernels.cpu_adamw, state, cores, self.cores)
+        budget_s, spare = begin("optimizer against threads"), spare_cores(self.backend, self.cores, self.num_devices)
+        by_threads = optimizer_by_threads(kernels.cpu_adamw, state, self.cores, spare, budget_s)
+        cores = fewest_threads(by_threads, spare)
+        traffic = TrafficProbe(self.backend, kernels.cpu_adamw, state, cores, self.cores)
+        self.host |= {
             "name": cpu_name(),
-            "num_cores": machine.cores,
+            "num_cores": self.cores,
             "num_optimizer_cores": cores,
             "optimizer_by_threads": by_threads,
             "optimizer": traffic.optimizer(begin("optimizer on the host")),
             "narrow_update_s": narrow_update_s(kernels.narrow_updates, begin("updates with state in fewer bytes")),
             "elementwise_bytes_per_s": traffic.elementwise_bytes_per_s(begin("host memory")),
-            **probe_saving(begin("checkpoints"))._asdict(),
+            **probe_saving(begin("checkpoints")),
         }
         return traffic
 
     def _fabric(self, budget_s: float) -> None:
-        found, machine = self._found, self._machine
-        if machine.num_devices < 2 and self._options.only is not None:
+        if self.num_devices < 2 and self.options.only is not None:
             raise CalibrationError(
                 "fabric: nothing joins a single device; start several ranks, `torchrun --nproc-per-node N -m ullage "
                 "calibrate --only fabric`"
             )
-        found.fabric = probe_fabric(machine.num_devices, budget_s / 2)
-        if machine.num_devices > 1:
-            found.uplinks, pairs = probe_uplinks(machine.num_devices, budget_s / 2)
-            found.pairs += pairs
+        self.fabric = probe_fabric(self.num_devices, budget_s / 2)
+        if self.num_devices > 1:
+            self.uplinks, pairs = probe_uplinks(self.num_devices, budget_s / 2)
+            self.pairs += pairs
 
 
 def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
@@ -299,88 +290,49 @@ def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
     return storage.model_copy(update={"endurance_bytes_per_day": known})
 
 
-def _new_profile(found: _Found, machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
+def _new_profile(run: _Run) -> HardwareProfile:
     """Return a profile of measured values only."""
-    backend = machine.backend
-    assert found.device is not None
-    assert found.link is not None
+    assert run.device is not None
+    assert run.link is not None
     return HardwareProfile(
-        name=options.name or profile_name(),
-        description=f"{machine.num_devices} x {backend.name}, {platform.system()}, torch {torch.__version__}",
-        device=found.device,
-        devices_per_node=machine.num_devices,
-        host=Host(memory_bytes=machine.host_memory, **found.host),
-        host_link=found.link,
-        nvme=found.nvme,
-        intra_node=found.fabric,
-        topology=(*joined(backend.kind, machine.num_devices, found.uplinks), ("dram", "nvme0")),
-        measured_on=this_machine(found.folders),
+        name=run.options.name or profile_name(),
+        description=f"{run.num_devices} x {run.backend.name}, {platform.system()}, torch {torch.__version__}",
+        device=run.device,
+        devices_per_node=run.num_devices,
+        host=Host(memory_bytes=run.host_memory, **run.host),
+        host_link=run.link,
+        nvme=run.nvme,
+        intra_node=run.fabric,
+        topology=(*joined(run.backend.kind, run.num_devices, run.uplinks), ("dram", "nvme0")),
+        measured_on=this_machine(run.folders),
     )
 
 
-def _updated_profile(
-    base: HardwareProfile, found: _Found, machine: _Machine, options: CalibrationOptions
-) -> HardwareProfile:
+def _updated_profile(base: HardwareProfile, run: _Run) -> HardwareProfile:
     """Return a profile in which the measured parts are replaced."""
-    here = this_machine(found.folders if options.measures("disk") else ())
+    options = run.options
+    here = this_machine(run.folders if options.measures("disk") else ())
     if base.measured_on is not None and not options.measures("disk"):
         here = here.model_copy(update={"drives": base.measured_on.drives})
-    parts = {"device": found.device, "host_link": found.link, "nvme": found.nvme, "pfs": found.pfs}
+    parts = {"device": run.device, "host_link": run.link, "nvme": run.nvme, "pfs": run.pfs}
     changed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
-    if found.nvme is None and base.nvme is not None:  # the endurance can be given without measuring the disk
+    if run.nvme is None and base.nvme is not None:  # the endurance can be given without measuring the disk
         changed["nvme"] = with_endurance(base.nvme, options)
-    if found.device is not None:  # the memory limit is that of the options, or that of the old profile
-        memory = found.device if options.device_memory_bytes else base.device
-        changed["device"] = found.device.model_copy(update={"memory_bytes": memory.memory_bytes})
-    if options.host_memory_bytes is not None:
-        found.host["memory_bytes"] = machine.host_memory
-    if found.host:
-        changed["host"] = base.host.model_copy(update=found.host)
-    if found.fabric is not None:
+    if run.device is not None:  # the memory limit is that of the options, or that of the old profile
+        memory = run.device if options.device_memory_bytes else base.device
+        changed["device"] = run.device.model_copy(update={"memory_bytes": memory.memory_bytes})
+    host = run.host | ({} if options.host_memory_bytes is None else {"memory_bytes": run.host_memory})
+    if host:
+        changed["host"] = base.host.model_copy(update=host)
+    if run.fabric is not None:
         kind, count = base.device.kind, base.devices_per_node
         rest = tuple(pair for pair in base.topology if not any(f"{kind}{i}" in pair for i in range(count)))
         rest = tuple(pair for pair in rest if not any(place.startswith("switch") for place in pair))
-        changed |= {"intra_node": found.fabric, "topology": (*joined(kind, count, found.uplinks), *rest)}
+        changed |= {"intra_node": run.fabric, "topology": (*joined(kind, count, run.uplinks), *rest)}
     if options.name:
         changed["name"] = options.name
     renewed = base.model_copy(update={**changed, "measured_on": here})
     return HardwareProfile.model_validate(renewed.model_dump(mode="json", exclude_none=True))
-
-
-def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, steps: _Steps) -> Device:
-    rows_half = compute.gemm_rows_half(steps.begin("products of few rows"))
-    elementwise = compute.elementwise("bf16", steps.begin("elementwise kernels in bf16"))
-    elementwise_fp32 = compute.elementwise("fp32", steps.begin("elementwise kernels in fp32"))
-    issue_s, step_s = compute.host_s(kernels.host_times, elementwise, steps.begin("the host's own time"))
-    in_fp8 = compute.gemm_fp8(rows_half.value, steps.begin("products in fp8"))
-    return Device(
-        name=compute.backend.name,
-        kind=compute.backend.kind,
-        memory_bytes=memory,
-        num_cores=compute.backend.num_cores,
-        gemm_rows_half=rows_half,
-        gemm={
-            "bf16": compute.gemm("bf16", rows_half.value, steps.begin("products in bf16")),
-            "fp32": compute.gemm("fp32", rows_half.value, steps.begin("products in fp32")),
-            **({"fp8": in_fp8} if in_fp8 else {}),
-        },
-        attention={
-            **compute.attention("bf16", steps.begin("attention in bf16")),
-            **compute.attention("fp32", steps.begin("attention in fp32")),
-        },
-        attention_backward={
-            **compute.attention("bf16", steps.begin("backward of attention in bf16"), backward=True),
-            **compute.attention("fp32", steps.begin("backward of attention in fp32"), backward=True),
-        },
-        elementwise=elementwise,
-        elementwise_fp32=elementwise_fp32,
-        optimizer=compute.optimizer(kernels, steps.begin("optimizer on the device")),
-        fuses_updates=kernels.fuses_updates() if compute.backend.kind == "gpu" else None,
-        memory_bytes_per_s=compute.memory_bytes_per_s(steps.begin("device memory")),
-        gradient_norm=compute.gradient_norm(kernels.sum_of_squares, steps.begin("gradient norm")),
-        issue_s=issue_s,
-        step_s=step_s,
-    )
 
 
 def _left_on_gpu() -> Quantity:

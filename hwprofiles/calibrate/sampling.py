@@ -14,10 +14,10 @@ power during the samples stand in the source. Meanwhile the host issues the samp
 device's and not that of Python. What a library does at the first call of a shape (it may build a plan for half a
 second) is done before the clock starts.
 
-[Note: Shared memory] A server with several GPUs lends each some cores and a share of its memory's bandwidth. Neighbours
-come and go, while calibrating and while training. So the central value of updates on the host of a GPU is the median of
-all samples, too: on such a machine with an H200 updates ran as slowly as the slowest fifth of the samples, and the
-fastest quarter was 20 % faster (``benchmarks/results/gpu_agreement.json``).
+A server with several GPUs lends each some cores and a share of its memory's bandwidth. Neighbours come and go, while
+calibrating and while training. So the central value of updates on the host of a GPU is the median of all samples, too:
+on such a machine with an H200 updates ran as slowly as the slowest fifth of the samples, and the fastest quarter was
+20 % faster (``benchmarks/results/gpu_agreement.json``).
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Manner:
 ROBUST = Manner(fastest=FASTEST, shortest_s=5e-4, most_calls=200)
 """See [Note: Robust timing]."""
 SHARED = dataclasses.replace(ROBUST, fastest=1.0)
-"""See [Note: Shared memory]."""
+"""For updates on the host of a GPU, whose neighbours come and go."""
 SUSTAINED = Manner(fastest=1.0, shortest_s=0.01, most_calls=40, lead_s=0.005)
 """See [Note: Sustained clocks]. So few calls of a few kernels are issued while the products run."""
 
@@ -221,9 +221,9 @@ def rate(size: float, time: Summary, unit: Unit, source: str) -> Quantity:
     return _between(*per_s, unit, measured(source + conditions([time]), time.num_samples))
 
 
-def seconds(time: Summary, num_parts: int, source: str, less_s: float = 0.0) -> Quantity:
-    """Return the seconds of one of ``num_parts`` equal parts of a repetition, minus ``less_s``."""
-    value, p10, p90 = (max(x / num_parts - less_s, 0.0) for x in (time.median_s, time.p10_s, time.p90_s))
+def seconds(time: Summary, source: str, less_s: float = 0.0) -> Quantity:
+    """Return the seconds of a repetition, minus ``less_s``."""
+    value, p10, p90 = (max(x - less_s, 0.0) for x in (time.median_s, time.p10_s, time.p90_s))
     return _between(value, p10, p90, "s", measured(source, time.num_samples))
 
 
@@ -259,23 +259,19 @@ def build_curve(
     return Curve(size_unit=size_unit, points=points, provenance=measured(source, num_samples))
 
 
-class Share(NamedTuple):
-    """One call in a window: seconds per repetition, and the fraction of the window in which it waited for a core."""
-
-    time_s: float
-    waited: float
-
-
-def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
+def concurrently(calls: Sequence[Call], window_s: float) -> list[tuple[float, float]]:
     """Repeat blocking calls for ``window_s``, each in its own thread; the first one runs in the calling thread.
 
     Repetitions that end after the window are dropped, because other calls may have stopped by then. If a call completed
     only one repetition, that one stays.
+
+    Returns:
+        For each call the seconds per repetition, and the fraction of the window in which it waited for a core.
     """
     stop = threading.Event()
     barrier = threading.Barrier(len(calls))
 
-    def repeat(call: Call, until_s: float) -> Share:
+    def repeat(call: Call, until_s: float) -> tuple[float, float]:
         with _queue_clock() as queued_s:
             barrier.wait()
             start_s, before_s = time.perf_counter(), queued_s()
@@ -286,7 +282,7 @@ def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
                 ends.append((time.perf_counter() - start_s, waited_s))
         complete = ends[:-1] or ends
         elapsed_s, waited_s = complete[-1]
-        return Share(max(elapsed_s - waited_s, 1e-9) / len(complete), waited_s / elapsed_s)
+        return max(elapsed_s - waited_s, 1e-9) / len(complete), waited_s / elapsed_s
 
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(repeat, call, math.inf) for call in calls[1:]]
@@ -300,26 +296,16 @@ def concurrently(calls: Sequence[Call], window_s: float) -> list[Share]:
         return [first, *(future.result() for future in futures)]
 
 
-class GroupTimes(NamedTuple):
-    """Seconds per repetition of each call of a group.
+def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Floats]:
+    """Run the calls of each group together, in short windows that alternate between groups.
 
-    Attributes:
-        time_s: float64[calls], the median over the windows that count.
-        windows_s: float64[windows, calls], of the windows that count.
-    """
+    Windows count in which no call waited for a core, or the quarter with the least waiting.
 
-    time_s: Floats
-    windows_s: Floats
-
-
-def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[GroupTimes]:
-    """Run the calls of each group together, in short windows that alternate between groups; return their times.
-
-    The fastest repetitions are those in which other calls of the group stood still, so they do not count. The result is
-    the median over the windows in which no call waited for a core, or over the quarter with the least waiting.
+    Returns:
+        For each group the seconds per repetition of each call in each window that counts, float64[windows, calls].
     """
     window_s = max(budget_s / NUM_WINDOWS / len(groups), _MIN_WINDOW_S)
-    windows: list[list[list[Share]]] = [[] for _ in groups]
+    windows: list[list[list[tuple[float, float]]]] = [[] for _ in groups]
     for _ in range(NUM_WINDOWS):
         for group, found in zip(groups, windows, strict=True):
             found.append(concurrently(group, window_s))
@@ -328,6 +314,13 @@ def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Gro
         shares = np.array(found)  # window, call, (time, waited)
         waited = shares[:, :, 1].max(axis=1)
         allowed = max(_UNDISTURBED, float(np.quantile(waited, FASTEST)))
-        undisturbed = shares[waited <= allowed, :, 0]
-        results.append(GroupTimes(np.exp(np.median(np.log(undisturbed), axis=0)), undisturbed))
+        results.append(shares[waited <= allowed, :, 0])
     return results
+
+
+def median_s(windows_s: Floats) -> Floats:
+    """Return the median time of each call of a group, float64[calls].
+
+    The fastest repetitions are those in which other calls of the group stood still, so they do not count for more.
+    """
+    return np.asarray(np.exp(np.median(np.log(windows_s), axis=0)))

@@ -2,38 +2,35 @@
 
 import mmap
 import os
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
-from hwprofiles.calibrate.sampling import Case, rate, sample, wall_clock
+from hwprofiles.calibrate.sampling import Call, Case, rate, sample, wall_clock
 from hwprofiles.quantity import Quantity
 
 _NUM_BYTES = 2**28  # more than caches hold
 _PAGE_BYTES = 4096
 
 
-class SavingRates(NamedTuple):
-    """Rates of one thread in bytes per second; see :class:`hwprofiles.profile.Host`."""
-
-    hash_bytes_per_s: Quantity
-    fresh_bytes_per_s: Quantity
-    serialise_bytes_per_s: Quantity
-
-
-def probe_saving(budget_s: float) -> SavingRates:
-    """Measure the rates of one thread over memory that is not in a cache."""
+def probe_saving(budget_s: float) -> dict[str, Quantity]:
+    """Measure the rates of one thread over memory that is not in a cache, by field of a profile's host."""
     values = torch.arange(_NUM_BYTES // 4, dtype=torch.float32)
     data = values.numpy().data
-    calls = {
-        "xxh3 (64 bits) by one thread": lambda: xxhash.xxh3_64_intdigest(data),
-        "first touch of new pages by one thread": _touch,
-        "torch.save of one tensor to a new file in memory": lambda: _save({"values": values}),
+    calls: dict[str, tuple[str, Call]] = {
+        "hash_bytes_per_s": ("xxh3 (64 bits) by one thread", lambda: xxhash.xxh3_64_intdigest(data)),
+        "fresh_bytes_per_s": ("first touch of new pages by one thread", _touch),
+        "serialise_bytes_per_s": (
+            "torch.save of one tensor to a new file in memory",
+            lambda: _save({"values": values}),
+        ),
     }
-    found = [sample([Case(_NUM_BYTES, call)], wall_clock, budget_s / len(calls))[0] for call in calls.values()]
-    return SavingRates(*(rate(_NUM_BYTES, one, "bytes_per_s", what) for what, one in zip(calls, found, strict=True)))
+    rates = {}
+    for field, (what, call) in calls.items():
+        (found,) = sample([Case(_NUM_BYTES, call)], wall_clock, budget_s / len(calls))
+        rates[field] = rate(_NUM_BYTES, found, "bytes_per_s", what)
+    return rates
 
 
 def _touch() -> None:

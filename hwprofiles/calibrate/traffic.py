@@ -27,6 +27,7 @@ from hwprofiles.calibrate.sampling import (
     Summary,
     build_curve,
     clock_of,
+    median_s,
     quantity,
     rate,
     sample,
@@ -88,9 +89,10 @@ def narrow_update_s(narrow_updates: NarrowUpdates, budget_s: float) -> dict[Narr
     """Measure the time of one thread per parameter of each update with state in fewer bytes."""
     calls = narrow_updates(_NARROW_PARAMS)
     found = {
-        name: sample([Case(_NARROW_PARAMS, call)], wall_clock, budget_s / len(calls))[0] for name, call in calls.items()
+        name: sample([Case(_NARROW_PARAMS, call, 1 / _NARROW_PARAMS)], wall_clock, budget_s / len(calls))[0]
+        for name, call in calls.items()
     }
-    return {name: seconds(one, _NARROW_PARAMS, f"{name} by one thread") for name, one in found.items()}
+    return {name: seconds(one, f"{name} by one thread") for name, one in found.items()}
 
 
 def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:
@@ -113,18 +115,18 @@ class TrafficProbe:
         """Measure pinned copies in each direction and in both at once, and pageable copies."""
         sizes = [2.0**i for i in range(16, 29, 2) if 2**i <= self.backend.copy_pool_bytes]
         copiers = {"down": self.backend.copier("down"), "up": self.backend.copier("up")}
-        cases = {k: [Case(size, copier.call(int(size))) for size in sizes] for k, copier in copiers.items()}
+        cases = {k: [Case(size, copier(int(size))) for size in sizes] for k, copier in copiers.items()}
         curves = {
             name: build_curve("bytes", sizes, self.backend.sample(cases[name], budget_s / 4), f"pinned copy, {name}")
             for name in cases
         }
         largest = int(min(sizes[-1], self.backend.pair_bytes))
         calls = [self._copies(copier, largest) for copier in copiers.values()]
-        (group,) = sample_groups([calls], budget_s / 4)
+        (windows_s,) = sample_groups([calls], budget_s / 4)
         alone = sum(curve.best_rate_per_s() for curve in curves.values())
-        both = np.minimum(np.sum(self.backend.pair_copies * largest / group.windows_s, axis=1), alone)
+        both = np.minimum(np.sum(self.backend.pair_copies * largest / windows_s, axis=1), alone)
         unpinned = [
-            Case(largest, self.backend.copier(direction, pinned=False).call(largest)) for direction in ("up", "down")
+            Case(largest, self.backend.copier(direction, pinned=False)(largest)) for direction in ("up", "down")
         ]
         pageable_up, pageable_down = self.backend.sample(unpinned, budget_s / 4)
         return Link(
@@ -140,7 +142,7 @@ class TrafficProbe:
 
     def _copies(self, copier: Copier, num_bytes: int) -> Call:
         """Return a blocking call of several copies at once, so that waiting for them is a small part of its time."""
-        copy = copier.call(num_bytes)
+        copy = copier(num_bytes)
 
         def copies() -> None:
             for _ in range(self.backend.pair_copies):
@@ -177,7 +179,7 @@ class TrafficProbe:
         groups = self._groups(gemm, disk)
         alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
         found = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
-        times_s = [group.time_s for group in found]
+        times_s = [median_s(windows_s) for windows_s in found]
         alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
         paired_s = times_s[len(alone) :]
         of_group = dict(zip(groups, paired_s, strict=True))

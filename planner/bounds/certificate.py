@@ -1,10 +1,10 @@
 """Certificates: proofs of how far a plan can be from the best one, which anybody can check.
 
-[Note: Certificates] A certificate holds one proof for every choice of degrees and batch sizes that the plan could have
-made, and every ZeRO stage. A proof is a set of multipliers of the conditions (:mod:`planner.bounds.conditions`). It
-shows that no schedule of its choice and stage is faster than a bound, or that none fits in memory. The smallest bound
-is the plan's. The checker builds the conditions again from the plan's own model, machine and batch, and adds up the
-proofs in exact arithmetic. It trusts neither HiGHS nor the search.
+A certificate holds one proof for every choice of degrees and batch sizes that the plan could have made, and every ZeRO
+stage. A proof is a set of multipliers of the conditions (:mod:`planner.bounds.conditions`). It shows that no schedule
+of its choice and stage is faster than a bound, or that none fits in memory. The smallest bound is the plan's. The
+checker builds the conditions again from the plan's own model, machine and batch, and adds up the proofs in exact
+arithmetic. It trusts neither HiGHS nor the search.
 """
 
 import math

@@ -38,7 +38,7 @@ from planner.bounds.pipelines import pipelined
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import NEVER_S, OVERRUN, ROOM, LinearProgram
 from planner.bounds.windows import Windows
-from planner.bounds.work import Work
+from planner.bounds.work import work
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -62,29 +62,20 @@ def conditions(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = Fa
     return _softened(program) if soft else program
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Known:
-    setup: Setup
-    cost: CostModel
-    program: LinearProgram
-
-    def is_of(self, setup: Setup, cost: CostModel) -> bool:
-        same = self.setup.units is setup.units and self.cost is cost and self.setup.storage == setup.storage
-        return same and self.setup.given == setup.given
-
-
 # A search and the certificate of its result need the same conditions, those of up to four ZeRO stages.
-_KNOWN: deque[_Known] = deque(maxlen=4)
+_KNOWN: deque[tuple[Setup, CostModel, LinearProgram]] = deque(maxlen=4)
 
 
 def _conditions(setup: Setup, cost: CostModel) -> LinearProgram:
     """Return the conditions without a limit on the time; setups with equal conditions share one program."""
-    if known := next((known for known in tuple(_KNOWN) if known.is_of(setup, cost)), None):
-        return known.program
+    for known, of_cost, program in tuple(_KNOWN):
+        same = known.units is setup.units and of_cost is cost and known.storage == setup.storage
+        if same and known.given == setup.given:
+            return program
     placement = Placement(setup, cost, NEVER_S)
-    Work(placement)
+    work(placement)
     Windows(placement, Memory(placement))
-    _KNOWN.append(_Known(setup, cost, placement.program))
+    _KNOWN.append((setup, cost, placement.program))
     return placement.program
 
 

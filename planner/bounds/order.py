@@ -37,5 +37,5 @@ def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
     for num_iterations in _NUM_ITERATIONS:
         timeline = run(schedule, alone, capacity, num_iterations)
         if cycle := find_cycle(timeline):
-            return max(at_least_s, Simulation(timeline, cycle.first, converged=True, cycle=cycle.length).period_s)
+            return max(at_least_s, Simulation(timeline, cycle, converged=True).period_s)
     return at_least_s  # no cycle was found, so nothing more is known

@@ -1,7 +1,7 @@
 """Necessary conditions on pipelines: the twin of :mod:`.conditions` for pipeline stages.
 
-[Note: Pipelines] Everything is on the devices, and layers are divided evenly among stages. So the only open decision is
-which segments are recomputed. Two conditions hold for every stage s of p:
+Everything is on the devices, and layers are divided evenly among stages. So the only open decision is which segments
+are recomputed. Two conditions hold for every stage s of p:
 
 - *work*: its first forward waits for the forwards of earlier stages, and their backwards follow its last backward. In
   between it computes all its micro-batches, and its host issues their kernels.

@@ -1,8 +1,8 @@
 """Conditions on data that is on the host or on NVMe for a part of the iteration.
 
-[Note: Offloaded memory] At the last unit's backward all saved activations of the segments before it are somewhere.
-Those that are kept are on the device. Offloaded ones are still on the device, on the host, or, if evicted, on NVMe. A
-copy in progress occupies two places, which only takes more memory.
+At the last unit's backward all saved activations of the segments before it are somewhere. Those that are kept are on
+the device. Offloaded ones are still on the device, on the host, or, if evicted, on NVMe. A copy in progress occupies
+two places, which only takes more memory.
 
 [Note: State ahead] State on NVMe passes through host buffers. A buffer holds a subgroup from its read to its write. So
 when updates may begin, at most the buffers' bytes of state have been read, and when all updates have ended, at most the

@@ -86,7 +86,7 @@ class _Choice:
         if (free_bytes := self._trial.free_bytes(Tier.HOST)) < self._ring_bytes:
             raise CheckpointsError(
                 f"checkpoints need {_size(self._ring_bytes)} of each host for what is not written yet, and the plan "
-                f"leaves {_size(free_bytes)}; leave more of it free, or give less with --checkpoint-buffer"
+                f"leaves {_size(free_bytes)}; leave more of it free, or give less with --checkpoints buffer=SIZE"
             )
         self._left_out = {level: why for level in LEVELS if (why := self._why_not(level))}
 
@@ -233,10 +233,10 @@ class _Choice:
         losses_s = [error.least_lost_s for error in errors if error.least_lost_s is not None]
         limits, ways = [], []
         if self._request.max_overhead is not None:
-            limits.append(f"--max-checkpoint-overhead {100 * self._request.max_overhead:g}%")
+            limits.append(f"--checkpoints max-overhead={100 * self._request.max_overhead:g}%")
             ways += [f"allow {100 * min(overheads):.3g} % of overhead"] if overheads else []
         if self._request.max_lost_s is not None:
-            limits.append(f"--max-lost-work {self._request.max_lost_s:g}s")
+            limits.append(f"--checkpoints max-lost-work={self._request.max_lost_s:g}s")
             ways += [f"{'' if ways else 'allow '}{min(losses_s):.3g} s of lost work"] if losses_s else []
         if not ways:
             limits = limits or ["an iteration between checkpoints"]
@@ -249,7 +249,7 @@ class _Choice:
         reasons = "; ".join(f"{level}: {self._left_out[level]}" for level in needed if level in self._left_out)
         return CheckpointsError(
             f"no storage is left that survives what {slowest}={self._request.mtbf_s[slowest]:.0f}s stands for "
-            f"({reasons}); make room, choose a profile that has it, or give --pfs-bandwidth"
+            f"({reasons}); make room, choose a profile that has it, or give --checkpoints pfs-bandwidth=SIZE"
         )
 
     # --- in words and rows
@@ -292,7 +292,7 @@ class _Choice:
         hashing = hash_bytes_per_s(self._profile.host)
         yield f"checksums: {hashing.value / 1e9:.3g} GB/s per core ({hashing.provenance.source})"
         if self._endured_bytes_per_day() is None:
-            yield "drives endure whatever is written (--drive-writes-per-day says how much, or the profile)"
+            yield "drives endure whatever is written (--checkpoints drive-writes-per-day says how much, or the profile)"
         elif self._request.drive_writes_per_day is None:
             yield f"drives endure {_size(self._endured_bytes_per_day() or 0.0)} a day, as the profile says"
         yield "failures come at exponential times"

@@ -1,4 +1,4 @@
-"""What a request may fix or leave to the planner: each field once, with its help, its limit and its values.
+"""What a request asks for beside its model and machine: each field once, with its help, its limit and its values.
 
 :class:`planner.choices.request.Request`, the keywords of ``ullage.plan``, the options of commands, the axes of studies
 and the reference pages are made from these fields. This is light, because the command line's parser imports it.
@@ -7,29 +7,60 @@ and the reference pages are made from these fields. This is light, because the c
 # ruff: noqa: RUF009 - a function makes the fields
 
 import dataclasses
-from typing import Annotated, Any, ClassVar, Final, get_args
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_args
 
 from annotated_types import Ge
 
-from planner.terms import DEFAULT_MICRO_BATCH, KernelRequest, Storage
+from planner.optimizers import ELEMENTWISE, OPTIMIZERS, Optimizer
+from planner.terms import DEFAULT_MICRO_BATCH, DEFAULT_SEQ_LEN, KernelRequest, Storage
+
+if TYPE_CHECKING:
+    from hwprofiles.profile import Dtype
+    from planner.decisions import Precision
 
 Count = Annotated[int, Ge(1)]
+ExpertLoad = tuple[tuple[float, ...], ...]
 
 MOST_MICRO_BATCHES: Final = 4096  # per iteration: a schedule has tasks for each
+TRAINED: Final = "what is trained, on which machine"
 DIVIDED: Final = "how devices and the batch are divided, and in what ways a plan may run"
+_OFFERED: Final = tuple(name for name in OPTIMIZERS if name not in ELEMENTWISE)  # others are users' own
 
 
-def _field(words: str, default: Any = None, **more: Any) -> Any:
+def described(words: str, default: Any = None, *, group: str = DIVIDED, **more: Any) -> Any:
     """Return a field with its help.
 
     Args:
         words: help text.
         default: the default.
-        more: ``choices``; ``most``, of a whole number: a larger one is a mistake, and planning would take very long;
-            ``switch``, if the values are yes and no; ``metavar`` and ``flags``, as for
-            :meth:`argparse.ArgumentParser.add_argument`, if they are not N and the name.
+        group: heading in the help.
+        more: ``choices``, the values that are offered, and ``known``, if there are more; ``texts``, the values as text,
+            if Python takes more; ``most``, of a whole number: a larger one is a mistake, and planning would take very
+            long; ``switch``, if the values are yes and no; ``flags``, if they are not the name, or none; ``part``, the
+            name of the field in the value of its flag, if several fields share that; and what
+            :meth:`argparse.ArgumentParser.add_argument` takes.
     """
-    return dataclasses.field(default=default, metadata={"help": words, "group": DIVIDED, **more})
+    return dataclasses.field(default=default, metadata={"help": words, "group": group, **more})
+
+
+def check_values(kind: type[Any], holder: Any) -> None:
+    """Check values against the limits and choices of the fields of a class.
+
+    Raises:
+        ValueError: a value is not one that its field can have.
+    """
+    for field in dataclasses.fields(kind):
+        value, most, choices = getattr(holder, field.name), field.metadata.get("most"), field.metadata.get("choices")
+        if value is None:
+            continue
+        if most is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}, but must be a whole number of at least 1")
+            if value > most:
+                raise ValueError(f"{field.name} is {value}, but no more than {most} can be planned; ask for less")
+        if choices is not None and value not in field.metadata.get("known", choices):
+            raise ValueError(f"{field.name} is {value!r}, but must be one of {', '.join(choices)}; choose one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,69 +69,117 @@ class Constraints:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    num_devices: Count = _field(
+    num_devices: Count = described(
         "devices to train on, over as many nodes as they fill (default: 1)",
         1,
         most=100_000,
         flags=("--gpus", "-n"),
     )
-    micro_batch: Count | None = _field(
+    micro_batch: Count | None = described(
         f"sequences per forward on each device (default: {DEFAULT_MICRO_BATCH}, fewer if they are longer than 8192 "
         "tokens; or chosen with --global-batch)",
         most=1_000_000,
     )
-    num_micro_batches: Count | None = _field(
+    num_micro_batches: Count | None = described(
         "micro-batches per iteration: gradient accumulation (1, or chosen with --global-batch)",
         most=MOST_MICRO_BATCHES,
         flags=("--accumulate",),
     )
-    global_batch: Count | None = _field(
+    global_batch: Count | None = described(
         "sequences per iteration over all devices. The planner then chooses the micro-batch, accumulation and "
         "parallel degrees, unless they are given",
         most=10_000_000,
     )
-    tensor_parallel: Count | None = _field(
-        "ranks that share every layer (1, or chosen with --global-batch)", most=100_000
+    tensor_parallel: Count | None = described(
+        "ranks that share every layer", most=100_000, flags=("--parallel",), part="tensor"
     )
-    pipeline_parallel: Count | None = _field(
-        "stages that share the layers (1, or chosen with --global-batch)", most=100_000
+    pipeline_parallel: Count | None = described(
+        "stages that share the layers", most=100_000, flags=("--parallel",), part="pipeline"
     )
-    expert_parallel: Count | None = _field(
-        "data-parallel ranks that share the experts (1, or chosen with --global-batch)", most=100_000
+    expert_parallel: Count | None = described(
+        "data-parallel ranks that share the experts", most=100_000, flags=("--parallel",), part="expert"
     )
-    expert_units: Count | None = _field(
+    expert_units: Count | None = described(
         "units per rank into which the experts of a layer are divided (default: units that are large enough to be "
         "worth moving)",
         most=10_000,
+        flags=("--parallel",),
+        part="expert-units",
     )
-    loss_tile_tokens: Count | None = _field(
-        "compute the loss for this many tokens at a time, so that the logits of a micro-batch never exist whole. "
-        "The size of a micro-batch means: all at once (default: the planner uses tiles if logits take much memory)",
+    loss_tile_tokens: Count | None = described(
+        "tokens for which the loss is computed at a time, so that the logits of a micro-batch never exist whole",
         most=100_000_000,
-        metavar="TOKENS",
-        flags=("--loss-tile",),
+        flags=("--tiles",),
+        part="loss",
     )
-    layer_tile_tokens: Count | None = _field(
-        "compute norms and MLPs for this many tokens at a time, which makes their intermediate tensors small. The "
-        "size of a micro-batch means: all at once (default: the planner uses tiles if layers take much memory)",
+    layer_tile_tokens: Count | None = described(
+        "tokens for which norms and MLPs are computed at a time, which makes their intermediate tensors small",
         most=100_000_000,
-        metavar="TOKENS",
-        flags=("--layer-tile",),
+        flags=("--tiles",),
+        part="layer",
     )
-    fp8_weights: bool | None = _field(
-        "with --products fp8: copy weights of these products from the host, and gather them, in fp8. The host "
-        "casts them once after each update, the device before each gather (default: where that is faster)",
+    fp8_weights: bool | None = described(
+        "whether the weights of fp8 products are copied from the host, and gathered, in fp8: the host casts them once "
+        "after each update, the device before each gather (default: where that is faster)",
         switch=True,
+        group=TRAINED,
+        flags=("--precision",),
+        part="fp8-weights",
     )
-    kernels: KernelRequest | None = _field(
+    kernels: KernelRequest | None = described(
         "kernels that run beside products and attention: those of transformers, module by module (the default); "
         "compiled: of blocks and a loss that torch.compile has compiled, as execute then does; auto: the faster of the "
         "two; liger: of Liger-Kernel, which can only be compared",
         choices=get_args(KernelRequest),
     )
-    storage: Storage = _field(
+    storage: Storage = described(
         "what else the plan may offload, beside optimizer state and parameters to the host. never: nothing (the "
         "default); activations: activations to the host; nvme: also everything to the drives, which wears them",
         "never",
         choices=get_args(Storage),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked(Constraints):
+    """The same, and what is trained; the default of what is ``None`` follows from the model and the machine."""
+
+    seq_len: Count | None = described(
+        f"tokens per sequence (default: {DEFAULT_SEQ_LEN}, or the model's limit if that is smaller)",
+        group=TRAINED,
+        most=100_000_000,
+    )
+    expert_load: "ExpertLoad | str | None" = described(
+        "distribution of tokens over experts (default: uniform); a JSON file holds one list of shares, or one "
+        "list per layer",
+        group=TRAINED,
+        metavar="uniform|zipf:S|FILE",
+    )
+    precision: "Precision | Dtype | None" = described(
+        "type of weights and gradients (default: bf16; fp32 if the device multiplies fp32 more than twice as fast, as "
+        "CPUs without bf16 instructions do)",
+        group=TRAINED,
+        texts=("bf16", "fp32"),
+        flags=("--precision",),
+        part="",
+    )
+    optimizer: Optimizer = described(
+        "optimizer, and its state per parameter: "
+        + ", ".join(f"{name} {OPTIMIZERS[name].state_bytes_per_param} B/param" for name in _OFFERED)
+        + " (default: adamw, also for Adam). sgd has momentum. muon uses AdamW, with 12 B/param, for all parameters "
+        "but the matrices of layers",
+        "adamw",
+        group=TRAINED,
+        choices=_OFFERED,
+        known=tuple(OPTIMIZERS),
+    )
+    clip: bool = described(
+        "clip gradients by their global norm (the default), or not", True, group=TRAINED, switch=True
+    )
+    subgroup_params: Count = described(
+        "most parameters in one subgroup, the smallest part whose update can be placed",
+        100_000_000,
+        group=TRAINED,
+        most=math.inf,
+        flags=(),
     )

@@ -1,49 +1,40 @@
 """A request for a plan."""
 
 import dataclasses
-import math
-from typing import Any, get_args
+from typing import get_args
 
 from hwprofiles.profile import Dtype, HardwareProfile
-from planner.choices.constraints import Constraints
+from planner.choices.constraints import Asked, Constraints, Count, ExpertLoad, check_values
 from planner.costs.kernels import no_products
 from planner.decisions import BF16, Choice, Precision, check_fp8_weights
 from planner.graph import Batch
 from planner.models.captured import Model
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS
+from planner.terms import DEFAULT_SEQ_LEN
 
 
 @dataclasses.dataclass(frozen=True)
-class Request(Constraints):
-    """A request for a plan.
+class Request(Asked):
+    """A request for a plan. What :class:`Asked` leaves open is known here.
 
     Attributes:
         model: sizes of the model, or a captured one.
         hardware: the machine.
         seq_len: tokens per sequence.
         precision: types of weights and gradients, or the name of one type for both.
-        optimizer: the optimizer.
-        clip: clip gradients by their global norm.
-        subgroup_params: most parameters in one subgroup, the smallest part whose update can be placed.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
     """
 
     model: Model
     hardware: HardwareProfile
     _: dataclasses.KW_ONLY
-    seq_len: int = dataclasses.field(default=2048, metadata={"most": 100_000_000})
+    seq_len: Count = DEFAULT_SEQ_LEN
     precision: Precision | Dtype = BF16
-    optimizer: Optimizer = "adamw"
-    clip: bool = True
-    subgroup_params: int = dataclasses.field(default=100_000_000, metadata={"most": math.inf})
-    expert_load: tuple[tuple[float, ...], ...] = ()
+    expert_load: ExpertLoad = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", _precision(self.precision))
-        for field in dataclasses.fields(self):
-            _check_value(field, getattr(self, field.name))
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {self.optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}; choose one")
+        object.__setattr__(self, "precision", precision_of(self.precision))
+        check_values(Asked, self)
         self._check_precision(self.types)
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
@@ -61,7 +52,7 @@ class Request(Constraints):
         if products and (self.tensor_parallel or 1) > 1:
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel}, but in {products} each part of a matrix would have a "
-                f"scale of its own; choose 1, or leave out --products {products}"
+                f"scale of its own; choose 1, or leave out --precision products={products}"
             )
         self._check_kernels()
         if self.fp8_weights:
@@ -113,20 +104,12 @@ class Request(Constraints):
         return batch_of(choice, self.types, self.seq_len, self.expert_load, self.hardware)
 
 
-def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    """Check the value of a field against its limit, or its choices."""
-    if value is None:
-        return
-    if (most := field.metadata.get("most")) is not None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field.name} is {value!r}, but must be a whole number of at least 1")
-        if value > most:
-            raise ValueError(f"{field.name} is {value}, but no more than {most} can be planned; ask for less")
-    if (choices := field.metadata.get("choices")) is not None and value not in choices:
-        raise ValueError(f"{field.name} is {value!r}, but must be one of {', '.join(choices)}; choose one")
+def precision_of(given: Precision | Dtype) -> Precision:
+    """Return types of weights and gradients; the name of a type means both.
 
-
-def _precision(given: Precision | Dtype) -> Precision:
+    Raises:
+        ValueError: the type cannot be planned.
+    """
     if isinstance(given, Precision):
         return given
     if given not in get_args(Dtype):
@@ -138,7 +121,7 @@ def batch_of(
     choice: Choice,
     precision: Precision,
     seq_len: int,
-    expert_load: tuple[tuple[float, ...], ...],
+    expert_load: ExpertLoad,
     hardware: HardwareProfile,
 ) -> Batch:
     """Return the batch of one forward and backward on a rank of a machine."""

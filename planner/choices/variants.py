@@ -104,19 +104,19 @@ def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | N
     if loss is not None and not can_be_tiled(model):
         raise ModelConfigError(
             f"{model.name} has no torch.nn.Linear as its output embeddings, or no loss of its own, so the loss "
-            "cannot be computed in tiles; leave --loss-tile out"
+            "cannot be computed in tiles; leave --tiles loss out"
         )
     if layers is None:
         return
     if not can_have_tiled_layers(model):
         raise ModelConfigError(
             f"layers of {model.name} cannot be computed in tiles; captured models can, and models with RMS norms, "
-            "gated MLPs and no experts (llama, mistral, qwen2, qwen3); leave --layer-tile out"
+            "gated MLPs and no experts (llama, mistral, qwen2, qwen3); leave --tiles layer out"
         )
     if choice.tensor_parallel > 1:
         raise ModelConfigError(
             f"layers that {choice.tensor_parallel} tensor-parallel ranks share cannot be computed in tiles; leave "
-            "--layer-tile or --tensor-parallel out"
+            "--tiles layer or --parallel tensor out"
         )
 
 

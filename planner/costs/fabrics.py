@@ -4,11 +4,11 @@
 ring enters each node once, over the NICs of its devices in the group, and the slower level sets the pace (bus bandwidth
 of NCCL's rings, see ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests).
 
-[Note: Two nodes] An all-reduce over two nodes is a tree in NCCL: each node sends the tensor once, where a ring of many
+An all-reduce over two nodes is a tree in NCCL: each node sends the tensor once, where a ring of many
 ranks sends it almost twice. So it runs at almost twice the bandwidth of the NICs
 (https://github.com/NVIDIA/nccl-tests/issues/196).
 
-[Note: Partial groups] NCCL lets a ring enter a node through the NIC nearest to a GPU, pass all GPUs of the group, and
+NCCL lets a ring enter a node through the NIC nearest to a GPU, pass all GPUs of the group, and
 leave by that NIC; it lays as many such rings as there are NICs (https://github.com/NVIDIA/nccl/issues/412). A group
 with only some of a node's devices, such as the data-parallel group of every second rank, has fewer NICs nearby. It
 shares them with its neighbours' groups, which run the same collective at the same time: rings meet on a NIC
@@ -42,7 +42,7 @@ class Ring:
 class Fabrics:
     """The fabrics of a machine for ranks laid out on its nodes.
 
-    See [Note: Rings], [Note: Two nodes] and [Note: Partial groups].
+    See [Note: Rings].
 
     Args:
         profile: the machine.

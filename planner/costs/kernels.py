@@ -135,7 +135,10 @@ def no_products(profile: HardwareProfile, dtype: ProductType) -> str:
     has = ", ".join(profile.device.gemm)
     remedy = "choose another type"
     if dtype == "fp8":
-        remedy = "leave out --products fp8 and torchao's convert_to_float8_training, or choose hardware that has them"
+        remedy = (
+            "leave out --precision products=fp8 and torchao's convert_to_float8_training, or choose hardware that has "
+            "them"
+        )
     return (
         f"profile {profile.name} says nothing about products in {dtype}: its device.gemm has {has}; {remedy}, or "
         "measure them with `ullage calibrate`"

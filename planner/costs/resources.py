@@ -109,11 +109,10 @@ class RankHardware:
 
     def read_s(self, curve: Curve, size: float, what: str) -> float:
         """Return the time that a curve gives for a size; warn once if it was not measured near that size."""
-        reading = curve.read(size)
         low, high = curve.points[0].size, curve.points[-1].size
         # Below the range, the error is at most the time of the first point. If that is small, there is no warning.
-        if reading.extrapolated and (size > high or curve.points[0].median_s > _WORTH_A_WARNING_S):
+        if size > high or (0 < size < low and curve.points[0].median_s > _WORTH_A_WARNING_S):
             self.warnings.setdefault(
                 f"{what} times are extrapolated: {self.profile.name} covers {low:.3g} to {high:.3g} {curve.size_unit}"
             )
-        return reading.time_s
+        return curve.time_s(size)

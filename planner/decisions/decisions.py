@@ -154,7 +154,7 @@ def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
     """
     if precision.products != "fp8":
         raise ValueError(
-            f"fp8_weights needs products in fp8, not {precision.weights}; plan with --products fp8, or leave "
+            f"fp8_weights needs products in fp8, not {precision.weights}; plan with --precision products=fp8, or leave "
             "fp8_weights out"
         )
     if OPTIMIZERS[optimizer].others:

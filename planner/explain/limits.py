@@ -95,21 +95,18 @@ def scalables(bench: Bench) -> tuple[Scalable, ...]:
 def limits(bench: Bench, progress: Callable[[int, int], object] = lambda *_: None) -> tuple[Limit, ...]:
     """Return how much every quantity matters to a plan; ``progress`` is called with the number done and the total."""
     found, all_scalables = [], scalables(bench)
-    derivative = _BoundDerivative(bench)
+    bound_elasticity = _bound_elasticity(bench)
     for done, scalable in enumerate(all_scalables):
         progress(done, len(all_scalables))
-        found.append(_limit(bench, scalable, derivative))
+        found.append(_limit(bench, scalable, bound_elasticity(scalable)))
     return tuple(found)
 
 
-def _limit(bench: Bench, scalable: Scalable, derivative: "_BoundDerivative") -> Limit:
+def _limit(bench: Bench, scalable: Scalable, bound_elasticity: float) -> Limit:
     item = quantities(bench.plan.hardware)[scalable.paths[0]]
     value, own_s = number(item), bench.own.iteration_s
-    bound_elasticity = derivative.elasticity(scalable)
-    worth = {
-        "bound_elasticity": bound_elasticity,
-        "bound_s_per_unit": bound_elasticity * derivative.bound_s / value,
-    }
+    bound_s = binding_proof(bench).bound_s or 0.0
+    worth = {"bound_elasticity": bound_elasticity, "bound_s_per_unit": bound_elasticity * bound_s / value}
     if scalable.tier is not None:
         needed = bench.own.peak_bytes(scalable.tier) / value
         return Limit(scalable, value, item.unit, 0.0, own_s, None, None, fits_from=needed, **worth)
@@ -149,36 +146,34 @@ def _crossing(bench: Bench, scalable: Scalable, value: float, step: float) -> Cr
     return Crossing(last, factor, value * factor, iteration_s, lane)
 
 
-class _BoundDerivative:
-    """Derivatives of a plan's certified bound with respect to quantities of the machine."""
+def _bound_elasticity(bench: Bench) -> Callable[[Scalable], float]:
+    """Return a function to the relative change of the plan's proven bound for a relative change of a quantity."""
+    proof, hardware = binding_proof(bench), bench.plan.hardware
+    solution = solve(_conditions(bench, proof, hardware))
+    mixture = solution.values if solution else {}  # the plan satisfies the conditions, whatever HiGHS says
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._proof = binding_proof(bench)
-        self.bound_s = self._proof.bound_s or 0.0
-        solution = solve(self._conditions(bench.plan.hardware))
-        self._mixture = solution.values if solution else {}  # the plan satisfies the conditions, whatever HiGHS says
-        self._here_s = self._bound_s(bench.plan.hardware)
-
-    def elasticity(self, scalable: Scalable) -> float:
-        """Return the relative change of the bound for a relative change of a quantity."""
-        there_s = self._bound_s(scaled(self._bench.plan.hardware, scalable, 1 + _SMALL_STEP))
-        return (there_s - self._here_s) / self.bound_s / _SMALL_STEP
-
-    def _bound_s(self, hardware: HardwareProfile) -> float:
+    def violated_s(machine: HardwareProfile) -> float:
         """Return the violation of conditions at the best mixture, weighted with the multipliers, in seconds."""
-        multipliers, mixture = self._proof.multipliers, self._mixture
-        rows = (row for row in self._conditions(hardware).rows if row.name in multipliers)
+        rows = (row for row in _conditions(bench, proof, machine).rows if row.name in proof.multipliers)
         return math.fsum(
-            multipliers[row.name] * (row.least - math.fsum(a * mixture.get(name, 0.0) for name, a in row.terms))
+            proof.multipliers[row.name] * (row.least - math.fsum(a * mixture.get(name, 0.0) for name, a in row.terms))
             for row in rows
         )
 
-    def _conditions(self, hardware: HardwareProfile) -> LinearProgram:
-        plan = self._bench.plan.model_copy(update={"hardware": hardware})
-        rival = variant(plan.request, self._proof.choice)
-        setup = rival.setup.changed(zero_stage=self._proof.zero_stage)
-        return conditions(setup, rival.cost, _LIMIT * plan.prediction.iteration_s)
+    here_s = violated_s(hardware)
+
+    def elasticity(scalable: Scalable) -> float:
+        there_s = violated_s(scaled(hardware, scalable, 1 + _SMALL_STEP))
+        return (there_s - here_s) / (proof.bound_s or 0.0) / _SMALL_STEP
+
+    return elasticity
+
+
+def _conditions(bench: Bench, proof: Proof, hardware: HardwareProfile) -> LinearProgram:
+    plan = bench.plan.model_copy(update={"hardware": hardware})
+    rival = variant(plan.request, proof.choice)
+    setup = rival.setup.changed(zero_stage=proof.zero_stage)
+    return conditions(setup, rival.cost, _LIMIT * plan.prediction.iteration_s)
 
 
 def binding_proof(bench: Bench) -> Proof:

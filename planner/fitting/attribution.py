@@ -32,7 +32,7 @@ from planner.schedule.tasks import Lane, Op, Task
 from planner.schedule.timeline import Timeline
 from planner.simulate.critical_path import critical_walk
 from planner.simulate.machine import Simulation
-from planner.simulate.replays import Replays, Seconds
+from planner.simulate.replays import Seconds, replayed
 
 CauseKind = Literal["rate", "count", "order", "stall"]
 TaskKind = tuple[Lane, Op]
@@ -139,19 +139,21 @@ def attribute(
     ran = run.ran
     before_s = np.where(ran, np.where(np.isnan(expected_s), run.durations_s, expected_s), 0.0)
     expected_of_ran_s = np.where(ran, np.nan_to_num(expected_s), 0.0)
-    replays = Replays(measured.schedule)
-    rates = _Rates(replays, before_s, run.durations_s, ran, progress)
+    rated_s, explained_s = _rates(measured.schedule, before_s, run.durations_s, ran, progress)
     seen, swapped, num_broken = _as_seen(run)
     # A cycle of several iterations is read as their mean, so replays may differ from it.
-    planned_s = Replays(predicted.timeline.schedule).period_s(_durations_s(predicted.timeline, predicted.iterations))
-    ordered_s = rates.after_s if seen is None else Replays(seen.schedule).period_s(run.durations_s[list(seen.order)])
+    planned_s = replayed(predicted.timeline.schedule)(_durations_s(predicted.timeline, predicted.iterations))
+    ordered_s = rated_s[1]
+    if seen is not None:
+        schedule, order = seen
+        ordered_s = replayed(schedule)(run.durations_s[order])
     measured_s = float(np.mean([measured.period_s(i) for i in iterations]))
     error_s = measured_s - predicted.period_s
     known_s = ordered_s - planned_s
     causes = [
-        Cause("count", rates.before_s - planned_s),
-        *(Cause("rate", seconds, kind) for kind, seconds in rates.explained_s.items()),
-        Cause("order", ordered_s - rates.after_s),
+        Cause("count", rated_s[0] - planned_s),
+        *(Cause("rate", seconds, kind) for kind, seconds in explained_s.items()),
+        Cause("order", ordered_s - rated_s[1]),
         Cause("stall", error_s - known_s),
     ]
     least_s = 1e-9 * max(measured_s, predicted.period_s)
@@ -159,7 +161,7 @@ def attribute(
         predicted.period_s,
         measured_s,
         tuple(sorted((c for c in causes if abs(c.seconds) > least_s), key=lambda c: -abs(c.seconds))),
-        _by_kind(predicted.timeline.schedule, measured.schedule, expected_of_ran_s, run, rates.explained_s),
+        _by_kind(predicted.timeline.schedule, measured.schedule, expected_of_ran_s, run, explained_s),
         _stalls_s(measured, iterations),
         swapped,
         num_broken,
@@ -215,45 +217,41 @@ def _identities(tasks: Sequence[Task]) -> list[tuple[object, ...]]:
     return result
 
 
-class _Rates:
-    """The effect of each kind of task's durations, by Shapley's value.
+def _rates(
+    schedule: Schedule,
+    predicted_s: Seconds,
+    measured_s: Seconds,
+    ran: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    progress: Callable[[int, int], None],
+) -> tuple[tuple[float, float], dict[TaskKind | None, float]]:
+    """Return the effect of each kind of task's durations, by Shapley's value.
 
-    Attributes:
-        before_s, after_s: the period with all durations as predicted, and as measured.
-        explained_s: by kind, largest difference in time first; ``None`` stands for all kinds beyond the largest.
+    Returns:
+        The period with all durations as predicted, and as measured; and what each kind explains, largest difference in
+        time first, where ``None`` stands for all kinds beyond the largest.
     """
-
-    def __init__(
-        self,
-        replays: Replays,
-        predicted_s: Seconds,
-        measured_s: Seconds,
-        ran: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        progress: Callable[[int, int], None],
-    ) -> None:
-        members: dict[TaskKind, list[int]] = defaultdict(list)
-        for task in replays.schedule.tasks:
-            if ran[task.index]:
-                members[kind_of(task)].append(task.index)
-        differs_s = {kind: float(np.abs(measured_s - predicted_s)[tasks].sum()) for kind, tasks in members.items()}
-        kinds = sorted((kind for kind, seconds in differs_s.items() if seconds > 0), key=lambda kind: -differs_s[kind])
-        players: dict[TaskKind | None, list[int]] = {kind: members[kind] for kind in kinds[:_MOST_KINDS]}
-        if len(kinds) > _MOST_KINDS:
-            rest = kinds[_MOST_KINDS - 1 :]
-            del players[kinds[_MOST_KINDS - 1]]
-            players[None] = list(itertools.chain.from_iterable(members[kind] for kind in rest))
-        num_all = 2 ** len(players)
-        periods_s = np.empty(num_all)
-        for coalition in range(num_all):
-            durations_s = predicted_s.copy()
-            for position, tasks in enumerate(players.values()):
-                if coalition >> position & 1:
-                    durations_s[tasks] = measured_s[tasks]
-            periods_s[coalition] = replays.period_s(durations_s)
-            progress(coalition + 1, num_all)
-        self.before_s, self.after_s = float(periods_s[0]), float(periods_s[-1])
-        values_s = shapley(periods_s)
-        self.explained_s = dict(zip(players, values_s, strict=True))
+    period_s = replayed(schedule)
+    members: dict[TaskKind, list[int]] = defaultdict(list)
+    for task in schedule.tasks:
+        if ran[task.index]:
+            members[kind_of(task)].append(task.index)
+    differs_s = {kind: float(np.abs(measured_s - predicted_s)[tasks].sum()) for kind, tasks in members.items()}
+    kinds = sorted((kind for kind, seconds in differs_s.items() if seconds > 0), key=lambda kind: -differs_s[kind])
+    players: dict[TaskKind | None, list[int]] = {kind: members[kind] for kind in kinds[:_MOST_KINDS]}
+    if len(kinds) > _MOST_KINDS:
+        rest = kinds[_MOST_KINDS - 1 :]
+        del players[kinds[_MOST_KINDS - 1]]
+        players[None] = list(itertools.chain.from_iterable(members[kind] for kind in rest))
+    num_all = 2 ** len(players)
+    periods_s = np.empty(num_all)
+    for coalition in range(num_all):
+        durations_s = predicted_s.copy()
+        for position, tasks in enumerate(players.values()):
+            if coalition >> position & 1:
+                durations_s[tasks] = measured_s[tasks]
+        periods_s[coalition] = period_s(durations_s)
+        progress(coalition + 1, num_all)
+    return (float(periods_s[0]), float(periods_s[-1])), dict(zip(players, shapley(periods_s), strict=True))
 
 
 def shapley(worth: Sequence[float] | Seconds) -> list[float]:
@@ -278,16 +276,11 @@ def shapley(worth: Sequence[float] | Seconds) -> list[float]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """A schedule in the observed order: ``order[i]`` is the planned index of task ``i``."""
+def _as_seen(run: _Run) -> tuple[tuple[Schedule, list[int]] | None, dict[Lane, int], int]:
+    """Return the schedule in the observed order, swapped tasks by lane, and the number of broken dependencies.
 
-    schedule: Schedule
-    order: tuple[int, ...]
-
-
-def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
-    """Return the schedule in the observed order if it differs, swapped tasks by lane, and broken dependencies."""
+    With the schedule come the planned indices of its tasks; there is none if nothing differs.
+    """
     schedule, starts_s = run.timeline.schedule, _filled_starts_s(run)
     ends_s = starts_s + run.durations_s
     swapped: dict[Lane, int] = defaultdict(int)
@@ -323,7 +316,7 @@ def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
         )
         for new, old in enumerate(order)
     ]
-    return _Seen(Schedule(tuple(tasks)), tuple(order)), found, num_broken
+    return (Schedule(tuple(tasks)), order), found, num_broken
 
 
 def _filled_starts_s(run: _Run) -> Seconds:

@@ -1,10 +1,10 @@
 """Fit a profile to the lanes of one run of a plan, so that the next plan is for the machine as it is now.
 
-[Note: Lanes] A run yields the measured time of every task. Tasks of one class (computing, copies one way, updates on
-the host and so on) are priced with the same quantities. One factor for each class makes the simulated time of these
-tasks equal to the measured one. Tasks slow each other down, in the run and in the simulation. So the factors are not
-simply the ratios of the first comparison: the schedule is simulated again with each new profile, until the factors
-converge. (Fitting to whole runs, :mod:`ullage.rivals.from_runs`, knows no tasks and needs several runs.)
+A run yields the measured time of every task. Tasks of one class (computing, copies one way, updates on the host and so
+on) are priced with the same quantities. One factor for each class makes the simulated time of these tasks equal to the
+measured one. Tasks slow each other down, in the run and in the simulation. So the factors are not simply the ratios of
+the first comparison: the schedule is simulated again with each new profile, until the factors converge. (Fitting to
+whole runs, :mod:`benchmarks.published.fitting`, knows no tasks and needs several runs.)
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def refit(
     iterations: Sequence[int],
     run: str = "a run",
 ) -> Refit:
-    """Fit a profile to a run of these decisions; see [Note: Lanes].
+    """Fit a profile to a run of these decisions.
 
     Args:
         profile: the profile of the run's prediction.

@@ -6,18 +6,16 @@ other's tasks in the unit that the tasks work on (:class:`LoweredUnit`).
 """
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
-from planner.schedule.arrays import Arrays, Held, Rows
+from planner.schedule.arrays import Arrays, Rows
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
@@ -193,9 +191,16 @@ class Program:
         columns = zip(*self.held, strict=True) if self.held else ((),) * 7
         tier, memory_class, num_bytes, first, last, stage, labels = columns
         firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
-        held = Held(tier, memory_class, num_bytes, firsts, lasts, stage)
-        make = functools.partial(_made, order, after, after_previous, held, labels)
-        return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
+        arrays = Arrays.of(order, after, after_previous, tier, memory_class, num_bytes, firsts, lasts, stage)
+
+        def make() -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
+            for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
+                task.index, (task.after, task.after_previous) = position, both
+            ends = ([None if end < 0 else end for end in each.tolist()] for each in (firsts, lasts))
+            buffers = zip(tier, memory_class, num_bytes, labels, *ends, stage, strict=True)
+            return tuple(order), tuple(itertools.starmap(Buffer, buffers))
+
+        return Schedule.deferred(arrays, make, description)
 
 
 _KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("index", "after", "after_previous"))
@@ -218,15 +223,3 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
             raise ValueError(
                 f"segment {unit.segment}: all its units must keep, all recompute or all offload their activations"
             )
-
-
-def _made(
-    order: list[Task], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
-) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-    for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
-        task.index, (task.after, task.after_previous) = position, both
-    firsts, lasts = (
-        [None if end < 0 else end for end in np.asarray(ends).tolist()] for ends in (held.first, held.last)
-    )
-    columns = zip(held.tier, held.memory_class, held.num_bytes, labels, firsts, lasts, held.stage, strict=True)
-    return tuple(order), tuple(itertools.starmap(Buffer, columns))

@@ -5,7 +5,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -20,17 +20,6 @@ from planner.schedule.tasks import (
     Task,
     Tier,
 )
-
-
-class Held(NamedTuple):
-    """The columns of all buffers but their labels, see :class:`Buffer`. A buffer that is always held has ends of -1."""
-
-    tier: Sequence[Tier]
-    memory_class: Sequence[MemoryClass]
-    num_bytes: Sequence[int]
-    first: Sequence[int] | Ints
-    last: Sequence[int] | Ints
-    stage: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -130,9 +119,11 @@ class Arrays:
         tasks: Sequence[Task],
         after: Rows,
         after_previous: Rows,
-        held: Held,
+        tier: Sequence[Tier],
+        memory_class: Sequence[MemoryClass],
+        *columns: Sequence[int] | Ints,
     ) -> Self:
-        """Make them from tasks, their predecessors and the buffers."""
+        """Make them from tasks, their predecessors, and a column of all buffers for each of the last six attributes."""
         numbers, works = dict[tuple[Hashable, ...], int](), list[Task]()
         number_of = list[int]()
         amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
@@ -145,7 +136,6 @@ class Arrays:
         work = np.array(number_of, np.int64)
         lane = np.array([each.stage * len(LANES) + _LANE_NUMBERS[each.lane] for each in works], np.int64)
         first_forward = next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None)
-        tier, memory_class, *columns = held
         return cls(
             works,
             list(numbers),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
-from planner.schedule.arrays import Arrays, Held, Rows
+from planner.schedule.arrays import Arrays, Rows
 from planner.schedule.tasks import Buffer, Task
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ class Schedule:
     def arrays(self) -> Arrays:
         """The schedule as arrays."""
         tasks, buffers, count = self.tasks, self.buffers, len(self.tasks)
-        held = Held(
+        return Arrays.of(
+            tasks,
+            Rows.of((t.after for t in tasks), count),
+            Rows.of((t.after_previous for t in tasks), count),
             [b.tier for b in buffers],
             [b.memory_class for b in buffers],
             [b.num_bytes for b in buffers],
@@ -68,8 +71,6 @@ class Schedule:
             [_end(b.last) for b in buffers],
             [b.stage for b in buffers],
         )
-        after, after_previous = (t.after for t in tasks), (t.after_previous for t in tasks)
-        return Arrays.of(tasks, Rows.of(after, count), Rows.of(after_previous, count), held)
 
     @property
     def num_tasks(self) -> int:

@@ -7,7 +7,7 @@ with its mean rate. The area under a rate is then exactly the number of bytes th
 import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,12 +38,8 @@ _SAME_LINK = {
 }
 
 
-class Flow(NamedTuple):
-    """A constant rate for some time."""
-
-    start_s: float
-    end_s: float
-    rate: float
+Flow = tuple[float, float, float]
+"""A constant rate for some time: start and end in seconds, and the rate."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +129,7 @@ def _rates(timeline: Timeline, iteration: int, amount_of: Sequence[tuple[_Key | 
         (key, amount), length_s = amount_of[span.task], span.end_s - span.start_s
         if key is not None and amount and length_s > 0:  # a task that takes no time has no rate
             stage = timeline.schedule.tasks[span.task].stage
-            flows[key, stage].append(Flow(span.start_s, span.end_s, amount / length_s))
+            flows[key, stage].append((span.start_s, span.end_s, amount / length_s))
     found = {key: series(_folded(listed, begin_s, period_s), period_s) for key, listed in flows.items()}
     return largest_by_key(found, lambda moved: moved.integral)
 
@@ -149,7 +145,7 @@ def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
         task = timeline.schedule.tasks[span.task]
         for name, lanes in PROCESSORS.items():
             if task.lane in lanes:
-                flows.setdefault((name, task.stage), []).append(Flow(span.start_s, span.end_s, 1.0))
+                flows.setdefault((name, task.stage), []).append((span.start_s, span.end_s, 1.0))
     result = {}
     for key, listed in flows.items():
         counted = series(_folded(listed, begin_s, period_s), period_s)
@@ -159,10 +155,8 @@ def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
 
 def series(flows: Iterable[Flow], period_s: float) -> Series:
     """Return the sum of flows that lie within ``[0, period_s]``."""
-    listed = [flow for flow in flows if flow.end_s > flow.start_s]
-    starts_s = np.array([flow.start_s for flow in listed])
-    ends_s = np.array([flow.end_s for flow in listed])
-    rates = np.array([flow.rate for flow in listed])
+    listed = [(start_s, end_s, rate) for start_s, end_s, rate in flows if end_s > start_s]
+    starts_s, ends_s, rates = np.array(listed).reshape(-1, 3).T
     times_s, where = np.unique(np.concatenate([[0.0], starts_s, ends_s]), return_inverse=True)
     changes, active = np.zeros(len(times_s)), np.zeros(len(times_s), np.int64)
     starts, ends = where[1 : len(listed) + 1], where[len(listed) + 1 :]
@@ -178,13 +172,13 @@ def series(flows: Iterable[Flow], period_s: float) -> Series:
 
 def _folded(flows: Iterable[Flow], begin_s: float, period_s: float) -> Iterator[Flow]:
     """Cut flows where an iteration ends, and move every part into ``[0, period_s]``."""
-    for flow in flows:
+    for began_s, ended_s, rate in flows:
         if period_s <= 0:
             continue
-        start_s, end_s = flow.start_s - begin_s, flow.end_s - begin_s
+        start_s, end_s = began_s - begin_s, ended_s - begin_s
         number = start_s // period_s
         while start_s < end_s:
             cut_s = min((number + 1) * period_s, end_s)
             moved_s = number * period_s
-            yield Flow(max(start_s - moved_s, 0.0), min(cut_s - moved_s, period_s), flow.rate)
+            yield max(start_s - moved_s, 0.0), min(cut_s - moved_s, period_s), rate
             start_s, number = cut_s, number + 1

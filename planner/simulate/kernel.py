@@ -33,7 +33,7 @@ def simulate(system: FluidSystem) -> TaskTimes:
     """Run a system in virtual time.
 
     Raises:
-        StuckError: a task can never end, because a resource that it uses has capacity 0.
+        ValueError: a task can never end, because a resource that it uses has capacity 0.
     """
     from planner.simulate.loaded import kernel_for  # noqa: PLC0415 - loads LLVM, and not all commands simulate
 

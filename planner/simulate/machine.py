@@ -27,31 +27,29 @@ class Simulation:
 
     Attributes:
         timeline: several iterations.
-        steady: index of the first iteration of the cycle (or of the last complete iteration, if none was found).
+        iterations: those of the cycle (or the last complete one, if no cycle was found).
         converged: whether a cycle was found.
-        cycle: the number of iterations in the cycle.
     """
 
     timeline: Timeline
-    steady: int
+    iterations: range
     converged: bool
-    cycle: int = 1
+
+    @property
+    def steady(self) -> int:
+        """The first iteration of the cycle."""
+        return self.iterations.start
 
     @property
     def period_s(self) -> float:
         """Seconds per iteration, the mean over the cycle."""
-        return sum(self.timeline.period_s(i) for i in self.iterations) / self.cycle
+        return sum(self.timeline.period_s(i) for i in self.iterations) / len(self.iterations)
 
     @property
     def phases(self) -> Phases:
         """Phases of an iteration, the mean over the cycle."""
         phases = [self.timeline.phases(i).by_phase for i in self.iterations]
-        return Phases(*(sum(seconds[phase] for seconds in phases) / self.cycle for phase in Phase))
-
-    @property
-    def iterations(self) -> range:
-        """Iterations of the cycle."""
-        return range(self.steady, self.steady + self.cycle)
+        return Phases(*(sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase))
 
 
 class SimulatedMachine:
@@ -160,12 +158,12 @@ def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False
     """
     prices, capacities = cost.prices(schedule), cost.capacities()
     if quick:
-        return Simulation(run(schedule, prices, capacities, 3), 1, converged=False)
+        return Simulation(run(schedule, prices, capacities, 3), range(1, 2), converged=False)
     num_iterations = _FIRST_ITERATIONS
     while True:
         timeline = run(schedule, prices, capacities, num_iterations)
         if cycle := find_cycle(timeline):
-            return Simulation(timeline, cycle.first, converged=True, cycle=cycle.length)
+            return Simulation(timeline, cycle, converged=True)
         if num_iterations >= _MAX_ITERATIONS:
-            return Simulation(timeline, num_iterations - 2, converged=False)
+            return Simulation(timeline, range(num_iterations - 2, num_iterations - 1), converged=False)
         num_iterations *= 2

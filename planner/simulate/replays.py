@@ -1,6 +1,7 @@
 """A schedule with given durations instead of prices: nothing is shared, only the waiting is simulated."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +18,17 @@ Seconds = npt.NDArray[np.float64]
 _NUM, _FIRST = 9, 4
 
 
-class Replays:
-    """Simulates one schedule with many sets of durations; its arrays are built once.
+def replayed(schedule: Schedule) -> Callable[[Seconds], float]:
+    """Return a function from durations of a schedule's tasks, float64[num_tasks] in seconds, to those per iteration.
 
-    Args:
-        schedule: the schedule.
+    The schedule's arrays are built once, for many sets of durations.
     """
+    machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * schedule.num_tasks, dict.fromkeys(Resource, 1.0))
+    system, shape = machine.system(_NUM), (_NUM, schedule.num_tasks)
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * schedule.num_tasks, dict.fromkeys(Resource, 1.0))
-        self._system = machine.system(_NUM)
-
-    def period_s(self, durations_s: Seconds) -> float:
-        """Return the seconds per iteration if tasks have these durations.
-
-        Args:
-            durations_s: float64[num_tasks], seconds.
-        """
-        result = simulate(dataclasses.replace(self._system, duration_s=np.tile(durations_s, _NUM)))
-        shape = (_NUM, self.schedule.num_tasks)
-        timeline = Timeline(self.schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
+    def period_s(durations_s: Seconds) -> float:
+        result = simulate(dataclasses.replace(system, duration_s=np.tile(durations_s, _NUM)))
+        timeline = Timeline(schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
         return (timeline.begin_s(_NUM - 1) - timeline.begin_s(_FIRST)) / (_NUM - 1 - _FIRST)
+
+    return period_s

@@ -12,8 +12,6 @@ row equal those ``length`` later, all following iterations do too. We also requi
 seen twice. The last iteration does not count: nothing later overlaps with it, and it has no period.
 """
 
-import dataclasses
-
 import numpy as np
 
 from planner.schedule.timeline import Timeline
@@ -22,16 +20,8 @@ from planner.schedule.timeline import Timeline
 _SAME = 1e-6
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cycle:
-    """The iterations that repeat: ``length`` of them, from index ``first`` on."""
-
-    first: int
-    length: int
-
-
-def find_cycle(timeline: Timeline) -> Cycle | None:
-    """Return the first occurrence of the shortest cycle in a timeline; ``None`` if there is none."""
+def find_cycle(timeline: Timeline) -> range | None:
+    """Return the iterations of the first occurrence of the shortest cycle in a timeline; ``None`` if there is none."""
     num_iterations = timeline.num_iterations
     begin_s = np.array([timeline.begin_s(i) for i in range(num_iterations)])
     period_s = np.diff(begin_s)
@@ -46,7 +36,7 @@ def find_cycle(timeline: Timeline) -> Cycle | None:
         in_a_row = max(length, reach)
         for first in range(len(same) - in_a_row + 1):
             if same[first : first + in_a_row].all():
-                return Cycle(first, length)
+                return range(first, first + length)
     return None
 
 

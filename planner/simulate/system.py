@@ -47,10 +47,6 @@ Capacity = float | Sequence[float]
 """Amount per second of a resource: one number, or one per number of running users, the last also for more."""
 
 
-class StuckError(ValueError):
-    """A task can never end, because a resource that it needs has no capacity."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class FluidSystem:
     """Tasks in issue order, and the resources that they share; see [Note: Fluid sharing].
@@ -133,11 +129,11 @@ class FluidSystem:
         named = 0 <= resource < len(self.resource_names)
         return f"resource {self.resource_names[resource] if named else resource}"
 
-    def never_ends(self, task: int) -> StuckError:
+    def never_ends(self, task: int) -> ValueError:
         """Return the error for a started task that can never end."""
         empty = [self.describe_resource(r) for r in self.uses(task) if not self.capacity[r].any()]
         reason = f"{empty[0]} has no capacity; give it some" if empty else "it hardly moves; give its resources more"
-        return StuckError(f"{self.describe(task)} can never end: {reason}")
+        return ValueError(f"{self.describe(task)} can never end: {reason}")
 
     def _check_capacity(self) -> None:
         if self.capacity.ndim != 2 or (len(self.capacity) and not self.capacity.shape[1]):

@@ -1,4 +1,4 @@
-"""Captured models whose linear layers a plan converts to products in fp8 (``--products fp8``)."""
+"""Captured models whose linear layers a plan converts to products in fp8 (``--precision products=fp8``)."""
 
 import copy
 import json
@@ -106,7 +106,7 @@ def test_which_layers_are_converted() -> None:
     chosen = in_fp8(units(build_graph(captured, Batch(32, 1, fp8_products="device"))))
     assert chosen == {f"{block}.{name}.weight" for block in "01" for name in ("up", "gate_proj")}
     with pytest.raises(
-        ModelConfigError, match=r"has no torch.nn.Linear in a hidden layer .*, or leave out --products fp8$"
+        ModelConfigError, match=r"has no torch.nn.Linear in a hidden layer .*, or leave out --precision products=fp8$"
     ):
         graph_of("gpt2")
     with pytest.raises(ModelConfigError, match="layer_tile_tokens is 32, but in fp8 each part"):
@@ -209,7 +209,7 @@ def test_a_model_that_only_its_code_describes_is_planned_and_executed(
 ) -> None:
     path, plan = tmp_path / "config.json", tmp_path / "plan.json"
     path.write_text(json.dumps(config_of("gemma2").to_dict()), encoding="utf-8")
-    assert not main(["plan", "--model", str(path), "--hardware", "h100", "--products", "fp8", "--seq-len", "32",
-                     "--micro-batch", "2", "--output", str(plan)])  # fmt: skip
+    assert not main(["plan", "--model", str(path), "--hardware", "h100", "--precision", "products=fp8",
+                     "--seq-len", "32", "--micro-batch", "2", "--output", str(plan)])  # fmt: skip
     assert "products of hidden layers in fp8" in " ".join(capsys.readouterr().out.split())
     assert not main(["verify", str(plan)])

@@ -167,7 +167,7 @@ def test_captured_layers_are_as_formulas_have_them() -> None:
 
 def test_a_model_without_logits_has_no_tiles() -> None:
     captured = capture_module(Net, ["2x8:int64", "2x8:int64"], "fp32", as_on_gpu=False)
-    with pytest.raises(ModelConfigError, match="cannot be computed in tiles; leave --loss-tile out"):
+    with pytest.raises(ModelConfigError, match="cannot be computed in tiles; leave --tiles loss out"):
         ullage.plan(captured, hardware=MACHINE, loss_tile_tokens=4, precision="fp32")
 
 

@@ -22,5 +22,5 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
         if not ALL:  # rates of DRAM, which tests compare with each other, are measured as always
             patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**24)
             patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
-        profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
-    return Calibrated(profile, report, steps, scratch, threads_before)
+        profile, pairs = calibrate(options, KERNELS, lambda *step: steps.append(step))
+    return Calibrated(profile, pairs, steps, scratch, threads_before)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hwprofiles.calibrate import CalibrationReport, HostTimes, Kernels
+from hwprofiles.calibrate import Kernels, Pair
 from hwprofiles.profile import HardwareProfile, NarrowUpdate
 
 
@@ -19,7 +19,7 @@ def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any
     np.copyto(weight, grad)
 
 
-HOST = HostTimes(compute_s=(3e-3,) * 5, num_kernels=200, step_s=(1e-3,) * 5, num_tensors=40)
+HOST = [15e-6] * 5, [25e-6] * 5
 
 KERNELS = Kernels(
     cpu_adamw=cpu_adamw,
@@ -38,7 +38,7 @@ def silent(step: str, done: float, total: float) -> None:
 @dataclasses.dataclass
 class Calibrated:
     profile: HardwareProfile
-    report: CalibrationReport
+    pairs: tuple[Pair, ...]
     steps: list[tuple[str, float, float]]
     scratch: Path
     threads_before: int

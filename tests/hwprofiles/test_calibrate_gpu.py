@@ -24,12 +24,13 @@ from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
 from hwprofiles.calibrate.backend import CudaBackend, HostBackend, adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
-from hwprofiles.calibrate.run import _Machine, _Steps
-from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, GroupTimes, Manner, quantity
-from hwprofiles.calibrate.sensors import Sensors
+from hwprofiles.calibrate.run import budgets_s, spare_cores
+from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, Floats, Manner
+from hwprofiles.calibrate.sensors import sensors
 from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from planner.lowering import lower
+from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane
 from ullage.this_machine import probe
 
@@ -40,7 +41,7 @@ class SimulatedGpu(CudaBackend):
     def __init__(self, first_s: float, allowed_s: float) -> None:
         self.now_s, self.hot_until_s, self._first_s = 0.0, -1.0, first_s
         self.device, self.first_calls_s, self.soak_s = torch.device("cpu"), allowed_s, 0.0
-        self._sensors = types.SimpleNamespace(read=lambda: (1755.0, 640.0))  # type: ignore[assignment]
+        self._read_sensors = lambda: (1755.0, 640.0)
 
     def case(self, size: float) -> Case:
         called: list[float] = []
@@ -61,7 +62,7 @@ class SimulatedGpu(CudaBackend):
         begin_s = self.now_s
         for _ in range(num_calls):
             call()
-        if readings is not None and (reading := self._sensors.read()):
+        if readings is not None and (reading := self._read_sensors()):
             readings.append(reading)
         taken_s = self.now_s - begin_s
         self.now_s += 1e-4  # the host's, in which the GPU cools down
@@ -114,7 +115,7 @@ def test_a_fast_gpu_is_measured_at_the_sizes_of_training_in_time(quick: bool, mo
 
     for name, simulated in (("_linear_mix", linear), ("_attention_call", attend), ("_elementwise_mix", elementwise)):
         monkeypatch.setattr(ComputeProbe, name, simulated)
-    probe, steps = ComputeProbe(gpu, {}, torch.empty(0)), _Steps(CalibrationOptions(quick=quick), silent, on_gpu=True)
+    probe, steps_s = ComputeProbe(gpu, {}, torch.empty(0)), budgets_s(CalibrationOptions(quick=quick), on_gpu=True)
     measure = [
         ("products of few rows", lambda budget_s: probe.gemm_rows_half(budget_s) and {}, 0.0),
         ("products in bf16", lambda budget_s: {"": probe.gemm("bf16", 0.0, budget_s)}, 8e12),
@@ -128,7 +129,7 @@ def test_a_fast_gpu_is_measured_at_the_sizes_of_training_in_time(quick: bool, mo
     ]
     allowed_s = 0.0
     for step, call, largest in measure:
-        budget_s = steps.begin(step)
+        budget_s = steps_s[step]
         allowed_s += 1.1 * budget_s
         for kind, curve in call(budget_s).items():
             assert curve.points[-1].size >= largest * (2 if "128" in kind else 1), (step, kind)
@@ -140,11 +141,11 @@ def test_the_sensors_of_the_gpu_are_read(monkeypatch: pytest.MonkeyPatch) -> Non
     library = _management()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": library}[name])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: types.SimpleNamespace(uuid="1-2"))
-    assert Sensors(torch.device("cpu")).read() == (1755.0, 640.5)
+    assert sensors(torch.device("cpu"))() == (1755.0, 640.5)
     library.nvmlDeviceGetPowerUsage = lambda *_: 3  # not supported
-    assert Sensors(torch.device("cpu")).read() is None
+    assert sensors(torch.device("cpu"))() is None
     library.nvmlInit_v2 = lambda: 9  # the driver is not loaded
-    assert Sensors(torch.device("cpu")).read() is None
+    assert sensors(torch.device("cpu"))() is None
 
 
 def _management() -> types.SimpleNamespace:
@@ -184,8 +185,7 @@ def test_caches_of_all_sockets_count_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_calibration_and_training_update_on_the_same_cores(num_cores: int) -> None:
     cores = Cores.of(range(num_cores), None, is_bound=False, on_device=True)
     gpu = types.SimpleNamespace(kind="gpu", num_cores=0)
-    memory = quantity(1.0, "bytes", "test", 1)
-    assert _Machine(gpu, num_cores, 1, memory, memory).spare_cores == cores.num_updating  # type: ignore[arg-type]
+    assert spare_cores(gpu, num_cores, 1) == cores.num_updating  # type: ignore[arg-type]
 
 
 class _CopyEngines:
@@ -193,8 +193,8 @@ class _CopyEngines:
 
     cores_per_copy, num_cores, dram_bytes_per_copied_byte, pair_bytes, pair_copies, copy_pool_bytes = 0, 0, 1, 50, 1, 50
 
-    def copier(self, _direction: str) -> types.SimpleNamespace:
-        return types.SimpleNamespace(call=lambda _num_bytes: None)
+    def copier(self, _direction: str) -> object:
+        return lambda _num_bytes: None
 
     def blocking(self, call: object) -> object:
         return call if call == "GEMM" else "copy"
@@ -221,14 +221,14 @@ def test_a_full_link_says_nothing_about_host_memory(link_slows: float, capacity:
     demand = 28 * 4 + 2 * 50 / link_slows
     memory_slows = max(demand / capacity, 1.0)
 
-    def together(groups: list[list[object]], _budget_s: float) -> list[GroupTimes]:
+    def together(groups: list[list[object]], _budget_s: float) -> list[Floats]:
         every = []
         for group in groups:
             is_copy = [call == "copy" for call in group]
             slows = link_slows if sum(is_copy) > 1 else 1.0
             everywhere = memory_slows if len(group) == 3 and "GEMM" not in group else 1.0
             every.append(np.array([everywhere * (slows if copies else 1.0) for copies in is_copy]))
-        return [GroupTimes(times, times[None]) for times in every]
+        return [times[None] for times in every]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(traffic, "sample_groups", together)
@@ -282,23 +282,25 @@ def _calibrated() -> None:
         kernels = dataclasses.replace(
             KERNELS, device_adamw=kernel, host_times=lambda _device: taken.append(100) or HOST
         )
-        profile, report = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
+        profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
         sleeps = {"blocking": True} in sleeping
         patched.setattr(probe, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)
         patched.setattr(torch.cuda, "synchronize", wait)
-        times = probe.host_times("cuda")
+        issue_s, step_s = probe.host_times("cuda")
         ((units, decisions),) = planned
+        num_issued = sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in units)
+        num_tensors = sum(len(unit.parameters) for unit in units)
         lanes = sorted({task.lane.name for task in lower(units, decisions, asynchronous=True).tasks})
         print(  # noqa: T201 - to the test
             json.dumps(
                 {
                     "profile": profile.model_dump(mode="json", exclude_none=True),
-                    "pairs": [pair.what for pair in report.pairs],
+                    "pairs": [pair.what for pair in pairs],
                     "lanes": lanes,
                     "sleeps": sleeps,
                     "left": (2 << 30) - sum(taken),
-                    "waited": min(times.compute_s + times.step_s) >= waited_s,
+                    "waited": min(issue_s) * num_issued >= waited_s or min(step_s) * num_tensors >= waited_s,
                 }
             ),
             flush=True,

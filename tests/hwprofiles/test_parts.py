@@ -79,11 +79,11 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     )
     steps: list[str] = []
     with small_measurements():
-        found, report = calibrate(options, KERNELS, lambda step, _done, _total: steps.append(step))
+        found, pairs = calibrate(options, KERNELS, lambda step, _done, _total: steps.append(step))
     assert steps[0] == "disk"
     assert {"optimizer on the host", "shared file system"} < set(steps)
     assert not {"copies", "products in bf16", "all at once"} & set(steps)
-    assert not report.pairs
+    assert not pairs
     before, after = quantities(base), quantities(found)
     assert after.pop("host.memory_bytes").value == 7e9  # asked for, not measured
     changed = {path for path, item in after.items() if before.get(path) != item}

@@ -31,9 +31,8 @@ def curves(draw, min_points=1):
 @given(curves())
 def test_a_curve_passes_through_its_points(curve):
     for point in curve.points:
-        reading = curve.read(point.size)
-        assert reading.time_s == pytest.approx(point.median_s, rel=1e-9)
-        assert not reading.extrapolated
+        assert curve.time_s(point.size) == pytest.approx(point.median_s, rel=1e-9)
+        assert curve.covers(point.size)
 
 
 @given(curves(min_points=2), st.floats(0.0, 1.0))
@@ -53,12 +52,12 @@ def test_more_never_takes_less_time(curve, one, other):
 @given(curves(), st.floats(1.001, 1e6))
 def test_outside_its_sizes_a_curve_says_so_and_stays_between_constant_and_proportional(curve, factor):
     first, last = curve.points[0], curve.points[-1]
-    below, above = curve.read(first.size / factor), curve.read(last.size * factor)
-    assert below.extrapolated
-    assert above.extrapolated
-    assert first.median_s / factor <= below.time_s * (1 + 1e-9)
-    assert below.time_s <= first.median_s * (1 + 1e-9)
-    assert above.time_s == pytest.approx(last.median_s * factor)
+    below, above = first.size / factor, last.size * factor
+    assert not curve.covers(below)
+    assert not curve.covers(above)
+    assert first.median_s / factor <= curve.time_s(below) * (1 + 1e-9)
+    assert curve.time_s(below) <= first.median_s * (1 + 1e-9)
+    assert curve.time_s(above) == pytest.approx(last.median_s * factor)
 
 
 def test_the_first_slope_is_continued_and_the_last_rate():
@@ -73,7 +72,7 @@ def test_one_point_means_a_constant_rate():
 
 @given(curves())
 def test_nothing_takes_no_time(curve):
-    assert curve.read(0) == (0.0, False)
+    assert curve.time_s(0) == 0.0
 
 
 @given(curves(), st.floats(1e-3, 1e30))

@@ -313,7 +313,11 @@ def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_
 def test_constants_are_what_the_benchmark_measured(name):
     results = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_narrow_state_epyc.json"
     optimizer, rounded, _ = name.partition("-rounded")
-    wanted = {"optimizer": optimizer + " --master bf16" * bool(rounded), "num_threads": 1, "num_params": 2**24 + 2**16}
+    wanted = {
+        "optimizer": optimizer + " --precision master=bf16" * bool(rounded),
+        "num_threads": 1,
+        "num_params": 2**24 + 2**16,
+    }
     (row,) = (r for r in json.loads(results.read_text("utf-8"))["results"] if wanted.items() <= r.items())
     state = (ROUNDED if rounded else BF16).optimizer_state(optimizer)
     assert state.host_core_s == pytest.approx(row["core_s_per_param"], rel=0.05)

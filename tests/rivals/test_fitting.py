@@ -8,13 +8,15 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.fit import main as fit_program
+from benchmarks.published.fitting import MAX_PARAMETERS, FitError, fit, fitted_paths
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from ullage.commands.validate import fitted_runs
 from ullage.rivals.cases import Case, Metric
 from ullage.rivals.cases.training import TrainingCase
-from ullage.rivals.from_runs import MAX_PARAMETERS, FitError, fit, fitted_paths, fitted_runs
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]
@@ -95,3 +97,32 @@ def test_what_runs_cannot_tell_is_refused(message: str) -> None:
 def test_bounds_must_hold_what_is_there() -> None:
     with pytest.raises(FitError, match=r"must lie between the bounds 1 and 2"):
         fit(PROFILE, made_by(PROFILE), PATHS, source="made", ranges={"device.hook_s": (1.0, 2.0)})
+
+
+def test_the_program_fits_and_shows_errors_on_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, paths = tmp_path / "fitted.json", ["device.hook_s", "host.dram_bytes_per_s"]
+    arguments = [str(FILE), "--profile", "a100x4-40g", "--output", str(output), "--fit-on", "*blocking*"]
+    result = fit_program([*arguments, "--parameters", *paths])
+    assert set(result["quantities"]) == set(paths)
+    assert result["errors"]["fitted"]["iteration"]["num"] == len(result["fitted_on"]) == 1
+    assert result["errors"]["not fitted"]["iteration"]["num"] == 1
+    fitted = load_profile(str(output)).device.hook_s.value
+    assert fitted == pytest.approx(result["quantities"]["device.hook_s"]["value"])
+    assert "not fitted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fit-on", "none"], "no case of a100x4-40g"),
+        (["--parameters", "device.hook"], "no quantity 'device.hook'"),
+        (["--output", "no/such/folder/x.json"], "there is no such folder; make it first"),
+    ],
+)
+def test_fits_that_cannot_be(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, OSError), match=message):
+        fit_program([str(FILE), "--profile", "a100x4-40g", *arguments])
+    assert not list(tmp_path.iterdir())

@@ -13,6 +13,8 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.costs.scalable import all_scalables
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model
 from planner.simulate.uncertainty import interval_s
 from ullage.rivals.cases import CaseError, Metric, load_cases
 from ullage.rivals.cases.attention import with_attention
@@ -85,6 +87,56 @@ def test_settings_reach_the_prediction() -> None:
     assert kept < iteration_s(**offloaded) < iteration_s(deepspeed={**offloaded["deepspeed"], "pin_optimizer": False})
     assert iteration_s(kernels="compiled") < kept
     assert iteration_s(seq_len=8192, attention="triton") > iteration_s(seq_len=8192)
+
+
+ZERO_INFINITY = {
+    "stage": 3,
+    "optimizer_device": "cpu",
+    "param_device": "cpu",
+    "prefetch_params": 500_000_000,
+    "persistent_params": 1_000_000,
+    "pin_optimizer": False,
+    "waits": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "name", "deepspeed", "longest"),
+    [
+        ("rtx-4090x8", "llama-3-8b", ZERO_INFINITY, 9),
+        ("a800-80", "qwen3-1.7b", {"stage": 2}, 33),
+    ],
+)
+def test_the_longest_sequence_that_fits_is_that_of_others(hardware, name, deepspeed, longest) -> None:
+    """Thousands of tokens on 8 devices: ITcarrot/RoundPipe-artifact @e44270a, exp/raw-data.csv; its loop keeps outputs.
+
+    Both lengths a tenth away are on the right side.
+    """
+    profile = load_profile(hardware)
+
+    def fits(seq_len: float) -> bool:
+        changes = {"hardware": hardware, "model": name, "deepspeed": deepspeed, "devices": 8}
+        changes |= {"micro_batch": 1, "clip": False, "activations": "recompute", "seq_len": int(seq_len)}
+        case = ReportedCase.model_validate(SMALL | changes | {"keeps_output": True})
+        return case.predict(profile).values[Metric.PEAK_GPU] <= profile.device.memory_bytes.value
+
+    assert fits(0.9 * longest * 1024)
+    assert not fits(1.1 * longest * 1024)
+
+
+def test_plain_optimizers_hold_the_roots_of_all_second_moments() -> None:
+    """PyTorch's AdamW takes them all before it uses any, unless it is fused."""
+
+    def peak(**changes: object) -> float:
+        case = ReportedCase.model_validate(SMALL | {"engine": "fsdp", "micro_batch": 1, "seq_len": 64} | changes)
+        return case.predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
+
+    model = resolve_model("qwen2.5-0.5b")
+    num_params = sum(unit.num_params for unit in units(build_graph(model, Batch(1, 64))))
+    all_bf16 = {"precision": {"weights": "bf16", "state": "bf16"}}
+    # Without them, the peak is in backward, a little above what the step holds.
+    assert 2 * num_params < peak() - peak(fused_update=True) < 4 * num_params
+    assert num_params / 2 < peak(**all_bf16) - peak(**all_bf16, fused_update=True) < 2 * num_params
 
 
 def test_attention_of_other_years_has_its_share_of_the_rate() -> None:

@@ -35,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plan_args(tiny_model: Path) -> list[str]:
     model = ["--model", str(tiny_model), "--seq-len", "128", "--hardware", "rtx-4090"]
-    return ["plan", *model, "--device-memory", str(FOR_LIBRARIES_BYTES + 3_000_000)]
+    return ["plan", *model, "--memory", "device=" + str(FOR_LIBRARIES_BYTES + 3_000_000)]
 
 
 @pytest.fixture(scope="session")

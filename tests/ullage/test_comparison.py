@@ -39,7 +39,7 @@ def timeline(*durations_s: tuple[float, float, float]) -> Timeline:
 
 
 def steady(predicted: Timeline) -> Simulation:
-    return Simulation(predicted, 0, converged=True)
+    return Simulation(predicted, range(1), converged=True)
 
 
 @given(st.floats(0.1, 10.0), st.integers(1, 4))

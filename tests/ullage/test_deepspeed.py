@@ -44,6 +44,7 @@ def test_defaults_are_the_published_engines():
     same(configured(SETUP, DeepSpeed(3, "cpu", 0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
     same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
     differs = {"device_buffer_bytes": 2 * 500_000_000 * 2, "all_reduces": True, "max_prefetch_params": 0}
+    differs |= {"step_scratch_bytes": 2 + 4}  # a flat gradient, and the same in fp32
     same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
 
 
@@ -54,6 +55,24 @@ def simulated(settings: DeepSpeed, num_micro_batches: int = 3) -> tuple[list[Any
     cost = CostModel.of(load_profile("a100-80"), setup.units, decisions)
     schedule = lower(setup.units, decisions, asynchronous=True)
     return list(schedule.tasks), run_until_steady(schedule, cost).phases
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_on_the_device_makes_gradients_in_fp32(stage: int):
+    """Stage 3 makes those of one subgroup at a time; nothing holds them outside of the step."""
+
+    def held(subgroup_params: int) -> tuple[int, int]:
+        decisions = next(configured(SETUP, DeepSpeed(stage)))
+        if stage == 3:
+            decisions = decisions.model_copy(update={"step_scratch_params": subgroup_params})
+        buffers = [b for b in lower(SETUP.units, decisions, asynchronous=True).buffers if b.label == "updates"]
+        assert all(buffer.first is not None for buffer in buffers)
+        return len(buffers), sum(buffer.num_bytes for buffer in buffers)
+
+    own_params = sum(unit.num_params for unit in SETUP.units) / 4
+    assert held(10**12) == (1, pytest.approx(6 * own_params, rel=1e-3))
+    if stage == 3:
+        assert held(10_000) == (1, 6 * 10_000)
 
 
 def test_zero_1_and_2_all_reduce_beside_nothing_unless_comm_overlaps():
@@ -177,7 +196,7 @@ def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
 def test_bad_configurations_are_one_line(tmp_path, capsys, data, message):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(data))
-    assert main(["import-deepspeed", str(path), *MODEL, "--hardware", "a100x8-nvlink", "--gpus", "4"]) == 2
+    assert main(["plan", "--deepspeed", str(path), *MODEL, "--hardware", "a100x8-nvlink", "--gpus", "4"]) == 2
     err = capsys.readouterr().err
     assert re.search(message, err), err
     assert err.count("\n") == 1
@@ -187,7 +206,7 @@ def test_muon_is_not_simulated_of_deepspeed(tmp_path, capsys):
     path, plan = tmp_path / "ds_config.json", tmp_path / "plan.json"
     path.write_text(json.dumps({"train_batch_size": 4}))
     machine = ["--hardware", "a100x8-nvlink", "--optimizer", "muon"]
-    assert main(["import-deepspeed", str(path), *MODEL, *machine]) == 2
+    assert main(["plan", "--deepspeed", str(path), *MODEL, *machine]) == 2
     assert "--optimizer is muon, which is not simulated for DeepSpeed; choose one of adamw" in capsys.readouterr().err
     assert main(["plan", "--model", "demo-llama", *machine, "--seq-len", "64", "--output", str(plan)]) == 0
     assert "not compared: zero-offload-blocking, zero-offload, twin-flow" in capsys.readouterr().out
@@ -205,7 +224,7 @@ def test_both_are_predicted_side_by_side(tmp_path, capsys):
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     path.write_text(json.dumps(data))
-    arguments = ["import-deepspeed", str(path), *MODEL, "--hardware", "h100x4-80g", "--gpus", "4"]
+    arguments = ["plan", "--deepspeed", str(path), *MODEL, "--hardware", "h100x4-80g", "--gpus", "4"]
     assert main([*arguments, "--json", "--output", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     plan = Plan.model_validate_json(out.read_text())
@@ -215,7 +234,7 @@ def test_both_are_predicted_side_by_side(tmp_path, capsys):
     assert found["theirs"]["iteration_s"] >= by_engine["zero-offload"] * 0.999, "its subgroups are larger"
     assert found["theirs"]["memory_bytes"]["gpu"] > 0
     assert any("DeepSpeed is bound by" in reason for reason in found["reasons"])
-    assert main(arguments) == 0
+    assert main([*arguments, "--output", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 sequences of 512 tokens x 1 micro-batch(es), bf16, AdamW" in shown
 

@@ -55,7 +55,7 @@ def test_a_captured_model_brings_its_sizes_and_type() -> None:
     [
         ("opt-13c", {}, "no model or file is called 'opt-13c'; did you mean opt-13b"),
         ("opt-13b", {"hardware": "a100-8"}, "a100-80"),
-        ("opt-13b", {"sequence_length": 5}, "plan() has no option sequence_length; use one of clip, expert_load"),
+        ("opt-13b", {"sequence_length": 5}, "plan() has no option sequence_length; use one of batches, clip, "),
         ("opt-13b", {"micro_batch": "4"}, "micro_batch is '4', but must be a whole number of at least 1"),
         ("opt-13b", {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
         ("opt-13b", {"micro_batch": 0}, "micro_batch is 0, but must be a whole number of at least 1"),
@@ -70,7 +70,11 @@ def test_a_captured_model_brings_its_sizes_and_type() -> None:
         ("opt-13b", {"budget_s": -1}, "budget_s is -1, but must be a number of seconds above 0"),
         ("opt-13b", {"lora": 16}, 'lora is 16, but must be a text, as in "rank=16,targets=q_proj+v_proj"'),
         ("opt-13b", {"lora": "16"}, "'16' is no LoRA: '16' is not understood; give rank=N"),
-        ("opt-13b", {"quantize": "nf4"}, 'weights beside adapters; give lora="rank=16" too'),
+        (
+            "opt-13b",
+            {"quantize": "nf4"},
+            "--quantize nf4 is for frozen weights, but without --lora all weights",
+        ),
         ("opt-13b", {"batches": "ragged"}, "batches is 'ragged', but must be one of whole, masked"),
         ("", {}, "no model or file is called ''; a path to a config.json works too"),
         (Path(__file__).parent, {}, "has no config.json; give a folder that save_pretrained() wrote"),

@@ -69,7 +69,7 @@ BAD = {
     "twice": (["--sweep", "hardware=h100"], ["--hardware", "leave out one"]),
     "table": (["--table", "t.xlsx"], [".csv", ".parquet"]),
     "folder": (["--table", "no/t.csv"], ["no such folder"]),
-    "points": (["--design", "random"], ["--points 100"]),
+    "points": (["--design", "random"], ["--design random,points=100"]),
     "prices": (["--prices", "none.json"], ["none.json", "--prices example"]),
     "tokens": (["--tokens", "many"], ["300B"]),
     "sensitivities of a sweep": (["--sensitivities", "--sweep", "gpus=1,2"], ["--set"]),

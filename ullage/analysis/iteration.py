@@ -170,9 +170,9 @@ class Iteration:
         warnings = list(self.subject.cost.warnings)
         if not self.simulation.converged:
             warnings.append("the simulated iteration may not repeat exactly; times are of one iteration out of several")
-        if self.simulation.cycle > 1:
+        if (length := len(self.simulation.iterations)) > 1:
             warnings.append(
-                f"iterations differ and repeat every {self.simulation.cycle}; this is one of them; their mean is "
+                f"iterations differ and repeat every {length}; this is one of them; their mean is "
                 f"{si(self.simulation.period_s, 's')}"
             )
         return warnings

@@ -36,7 +36,7 @@ class RunRecord(Frozen):
             iterations with all micro-batches in the planned shape are recorded, so there may be none.
         memory: measured peak bytes by tier; for the host only what the program allocated itself.
         data_position: sequences of the data that all ranks together have passed or skipped. With the same data, seed
-            and sequence length, ``--data-position`` continues from here.
+            and sequence length, ``--data PATH,skip=N`` continues from here.
         before: the run under the first plan, if the plan was changed during training. All other fields are then of the
             second plan, except ``losses``, which has all iterations.
         static_bytes: the part of ``memory`` that was allocated once, by class.

@@ -61,7 +61,8 @@ class Subject:
         if num_iterations is None:
             return run_until_steady(schedule, cost)
         timeline = run(schedule, cost.prices(schedule), cost.capacities(), num_iterations)
-        return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
+        last = max(num_iterations - 2, 0)
+        return Simulation(timeline, range(last, last + 1), converged=False)
 
     def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
         """Return the iteration time if every task of one lane had half the work.

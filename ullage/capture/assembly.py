@@ -5,12 +5,11 @@ import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
-    CapturedInput,
     CapturedKernels,
     CapturedModel,
     CapturedOperator,
@@ -20,8 +19,8 @@ from planner.models.captured import (
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.operators import UNUSED
 from planner.models.parameters import FrozenFormat, ParameterSpec
-from ullage.capture.partitioning import UnitVisits
-from ullage.capture.records import DTYPES, Recording, Save, Visit
+from ullage.capture.partitioning import UnitVisits, units_of_visits
+from ullage.capture.records import DTYPES, Block, Recording, Save, Visit
 from ullage.capture.repeats import UnequalError
 
 # Work after the last block without a unit of its own counts as part of that block, but recomputation does not rerun it.
@@ -48,13 +47,10 @@ class _Draft:
 def assemble(
     recording: Recording,
     places: list[UnitVisits],
-    *,
-    factory: str,
-    inputs: tuple[CapturedInput, ...],
     dtype: Literal["bf16", "fp32"],
-    seq_len: int,
+    about: Mapping[str, Any],
 ) -> CapturedModel:
-    """Return the captured model."""
+    """Return the captured model: its operators in these units, and other fields, ``about`` what was captured."""
     drafts = _operators(recording, places)
     operator_of = {index: number for number, draft in enumerate(drafts) for index in draft.events}
     for event in recording.backward:
@@ -77,7 +73,7 @@ def assemble(
     segments, several, num_unused = [], places[-1].call > 1, len(unused)
     outside: dict[int, dict[str, int]] = defaultdict(dict)  # for each call, the number of operators outside segments
 
-    def place_of(number: int) -> tuple[tuple[str, int], bool]:
+    def place_of(number: int) -> tuple[Block, bool]:
         return places[number].block, several and number < num_unused
 
     for ((path, call), is_unused), numbers in itertools.groupby(range(len(places)), key=place_of):
@@ -89,11 +85,9 @@ def assemble(
         evaluates = True if several and not is_unused and all(visit.evaluates for visit in visits) else None
         segments.append(CapturedSegment(path=path, block=number, call=call if call > 1 else None, evaluates=evaluates))
     return CapturedModel(
-        factory=factory,
-        inputs=inputs,
+        **about,
         loss=recording.loss,
         dtype=dtype,
-        seq_len=seq_len,
         blocks=tuple(blocks),
         segments=tuple(segments),
         calls=recording.calls,
@@ -215,14 +209,11 @@ def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
 
 def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
     """Return the unit in which each module is first called: its own unit, or else the unit that computes then."""
-    unit_of = {visit: number for number, unit in enumerate(places) for visit in unit.visits}
     computes = {event: number for number, unit in enumerate(places) for event in unit.events}
     found: dict[str, int] = {}
     current = 0
-    for index, visit in enumerate(recording.visits):  # parents come first
-        if index not in unit_of and visit.parent in unit_of:
-            unit_of[index] = unit_of[visit.parent]
-        current = max(current, unit_of.get(index, computes.get(visit.first - 1, 0)))
+    for visit, unit in zip(recording.visits, units_of_visits(recording.visits, places), strict=True):
+        current = max(current, unit if unit >= 0 else computes.get(visit.first - 1, 0))
         found.setdefault(visit.path, current)
     return found
 
@@ -324,16 +315,14 @@ def _event_of(recording: Recording, position: int, visit: int) -> int:
 
 def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Dissolve segments whose recomputation would differ from their description."""
-    stops = {(visit.path, visit.call): visit.stop for visit in recording.visits}
-    behind: defaultdict[tuple[str, int], int] = defaultdict(int)
-    saved: defaultdict[tuple[str, int], int] = defaultdict(int)
-    spoilt = {(visit.path, visit.call) for visit in recording.visits if _runs_backward(recording, visit)}
+    behind, saved = Counter[Block](), Counter[Block]()
+    spoilt = {visit.block for visit in recording.visits if _runs_backward(recording, visit)}
     for draft in drafts:
         segment = places[draft.unit].block
         if not segment[0]:
             continue
         saved[segment] += draft.saved_bytes
-        late = [index for index in draft.events if index >= stops[segment]]
+        late = [index for index in draft.events if index >= recording.visit_of[segment].stop]
         if any(flop(recording.forward[index].kernels) for index in late):
             spoilt.add(segment)
         if late and late[0] == draft.events[0]:
@@ -390,7 +379,6 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
     For the first unit of a block and the unit before it, use the block's inputs and the buffers that recomputation
     starts from. These are ``Unit.activation_output_bytes``, which must be kept to recompute the block.
     """
-    given = {(visit.path, visit.call): visit for visit in recording.visits}
     for number, draft in enumerate(drafts):
         made = (recording.forward[i].output_bytes for i in reversed(draft.events) if recording.forward[i].kernels)
         draft.output_bytes = next(made, 0)
@@ -399,9 +387,9 @@ def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_D
         around = [places[unit].block for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
         segment = places[draft.unit].block
         if segment[0] and (not draft.unit or around[0] != segment):
-            kept = given[segment]
+            kept = recording.visit_of[segment]
         elif around[-1][0] and around[-1] != segment:
-            kept = given[around[-1]]
+            kept = recording.visit_of[around[-1]]
         else:
             continue
         draft.output_bytes = (kept.input_bytes or draft.output_bytes) + kept.state_bytes
@@ -411,7 +399,7 @@ def _block(
     recording: Recording,
     places: list[UnitVisits],
     drafts: Sequence[_Draft],
-    of: tuple[str, int],
+    of: Block,
     seen: dict[str, int],
     dtype: Literal["bf16", "fp32"],
 ) -> CapturedBlock:
@@ -421,11 +409,10 @@ def _block(
         for name, stored in stored_parameters(recording.model).items()
         if _is_below(path, name)
     }
-    saves = _saves(recording, path, call)
+    saves = _saves(recording, of) if path else []
     # Non-reentrant recomputation stops after the last saved tensor.
     rerun_until = max((save.position for save in saves), default=0)
-    visits = (visit for visit in recording.visits if path and (visit.path, visit.call) == of)
-    inputs = frozenset().union(*(visit.inputs for visit in visits))
+    inputs = recording.visit_of[of].inputs if path else frozenset()
     operators: list[CapturedOperator] = []
     others = tuple(f"{place.segment}." for place in places if place.segment != path)
     for draft in drafts:
@@ -452,26 +439,25 @@ def _block(
                 output_bytes=draft.output_bytes,
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(not_rerun),
-                product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
+                product_bytes=sum(_product_bytes(recording, index) for index in draft.events[:cut]),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
-                changed_inputs=None if operators else _changed_inputs(recording, of) or None,
+                changed_inputs=(_changed_inputs(recording, of) or None) if path and not operators else None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
 
 
-def _changed_inputs(recording: Recording, of: tuple[str, int]) -> tuple[int, ...]:
+def _product_bytes(recording: Recording, index: int) -> int:
+    """Return the bytes of a product's results; 0 if they are changed later, so that offloading cannot keep them."""
+    event = recording.forward[index]
+    return 0 if any(recording.changed.get(number, -1) > index for number in event.storages) else event.product_bytes
+
+
+def _changed_inputs(recording: Recording, of: Block) -> tuple[int, ...]:
     """Return the arguments of a block in one call, by position, that are changed in place when it runs or later."""
-    changed = {
-        position
-        for visit in recording.visits
-        if of[0] and (visit.path, visit.call) == of
-        for event in recording.forward[visit.first :]
-        for position, storage in visit.given
-        if event.changes and storage in event.storages
-    }
-    return tuple(sorted(changed))
+    visit = recording.visit_of[of]
+    return tuple(sorted({p for p, storage in visit.given if recording.changed.get(storage, -1) >= visit.first}))
 
 
 def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> FrozenFormat | None:
@@ -481,13 +467,11 @@ def _frozen_format(stored: StoredParameter, dtype: Literal["bf16", "fp32"]) -> F
     return "plain" if stored.parameter.dtype is DTYPES[dtype] and not stored.is_quantized else stored.num_bytes
 
 
-def _saves(recording: Recording, path: str, call: int) -> list[Save]:
+def _saves(recording: Recording, of: Block) -> list[Save]:
     """Return the tensors that autograd saves in a block in one call."""
-    visits = recording.visits
-    inside: set[int] = set()
-    for index, visit in enumerate(visits):
-        if path and ((visit.path, visit.call) == (path, call) or visit.parent in inside):
-            inside.add(index)
+    inside = {
+        number for i, visit in enumerate(recording.visits) if visit.block == of for number in range(i, visit.last + 1)
+    }
     return [save for save in recording.saves if save.visit in inside]
 
 

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 import executor
-from ullage.capture.records import CaptureError, strided
+from ullage.capture.records import CaptureError, Layout, strided
 
 aten = torch.ops.aten
 VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an operator needs the values of a tensor
@@ -51,32 +51,6 @@ _OURS: Final = (
     *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
     "<",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """The layout of a tensor in its storage."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Layout":
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def room(self) -> int:
-        """Return the number of values of a storage that ends with the tensor."""
-        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-
-    def whole(self, storage: torch.UntypedStorage) -> "_Layout":
-        """Return the layout of all values in the tensor's storage."""
-        return _Layout(self.dtype, (storage.nbytes() // self.dtype.itemsize,), (1,), 0)
-
-    def within(self, values: Tensor) -> Tensor:
-        """Return the tensor with this layout in a storage of ``values``."""
-        return values.as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +65,12 @@ class _Recipe:
     function: Any
     arguments: Any
     result: int
-    layout: _Layout
+    layout: Layout
 
     @functools.cached_property
     def values(self) -> Tensor:
         """All values of the storage, computed at the first use, because few models need them."""
-        values = torch.zeros(max(self.layout.room(), 0), dtype=self.layout.dtype)
+        values = torch.zeros(self.layout.room, dtype=self.layout.dtype)
         self.layout.within(values).copy_(tree_leaves(_computed(self.function, self.arguments))[self.result])
         return values
 
@@ -111,7 +85,7 @@ class _Known:
     """A tensor whose values are known."""
 
     recipe: _Recipe
-    layout: _Layout
+    layout: Layout
 
 
 def _computed(function: Any, arguments: Any) -> Any:
@@ -205,7 +179,7 @@ class Fakes:
             self._know(tensor, known)
 
     def _know(self, tensor: Tensor, values: Tensor) -> None:
-        self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, _Layout.of(tensor))
+        self._recipes[tensor.untyped_storage()] = _Recipe(values.clone, ((), {}), 0, Layout.in_storage(tensor))
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator and return its result.
@@ -252,12 +226,14 @@ class Fakes:
         if (dimension := _CHOICES.get(function)) is not None:
             given = args[dimension] if len(args) > dimension else -1
             num_choices = (args[0].shape or (1,))[-1 if given is None else given]
-            layout = _Layout.of(results[-1])
+            layout = Layout.in_storage(results[-1])
             chosen = _Recipe(_balanced_choices, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs), assumes=self._marks(results))) is not None:
             for number, result in enumerate(results):  # a result may be an argument
-                self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
+                self._recipes.setdefault(
+                    result.untyped_storage(), _Recipe(function, known, number, Layout.in_storage(result))
+                )
 
     def _record_write(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Forget the values of tensors that an operator writes, or record how they change."""
@@ -339,21 +315,21 @@ class Fakes:
         recipes = {number: recipe for number, recipe in found.items() if recipe is not None}
         if len(recipes) < len(found):
             return None
-        return tree_map_only(Tensor, lambda leaf: _Known(recipes[id(leaf)], _Layout.of(leaf)), arguments)
+        return tree_map_only(Tensor, lambda leaf: _Known(recipes[id(leaf)], Layout.in_storage(leaf)), arguments)
 
     def _recipe(self, tensor: Tensor, *, assumes: bool) -> _Recipe | None:
         """Return how a tensor's values are computed; ``None`` if they are not known."""
         if tensor.layout is not torch.strided:
             return None
-        storage, layout = tensor.untyped_storage(), _Layout.of(tensor)
+        storage, layout = tensor.untyped_storage(), Layout.in_storage(tensor)
         if not isinstance(tensor, FakeTensor):
-            return _Recipe(_real_values, ((storage, layout.dtype), {}), 0, layout.whole(storage))
+            return _Recipe(_real_values, ((storage, layout.dtype), {}), 0, _all_of(storage, layout.dtype))
         found: _Recipe | None = self._recipes.get(storage)
         if found is not None and found.layout.dtype is layout.dtype:
             return found
         if not assumes:
             return None
-        whole = layout.whole(storage)
+        whole = _all_of(storage, layout.dtype)
         assumed: _Recipe = self._assumed.setdefault(storage, _Recipe(_assumed_values, ((whole,), {}), 0, whole))
         return assumed if assumed.layout.dtype is layout.dtype else _Recipe(_assumed_values, ((whole,), {}), 0, whole)
 
@@ -361,7 +337,7 @@ class Fakes:
 def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:
     """Return the values of the first argument's whole storage after an operator has written to it."""
     target: _Known = args[0]
-    whole = _Layout(target.layout.dtype, (max(target.recipe.layout.room(), 0),), (1,), 0)
+    whole = _row(target.layout.dtype, target.recipe.layout.room)
 
     def write(before: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         values = before.clone()
@@ -369,6 +345,15 @@ def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recip
         return values
 
     return _Recipe(write, ((_Known(target.recipe, whole), *args[1:]), kwargs), 0, whole)
+
+
+def _row(dtype: torch.dtype, num_values: int) -> Layout:
+    return Layout(dtype, (num_values,), (1,))
+
+
+def _all_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Layout:
+    """Return the layout of all values in a storage."""
+    return _row(dtype, storage.nbytes() // dtype.itemsize)
 
 
 def _has_values(function: Any) -> bool:
@@ -391,7 +376,7 @@ def _real_values(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).cpu()
 
 
-def _assumed_values(layout: _Layout) -> Tensor:
+def _assumed_values(layout: Layout) -> Tensor:
     """Return values that are assumed: numbers between 0.5 and 1.5, ``True``, or zeros of other integers."""
     if layout.dtype is torch.bool:
         return torch.ones(layout.shape, dtype=torch.bool)

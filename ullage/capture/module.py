@@ -21,14 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, kept_generators
-from executor.module.guards import check_memory, trained_memory
+from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
@@ -83,42 +79,9 @@ def capture(
         CaptureError: the function does not exist, or its module cannot be captured.
         ValueError: a required library is not installed.
     """
-    job, given = _Job(factory, dtype, lora, quantization, as_on_gpu), tuple(inputs)
-    return job.captured(given).freed(functools.partial(job.captured_again, given))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A model to capture with any inputs; see :func:`capture`."""
-
-    factory: str
-    dtype: Literal["bf16", "fp32"]
-    lora: Lora | None
-    quantization: Quantization | None
-    as_on_gpu: bool
-    token_wise: list[str] = dataclasses.field(default_factory=list, compare=False)
-
-    def captured(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
-        put_in: dict[str, object] = {}
-        if self.lora is None:
-            make = load_factory(self.factory, DTYPES[self.dtype])
-        else:
-            args = architecture(self.factory), self.lora, self.quantization, DTYPES[self.dtype]
-            make = functools.partial(make_adapted, *args)
-            put_in = {"lora": self.lora, "quantization": self.quantization}
-        captured = _Capture(make, self.factory, self.dtype, self.as_on_gpu, self.token_wise, may_assume=True).of(
-            inputs, tiles
-        )
-        return captured.model_copy(update=put_in)
-
-    def captured_again(self, inputs: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
-        """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
-        if tokens_of(inputs) > 1 and (":" not in self.factory or Path(self.factory).exists()):
-            masked = any(spec.name == "attention_mask" for spec in inputs)
-            inputs = architecture(self.factory).inputs(size.micro_batch, size.seq_len, masked=masked)
-        else:
-            inputs = resized(inputs, size.micro_batch, size.seq_len)
-        return self.captured(inputs, size)
+    given = tuple(inputs)
+    job = _Capture(None, factory, dtype, as_on_gpu, lora=lora, quantization=quantization)
+    return job.of(given).freed(functools.partial(job.again, given))
 
 
 def capture_module(
@@ -150,13 +113,9 @@ def capture_called(
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
     job = _Capture(make, name, dtype, as_on_gpu, examples=example.attempts())
-    if example.step is not None:
-        return job.of(given)
-
-    def again(size: Batch) -> CapturedModel:
-        return job.of(resized(given, size.micro_batch, size.seq_len), size)
-
-    return job.of(given).freed(again)
+    found = job.of(given)
+    # A lambda, because neither the module nor the user's function goes to another process.
+    return found if example.step is not None else found.freed(lambda size: job.again(given, size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,27 +123,44 @@ class _Capture:
     """A module to capture with any inputs.
 
     Attributes:
-        make: the module, or a function that makes it.
+        make: the module, or a function that makes it; ``None``: ``name`` says what makes it, see :func:`capture`.
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
         examples: how the module is called: the attempts that are left, of which the first counts.
-        may_assume: whether attention may be assumed to be one kernel; see [Note: Assumed attention] in
-            :mod:`ullage.capture.attention`.
+        lora, quantization: of a named model; see :func:`capture`.
     """
 
-    make: Callable[[], nn.Module] | nn.Module
+    make: Callable[[], nn.Module] | nn.Module | None
     name: str
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
     examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
-    may_assume: bool = False
+    lora: Lora | None = None
+    quantization: Quantization | None = None
+
+    def again(self, given: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
+        """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
+        if self.make is None and tokens_of(given) > 1 and (":" not in self.name or Path(self.name).exists()):
+            masked = any(spec.name == "attention_mask" for spec in given)
+            return self.of(architecture(self.name).inputs(size.micro_batch, size.seq_len, masked=masked), size)
+        return self.of(resized(given, size.micro_batch, size.seq_len), size)
+
+    def _model(self) -> nn.Module:
+        if isinstance(self.make, nn.Module):
+            return self.make
+        make, dtype = self.make, DTYPES[self.dtype]
+        if make is None and self.lora is not None:
+            make = functools.partial(make_adapted, architecture(self.name), self.lora, self.quantization, dtype)
+        elif make is None:
+            make = load_factory(self.name, dtype)
+        return _made(make, self.name)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
         if self.examples[0].tensors is None:
             _check_inputs(inputs)
-        model = self.make if isinstance(self.make, nn.Module) else _made(self.make, self.name)
+        model = self._model()
         _check_parameters(model, self.name, self.dtype)
         check_formats(model, self.name)
         check_adapters(model)
@@ -192,7 +168,8 @@ class _Capture:
         refused: CaptureError | None = None
         while True:
             try:
-                attention = assumed_attention(model) if self.may_assume and self.as_on_gpu else None
+                # Nothing is known of how a model is executed that has no name.
+                attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
                 with fused_attention(model) if attention else contextlib.nullcontext():
                     captured = self._attempted(model, inputs, tiles)
                 if attention is None:
@@ -273,25 +250,24 @@ class _Capture:
                 for spec, num_values in zip(inputs, recording.num_values, strict=True)
             )
             inputs = recording.called_with or (CapturedInput(shape=()),) if example.step else tuple(known_as)
+            about = {
+                "factory": self.name,
+                "inputs": inputs,
+                "seq_len": tokens_of(inputs),
+                "lora": self.lora,
+                "quantization": self.quantization,
+                "num_logits": _num_logits(model, recording),
+                "loss_tile_tokens": tiles.loss_tile_tokens,
+                "layer_tile_tokens": tiles.layer_tile_tokens,
+                "assumed": _assumed(recording),
+            }
             places = partition(recording)
             while True:
-                captured = assemble(
-                    recording,
-                    places,
-                    factory=self.name,
-                    inputs=inputs,
-                    dtype=self.dtype,
-                    seq_len=tokens_of(inputs),
-                )
-                captured = repeated(captured, recording)
-                found = {"num_logits": _num_logits(model, recording), "assumed": _assumed(recording)}
-                found |= {"loss_tile_tokens": tiles.loss_tile_tokens, "layer_tile_tokens": tiles.layer_tile_tokens}
-                captured = captured.model_copy(update=found)
+                captured = repeated(assemble(recording, places, self.dtype, about), recording)
                 with _as_capture_errors(self.name):
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured
-                    joined = joined_around(recording, places, unseen.weight, unseen.owner, unseen.reading)
-                    if joined is None:
+                    if (joined := joined_around(recording, places, unseen)) is None:
                         raise CaptureError(unseen.message)
                     places = joined
 
@@ -535,19 +511,18 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
-    modules = set(model.modules())
-
-    def refuse(module: nn.Module, name: str, value: Any) -> None:
-        if module in modules and value is not module._parameters.get(name, module._modules.get(name)):
-            raise CaptureError(
-                f"forward sets {name} of a {type(module).__name__}, but the modules and parameters of a planned model "
-                "stay; set it before prepare()"
-            )
-
-    with contextlib.ExitStack() as stack:
-        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
-            stack.callback(register(refuse).remove)
+    undo = refuse_replacements(
+        model.modules(),
+        lambda name, kind: CaptureError(
+            f"forward sets {name} of a {kind}, but the modules and parameters of a planned model "
+            "stay; set it before prepare()"
+        ),
+    )
+    try:
         yield
+    finally:
+        for each in undo:
+            each()
 
 
 @contextlib.contextmanager

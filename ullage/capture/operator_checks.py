@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ullage.capture.records import Layout
+
 _MOST_VALUES = 2**16  # values of arguments and results up to which an operator is tried at its own sizes
 _GRAIN = 16
 _LARGEST_SIZE = 2**48  # larger integers are marks such as "to the end"
@@ -34,30 +36,15 @@ class RefusedOperatorError(ValueError):
     """A real kernel refuses arguments that the fake kernel accepted."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Like:
-    """Type and layout from which a tensor is made."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def make(self, value: int) -> Tensor:
-        room = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return torch.full((max(room, 0),), value, dtype=self.dtype).as_strided(self.shape, self.strides)
-
-    def shrunk(self, sizes: dict[int, int]) -> "_Like":
-        """Return the layout with other sizes. Strides keep their order and alignment; contiguous stays contiguous."""
-        shape = tuple(sizes.get(size, size) for size in self.shape)
-        strides, room = [0] * len(shape), 1
-        for dim in sorted(range(len(shape)), key=lambda dim: (self.strides[dim], -dim)):
-            if self.strides[dim]:
-                strides[dim] = room + (self.strides[dim] - room) % _GRAIN
-                room = strides[dim] * max(shape[dim], 1)
-        return _Like(self.dtype, shape, tuple(strides))
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+def _shrunk(layout: Layout, sizes: dict[int, int]) -> Layout:
+    """Return a layout with other sizes. Strides keep their order and alignment; contiguous stays contiguous."""
+    shape = tuple(sizes.get(size, size) for size in layout.shape)
+    strides, room = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (layout.strides[dim], -dim)):
+        if layout.strides[dim]:
+            strides[dim] = room + (layout.strides[dim] - room) % _GRAIN
+            room = strides[dim] * max(shape[dim], 1)
+    return Layout(layout.dtype, shape, tuple(strides))
 
 
 class OperatorChecks:
@@ -82,9 +69,7 @@ class OperatorChecks:
         if self._as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
             _check_narrow(args[0].shape, args[1].shape)
         leaves, spec = tree_flatten((args, kwargs))
-        likes = [
-            _Like(leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         key = (function, str(spec), *((type(like), like) for like in likes))
         if key in self._tried:
             return
@@ -98,10 +83,11 @@ class OperatorChecks:
                 return
         else:
             refusal = call.refusal()
-        if refusal is None or (self._as_on_gpu and refusal.lacks_kernel and call.is_narrow()):
+        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and call.is_narrow()):
             return
+        reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
         raise RefusedOperatorError(
-            f"{call} does not run: {refusal.text}; give its operands types that it takes "
+            f"{call} does not run: {reason}; give its operands types that it takes "
             "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
         )
 
@@ -115,26 +101,16 @@ def _check_narrow(one: torch.Size, other: torch.Size) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    """The error of a real kernel. It does not keep the exception, whose traceback would keep recorded tensors alive."""
-
-    text: str
-    lacks_kernel: bool
-
-    @classmethod
-    def of(cls, error: Exception) -> "_Refusal":
-        lines = str(error).strip().splitlines()
-        # torch 2.11 has no kernel on the CPU for one scale a row, and says so by an assertion.
-        lacks_kernel = isinstance(error, NotImplementedError) or "for CPU backend" in str(error)
-        return cls(lines[0] if lines else type(error).__name__, lacks_kernel)
+def _lacks_kernel(refusal: Exception) -> bool:
+    # torch 2.11 has no kernel on the CPU for one scale a row, and says so by an assertion.
+    return isinstance(refusal, NotImplementedError) or "for CPU backend" in str(refusal)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     function: Any
     spec: Any
-    leaves: list[Any]  # with a `_Like` for each tensor
+    leaves: list[Any]  # with a `Layout` for each tensor
 
     def num_values(self) -> int:
         return sum(math.prod(like.shape) for like in self._likes())
@@ -149,14 +125,14 @@ class _Call:
         large = sorted(size for size in found if _GRAIN < size < _LARGEST_SIZE)
         sizes = {size: _GRAIN * number + size % _GRAIN for number, size in enumerate(large, 1)}
         leaves = [
-            leaf.shrunk(sizes) if isinstance(leaf, _Like) else sizes.get(leaf, leaf) if type(leaf) is int else leaf
+            _shrunk(leaf, sizes) if isinstance(leaf, Layout) else sizes.get(leaf, leaf) if type(leaf) is int else leaf
             for leaf in self.leaves
         ]
         return dataclasses.replace(self, leaves=leaves)
 
     def of_other_types(self) -> "Iterator[_Call]":
         """Yield the call with the type of one tensor changed at a time."""
-        choices = [{leaf.dtype, *_OTHER} if isinstance(leaf, _Like) else {None} for leaf in self.leaves]
+        choices = [{leaf.dtype, *_OTHER} if isinstance(leaf, Layout) else {None} for leaf in self.leaves]
         for dtypes in itertools.islice(itertools.product(*choices), _MOST_OTHERS):
             pairs = zip(self.leaves, dtypes, strict=True)
             leaves = [dataclasses.replace(leaf, dtype=dtype) if dtype else leaf for leaf, dtype in pairs]
@@ -170,8 +146,11 @@ class _Call:
             return False
         return True
 
-    def refusal(self) -> _Refusal | None:
-        """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused."""
+    def refusal(self) -> Exception | None:
+        """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused.
+
+        It has no traceback, which would keep recorded tensors alive.
+        """
         with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -180,13 +159,13 @@ class _Call:
                 try:
                     self._run(1)
                 except Exception:  # noqa: BLE001
-                    return _Refusal.of(error)
+                    return error.with_traceback(None)
         return None
 
     def _run(self, value: int) -> None:
         made = [
-            leaf.make(value)
-            if isinstance(leaf, _Like)
+            leaf.within(torch.full((leaf.room,), value, dtype=leaf.dtype))
+            if isinstance(leaf, Layout)
             else leaf.clone_state()  # the user's own generator stays where it is
             if isinstance(leaf, torch.Generator)
             else leaf
@@ -195,8 +174,9 @@ class _Call:
         args, kwargs = tree_unflatten(made, self.spec)
         self.function(*args, **kwargs)
 
-    def _likes(self) -> "Iterator[_Like]":
-        return (leaf for leaf in self.leaves if isinstance(leaf, _Like))
+    def _likes(self) -> "Iterator[Layout]":
+        return (leaf for leaf in self.leaves if isinstance(leaf, Layout))
 
     def __str__(self) -> str:
-        return f"{self.function.overloadpacket}({', '.join(map(str, self._likes()))})"
+        operands = (f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}" for like in self._likes())
+        return f"{self.function.overloadpacket}({', '.join(operands)})"

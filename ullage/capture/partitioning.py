@@ -16,13 +16,14 @@ them. A call without gradients has units whose backward is empty.
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import networkx as nx
 from torch import nn
 
 from planner.models.captured import join
-from ullage.capture.records import Recording, Visit
+from ullage.capture.executable import Unseen
+from ullage.capture.records import Block, Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Modules with a smaller share of the parameters join a neighbour. In a block, the share is of the block's parameters.
@@ -50,7 +51,7 @@ class UnitVisits:
     events: list[int] = dataclasses.field(default_factory=list)
 
     @property
-    def block(self) -> tuple[str, int]:
+    def block(self) -> Block:
         """Its block, and the call in which it runs."""
         return self.segment, self.call
 
@@ -63,7 +64,7 @@ def partition(recording: Recording) -> list[UnitVisits]:
     atoms: list[int] = []
     largest = max((_num_params(visits[block].module) for block in blocks), default=0)
     small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
-    inside = {block: [block, *_descendants(visits, block)] for block in blocks}
+    inside = {block: range(block, visits[block].last + 1) for block in blocks}
     skipped = set(itertools.chain.from_iterable(inside.values()))
     for index, visit in enumerate(visits):
         if atoms and visits[atoms[-1]].call != visit.call:
@@ -84,15 +85,13 @@ def partition(recording: Recording) -> list[UnitVisits]:
     return _named(_computing(recording, places))
 
 
-def joined_around(
-    recording: Recording, places: list[UnitVisits], weight: str, owner: str, reading: str
-) -> list[UnitVisits] | None:
-    """Return the units where those are one that a weight needs to be there when it is read; ``None`` if they cannot be.
+def joined_around(recording: Recording, places: list[UnitVisits], unseen: Unseen) -> list[UnitVisits] | None:
+    """Return the units where those are one that a weight needs to be seen; ``None`` if they cannot be.
 
     If the weight belongs to a module that calls others, these are the units inside it: a hook on its output then
     reports its backward. Else they are the weight's own, and the one that computes when it is read.
     """
-    path = weight.rpartition(".")[0]
+    path = unseen.weight.rpartition(".")[0]
     copied = {copy.of for copy in recording.copies}
     ranges = []
     for call in {unit.call for unit in places}:
@@ -103,7 +102,7 @@ def joined_around(
             if any(f"{recording.visits[index].path}.".startswith(f"{path}.") for index in places[number].visits)
         ]
         if not path or len(inside) < 2:
-            names = [name.partition("@")[0] for name in (owner, reading)]
+            names = [name.partition("@")[0] for name in (unseen.owner, unseen.reading)]
             inside = [number_of[name] for name in names if name in number_of]
         first, last = min(inside, default=0), max(inside, default=0)
         if first != last and not any(unit.segment in copied for unit in places[first : last + 1]):
@@ -113,13 +112,13 @@ def joined_around(
 
 def _block_visits(recording: Recording) -> list[int]:
     """Return the visits of repeated blocks that each run once in a call."""
-    count = Counter((visit.path, visit.call) for visit in recording.visits)
+    count = Counter(visit.block for visit in recording.visits)
     found: list[int] = []
     for call in dict.fromkeys(visit.call for visit in recording.visits):
         visit_of = {
             visit.path: index
             for index, visit in enumerate(recording.visits)
-            if visit.call == call and count[visit.path, call] == 1
+            if visit.call == call and count[visit.block] == 1
         }
         found += (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
     return sorted(found)
@@ -161,14 +160,6 @@ def _is_composite(module: nn.Module) -> bool:
 
 def _num_params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _descendants(visits: list[Visit], root: int) -> list[int]:
-    found = {root}
-    for index in range(root + 1, len(visits)):
-        if visits[index].parent in found:
-            found.add(index)
-    return sorted(found - {root})
 
 
 def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
@@ -229,18 +220,25 @@ def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
     return visits[max(run, key=size)].path
 
 
+def units_of_visits(visits: Sequence[Visit], places: Iterable[UnitVisits]) -> list[int]:
+    """Return the number of each visit's unit: its own, or else that of the visit around it; -1 if it is in none."""
+    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
+    found: list[int] = []
+    for index, visit in enumerate(visits):  # parents come first
+        found.append(unit_of.get(index, found[visit.parent] if visit.parent >= 0 else -1))
+    return found
+
+
 def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield ranges of units between two runs of a module with parameters in one call of the model.
 
     They must be one unit, which runs once.
     """
-    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
-    ranges: dict[tuple[int, int], tuple[int, int]] = {}
-    for index, visit in enumerate(visits):  # parents come first
-        number = unit_of.setdefault(index, unit_of.get(visit.parent, -1))
+    ranges: dict[tuple[nn.Module, int], tuple[int, int]] = {}
+    for visit, number in zip(visits, units_of_visits(visits, places), strict=True):
         if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
-            first, last = ranges.get((id(visit.module), visit.call), (number, number))
-            ranges[id(visit.module), visit.call] = (min(first, number), max(last, number))
+            first, last = ranges.get((visit.module, visit.call), (number, number))
+            ranges[visit.module, visit.call] = (min(first, number), max(last, number))
     for first, last in ranges.values():
         if places[first].segment != places[last].segment:  # whole segments, which are then no longer segments
             yield _whole(places, first, last)
@@ -286,7 +284,7 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, list[int]]) -> None:
+def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int, range]) -> None:
     """Assign each forward event to the unit of its visit, or of a visit around it.
 
     If a visit contains several units, or only part of one, an event directly in it goes to the unit that computes then:

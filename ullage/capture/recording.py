@@ -6,10 +6,9 @@ are those of a CPU, for which autograd needs no GPU. If a GPU runs other operato
 """
 
 import contextlib
-import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -19,14 +18,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_here, hook_target, in_backward, tensors_of
+from executor.callbacks import ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from executor.packed import stored_parameters
-from planner.models.captured import NO_TILES, CapturedInput
+from planner.models.captured import NO_TILES
 from planner.models.kernels import flop
 from planner.models.operators import Batch
 from ullage.capture.fakes import Fakes, traceable_functions
@@ -43,7 +42,6 @@ from ullage.capture.records import (
     Save,
     Storage,
     Visit,
-    nodes,
     strided,
 )
 from ullage.capture.repeats import Repeats
@@ -100,12 +98,13 @@ def record(
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
     """
     recorder = _Recorder(model, called, fakes, OperatorChecks(as_on_gpu=as_on_gpu), repeats, tiled, token_wise)
+    found = recorder.found
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes.readable())
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
         if tiles.loss_tile_tokens is not None:
-            stack.callback(tile_head(model, tiles.loss_tile_tokens, functools.partial(_reach_head, recorder)))
+            stack.callback(tile_head(model, tiles.loss_tile_tokens, recorder.reach_head))
         if tiles.layer_tile_tokens is not None:
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
@@ -116,34 +115,17 @@ def record(
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
         loss, words = find_loss(called.run())
-        words = OF_STEP + words if called.is_step else words
-        if not recorder.visits:
+        if not found.visits:
             raise CaptureError("the step calls neither the model nor a part of it; let it call them")
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
     recorder.end()
-    return Recording(
-        model,
-        recorder.visits,
-        recorder.forward,
-        recorder.backward,
-        recorder.storages,
-        recorder.saves,
-        words,
-        recorder.gradients,
-        recorder.sums,
-        recorder.num_values,
-        recorder.arrivals,
-        recorder.unpriced,
-        fakes.reader,
-        recorder.backward_inside,
-        repeats.copies if repeats else [],
-        repeats.begins if repeats else [],
-        frozenset(name for name, module in model.named_modules() if module in tiled),
-        recorder.called_with,
-        recorder.second_order,
-        recorder.written,
-    )
+    found.loss = OF_STEP + words if called.is_step else words
+    found.reader = fakes.reader
+    found.tiled = frozenset(name for name, module in model.named_modules() if module in tiled)
+    if repeats is not None:
+        found.copies, found.begins = repeats.copies, repeats.begins
+    return found
 
 
 def find_loss(output: Any) -> tuple[Tensor, str]:
@@ -209,45 +191,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         token_wise: TokenWise | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.visits: list[Visit] = []
-        self.forward: list[Event] = []
-        self.backward: list[Event] = []
-        self.storages: list[Storage] = []
-        self.saves: list[Save] = []
-        self.model = model
-        self._most_events = repeats.most_events if repeats else None
-        self._fakes = fakes
-        self.backward_inside: set[int] = set()  # visits whose forward runs a backward
-        self.unpriced: dict[str, str] = {}  # operators without a known cost, with the module that ran each first
-        self._checks = checks
-        self._repeats = repeats
-        self._token_wise = token_wise
+        self.found = Recording(model, [None] * len(called.inputs))
+        self._fakes, self._checks, self._repeats, self._token_wise = fakes, checks, repeats, token_wise
         # A module in tiles is one visit, because its submodules run once per tile.
         self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
         self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
         self._is_step = called.is_step
         self._num_calls = 1
-        self.called_with: tuple[CapturedInput, ...] = ()
-        self.second_order = False
-        self.written: set[str] = set()
         self._ran: set[nn.Module] = set()  # modules that have run in this call
         # What the user's step does itself counts to its latest call, or to the first one.
-        self._stack: list[int] = [0 if called.is_step else -1]
-        self._begun: list[int] = []  # autograd's next number when each visit began
-        self._buffers: list[list[tuple[Tensor, int]]] = []  # buffers and their versions when each visit began
+        self._stack: list[_Running] = [_Running(0 if called.is_step else -1, 0, [])]
         self._number: dict[int, int] = {}  # numbers of existing storages, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._name: dict[int, str] = {}  # names of parameters, by number of the storage
         self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
-        self._product_of: dict[int, int] = {}  # forward events that are products, by number of the resulting storage
         self._source = -1  # forward event of the running autograd node
         self._in_backward = False
-        self.num_values: list[int | None] = [None] * len(called.inputs)
         self._index_of: dict[int, set[int]] = {}  # inputs from which the integers in a storage come
-        self.gradients: dict[str, int] = {}
-        self.sums: dict[int, tuple[int, ...]] = {}
-        self.arrivals: list[tuple[int, int]] = []
         for name, stored in stored_parameters(model).items():
             for tensor in (*stored.tensors(), *stored.tables()):
                 self._name[self._known(tensor, "parameter")] = name
@@ -273,44 +234,51 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        found, visit, source = self.found, self._stack[-1].visit, len(self.found.forward)
         if kernels := kernels_of(func, args, kwargs, output):
             self._try(func, args, kwargs, output)
-        known = len(self.storages)
+        known = len(found.storages)
         read = [self._storage(part) for part in strided((args, kwargs))]
-        for storage in self.storages[known:] if self._is_step else ():
+        for storage in found.storages[known:] if self._is_step else ():
             storage.owner = "parameter"  # of another model, or what else a step finds outside of the model
         results = strided(output)
         written = tuple(self._storage(leaf) for leaf in results)
-        num_bytes = results[0].numel() * results[0].element_size() if results else 0
         products = results if flop(kernels) and not is_running_again() else []
-        product_bytes = sum(t.numel() * t.element_size() for t in products if t.is_floating_point())
-        inside = in_backward() and torch.is_grad_enabled() and not self._in_backward
         # The weights that a backward of second order reads are there: see [Note: Second order] in planner.setup.
-        names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name and not inside))
+        inside = in_backward() and torch.is_grad_enabled() and not self._in_backward
         if self._in_backward:
-            if func.overloadpacket is torch.ops.aten.add:
-                self.sums[written[0]] = tuple(read)
-            visit = self.forward[self._source].visit
-            event = Event(visit, self._source, kernels, written, num_bytes, product_bytes, names)
-            self.backward.append(event)
-        else:
-            if self._token_wise is not None:
-                self._token_wise.see(func, args, kwargs, output)
-            self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
-            self._sequences.append(torch._C._autograd._get_sequence_nr())
-            of, changes = len(self.forward), func._schema.is_mutable
-            event = Event(self._stack[-1], of, kernels, written, num_bytes, product_bytes, names, changes)
-            self._follow_products(event)
-            self.forward.append(event)
-            if self._most_events is not None and len(self.forward) > self._most_events:
-                raise LongLoopError
+            visit, source = found.forward[self._source].visit, self._source
+            if func.overloadpacket is aten.add:
+                found.sums[written[0]] = tuple(read)
+        event = Event(
+            visit,
+            source,
+            kernels,
+            written,
+            output_bytes=results[0].numel() * results[0].element_size() if results else 0,
+            product_bytes=sum(t.numel() * t.element_size() for t in products if t.is_floating_point()),
+            parameters=tuple(dict.fromkeys(self._name[n] for n in read if n in self._name and not inside)),
+            changes=func._schema.is_mutable and not self._in_backward,
+        )
+        if self._in_backward:
+            found.backward.append(event)
+            return
+        if self._token_wise is not None:
+            self._token_wise.see(func, args, kwargs, output)
+        self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
+        if event.changes:
+            self._note_written(written)
+        self._sequences.append(torch._C._autograd._get_sequence_nr())
+        found.forward.append(event)
+        if self._repeats and self._repeats.most_events is not None and len(found.forward) > self._repeats.most_events:
+            raise LongLoopError
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Try an operator, unless made-up values may crash it: one whose cost, or shapes, PyTorch cannot say."""
         if not has_known_cost(func, args):
             if not self._in_backward:
-                path = self.visits[self._stack[-1]].path if self.visits else ""
-                self.unpriced.setdefault(str(func.overloadpacket), path)
+                path = self.found.visits[self._stack[-1].visit].path if self.found.visits else ""
+                self.found.unpriced.setdefault(str(func.overloadpacket), path)
             return
         if func in self._fakes.by_values:
             return
@@ -323,35 +291,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _at(self) -> str:
         """Return the name of the module whose backward is running, for errors."""
-        visit = self.forward[self._source].visit
-        path = self.visits[visit].path if visit >= 0 else ""
+        visit = self.found.forward[self._source].visit
+        path = self.found.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
 
-    def _follow_products(self, event: Event) -> None:
-        """Drop results of products that are changed in place later: offloading cannot keep them and recomputes them."""
-        changes = event.changes
-        for name in [self._name[number] for number in event.storages if changes and number in self._name]:
-            if not self.model.get_parameter(name).requires_grad:
+    def _note_written(self, storages: Iterable[int]) -> None:
+        """Note the parameters among storages that forward changes in place."""
+        for name in (self._name[number] for number in storages if number in self._name):
+            if not self.found.model.get_parameter(name).requires_grad:
                 raise CaptureError(
                     f"forward writes to the frozen parameter {name}, which a plan would lose; make it a buffer"
                 )
-            self.written.add(name)
-        for number in event.storages:
-            if changes and (made := self._product_of.pop(number, None)) is not None:
-                self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)
-            elif event.product_bytes and not changes:
-                self._product_of[number] = event.source
+            self.found.written.add(name)
 
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
     ) -> None:
         """Record which inputs are indices of a table, and the length of the table."""
-        table = _TABLES.get(name)
-        if table is not None:
+        if (table := _TABLES.get(name)) is not None:
             index, size = args[table[0]], args[0].shape[table[1]]
             for number in self._index_of.get(self._storage(index), ()):
-                known = self.num_values[number]
-                self.num_values[number] = size if known is None else min(known, size)
+                self.found.num_values[number] = min(size, self.found.num_values[number] or size)
         sources = set().union(*(self._index_of.get(number, ()) for number in read))
         for result, number in zip(results, written, strict=True):
             if sources and not result.is_floating_point():
@@ -360,35 +320,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """Track the module whose forward is running."""
-        handles = []
-        for path, module in self.model.named_modules():
-            if module in self._inner:
-                continue
-            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True))
-        blocks = list(self._repeats.members) if self._repeats else []
-        for block in blocks:
-            block.forward = functools.partial(self._run, block, block.forward)
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, module in self.found.model.named_modules():
+                if module not in self._inner:
+                    enter = functools.partial(self._enter, path)
+                    stack.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True).remove)
+            for block in self._repeats.members if self._repeats else ():
+                stack.callback(replace_attribute(block, "forward", functools.partial(self._run, block, block.forward)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for block in blocks:
-                del block.forward
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Record a tensor that autograd saves."""
         if not self._in_backward:
-            position, visit = len(self.forward), self._stack[-1]
-            self.saves += [Save(self._storage(part), position, visit) for part in strided(tensor)]
+            position, visit = len(self.found.forward), self._stack[-1].visit
+            self.found.saves += [Save(self._storage(part), position, visit) for part in strided(tensor)]
         return tensor, tensor._version
 
     def unpack(self, saved: tuple[Tensor, int]) -> Tensor:
         """Check that saved tensors were not overwritten, as autograd does without hooks."""
         tensor, version = saved
         if not self._in_backward:
-            self.backward_inside.add(self._stack[-1])
+            self.found.backward_inside.add(self._stack[-1].visit)
         if tensor._version != version:
             raise CaptureError(
                 f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} was changed in place after autograd "
@@ -399,7 +352,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_backward(self, loss: Tensor) -> None:
         """Track the running autograd node from here on."""
         self._in_backward = True
-        self._source = len(self.forward) - 1
+        self._source = len(self.found.forward) - 1
         starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
         for index, sequence in enumerate(self._sequences):
             starts.setdefault(sequence, index)
@@ -409,7 +362,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (number := node._sequence_nr()) < _NO_SEQUENCE:
                 source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
                 if source is not None:
-                    node.register_prehook(self._running(source))
+                    node.register_prehook(functools.partial(self._begin_node, source))
 
     def end(self) -> None:
         """Mark the storages of parameters' gradients.
@@ -417,50 +370,60 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             CaptureError: no parameter has a gradient.
         """
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.found.model.named_parameters():
             if parameter.grad is not None:
                 for part in strided(parameter.grad):
-                    self.gradients[name] = number = self._storage(part)
-                    self.storages[number].owner = "gradient"
-        if not self.gradients:
+                    self.found.gradients[name] = number = self._storage(part)
+                    self.found.storages[number].owner = "gradient"
+        if not self.found.gradients:
             raise CaptureError(
                 "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "
                 "a loss that depends on them"
             )
 
-    def _enter(self, path: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._in_backward:
-                return
-            if self._repeats and self._repeats.begin(module, args, kwargs, len(self.forward)):
-                self._copied.add(module)
-                return
-            given = [part for part in strided((args, kwargs)) if part.is_floating_point()]
-            trained = [tensor for tensor in given if tensor.requires_grad]
-            held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
-            inputs = frozenset(map(self._storage, trained or given[:1]))
-            parent = self._stack[-1] if len(self._stack) > 1 else -1
-            if parent < 0 and self._is_step and not self._ran.isdisjoint(module.modules()):
-                self._num_calls += 1
-                self._ran.clear()
-            if not self.visits:
-                specs = (input_of(name, tensor) for name, tensor in named_inputs(args, kwargs))
-                self.called_with = tuple(spec for spec in specs if spec is not None)
-            self._ran.add(module)
-            visit = Visit(path, module, parent, len(self.forward), self._num_calls, not torch.is_grad_enabled())
-            visit.input_bytes, visit.inputs = sum(held.values()), inputs
-            visit.given = tuple(
-                (position, self._storage(part))
-                for position, leaf in enumerate(tree_leaves((args, kwargs)))
-                if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-                for part in strided(leaf)
-            )
-            self._buffers.append([(buffer, buffer._version) for buffer in strided(list(module.buffers()))])
-            self._begun.append(torch._C._autograd._get_sequence_nr())
-            self._stack.append(len(self.visits))
-            self.visits.append(visit)
+    def reach_head(self, head: nn.Module) -> None:
+        """Record that backward has reached a head whose logits are in tiles."""
+        number = next(index for index, visit in enumerate(self.found.visits) if visit.module is head)
+        self.found.arrivals.append((number, len(self.found.backward)))
 
-        return enter
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward:
+            return
+        found = self.found
+        if self._repeats and self._repeats.begin(module, args, kwargs, len(found.forward)):
+            self._copied.add(module)
+            return
+        parent = self._stack[-1].visit if len(self._stack) > 1 else -1
+        if parent < 0 and self._is_step and not self._ran.isdisjoint(module.modules()):
+            self._num_calls += 1
+            self._ran.clear()
+        if not found.visits:
+            specs = (input_of(name, tensor) for name, tensor in named_inputs(args, kwargs))
+            found.called_with = tuple(spec for spec in specs if spec is not None)
+        self._ran.add(module)
+        given = [part for part in strided((args, kwargs)) if part.is_floating_point()]
+        trained = [tensor for tensor in given if tensor.requires_grad]
+        held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
+        buffers = [(buffer, buffer._version) for buffer in strided(list(module.buffers()))]
+        self._stack.append(_Running(len(found.visits), torch._C._autograd._get_sequence_nr(), buffers))
+        found.visits.append(
+            Visit(
+                path,
+                module,
+                parent,
+                len(found.forward),
+                self._num_calls,
+                evaluates=not torch.is_grad_enabled(),
+                input_bytes=sum(held.values()),
+                inputs=frozenset(map(self._storage, trained or given[:1])),
+                given=tuple(
+                    (position, self._storage(part))
+                    for position, leaf in enumerate(tree_leaves((args, kwargs)))
+                    if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+                    for part in strided(leaf)
+                ),
+            )
+        )
 
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if block in self._copied:
@@ -476,56 +439,49 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if self._repeats:
             self._repeats.end(module, args, kwargs, output)
-        index = self._stack.pop()
+        index, begun, buffers = self._stack.pop()
+        self._held.append(buffers)  # as what recomputation starts from holds them
         if self._is_step and len(self._stack) == 1:
-            self._stack[0] = index
-        self.visits[index].stop = len(self.forward)
+            self._stack[0] = self._stack[0]._replace(visit=index)
+        visit = self.found.visits[index]
+        visit.stop, visit.last = len(self.found.forward), len(self.found.visits) - 1
         # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
-        copied = (b for b, before in self._buffers[index] if b.nbytes <= SMALL_BYTES or b._version != before)
-        self.visits[index].state_bytes = sum(buffer.nbytes for buffer in copied)
+        visit.state_bytes = sum(b.nbytes for b, before in buffers if b.nbytes <= SMALL_BYTES or b._version != before)
         for leaf in tensors_of(output):
             if leaf.requires_grad:
                 node = hook_target(leaf).grad_fn
-                if node is not None and node._sequence_nr() >= self._begun[index]:
-                    node.register_prehook(self._arriving(index))
+                if node is not None and node._sequence_nr() >= begun:
+                    node.register_prehook(functools.partial(self._arrive, index))
 
-    def _running(self, source: int) -> Callable[[Any], None]:
-        def hook(_gradients: Any) -> None:
-            self._source = source
+    def _begin_node(self, source: int, _gradients: Any) -> None:
+        self._source = source
 
-        return hook
-
-    def _arriving(self, visit: int) -> Callable[[Any], None]:
-        def hook(_gradients: Any) -> None:
-            if ends_here():
-                return
-            if torch.is_grad_enabled():
-                self.second_order = True
-                return
-            self.arrivals.append((visit, len(self.backward)))
-
-        return hook
+    def _arrive(self, visit: int, _gradients: Any) -> None:
+        if ends_here():
+            return
+        if torch.is_grad_enabled():
+            self.found.second_order = True
+            return
+        self.found.arrivals.append((visit, len(self.found.backward)))
 
     def _known(self, tensor: Tensor, owner: str) -> int:
         number = self._storage(tensor)
-        self._held.append(
-            tensor.untyped_storage()
-        )  # otherwise the Python object, and with it the number, would be freed
-        self.storages[number].owner = owner
-        self.storages[number].born = -1
+        self._held.append(tensor.untyped_storage())  # else the Python object, and with it the number, would be freed
+        self.found.storages[number].owner = owner
+        self.found.storages[number].born = -1
         return number
 
     def _storage(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage; give a new storage a new number."""
-        storage = tensor.untyped_storage()
+        storage, found = tensor.untyped_storage(), self.found
         address = storage._cdata
         if (number := self._number.get(address)) is not None:
             return number
-        number = self._number[address] = len(self.storages)
-        self.storages.append(Storage(storage.nbytes(), len(self.forward) + len(self.backward)))
+        number = self._number[address] = len(found.storages)
+        found.storages.append(Storage(storage.nbytes(), len(found.forward) + len(found.backward)))
 
         def died(_reference: Any) -> None:
-            self.storages[number].died = len(self.forward) + len(self.backward) - 1
+            found.storages[number].died = len(found.forward) + len(found.backward) - 1
             if self._number.get(address) == number:
                 del self._number[address]
             self._watch.pop(number, None)
@@ -534,13 +490,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
 
+class _Running(NamedTuple):
+    """A visit that has not ended: autograd's next number when it began, and buffers with their versions then."""
+
+    visit: int
+    begun: int
+    buffers: list[tuple[Tensor, int]]
+
+
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of an operator with the CPU, where all fake tensors are, in place of a GPU."""
     on_gpu = getattr(kwargs.get("device"), "type", "") == "cuda"
     return kwargs | {"device": torch.device("cpu")} if on_gpu else kwargs
-
-
-def _reach_head(recorder: _Recorder, head: nn.Module) -> None:
-    """Record that backward has reached a head whose logits are in tiles."""
-    found = next(index for index, visit in enumerate(recorder.visits) if visit.module is head)
-    recorder.arrivals.append((found, len(recorder.backward)))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
 from typing import Any, Final, Literal
 
 import torch
@@ -13,7 +12,6 @@ from torch.func import debug_unwrap
 from executor.callbacks import tensors_of
 from planner.models.captured import CapturedInput
 from planner.models.kernels import Kernels
-from ullage.capture.repeats import Copy
 
 DTYPES: Final[dict[Literal["bf16", "fp32"], torch.dtype]] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """The types of weights that can be planned, by name."""
@@ -30,13 +28,18 @@ class LongLoopError(BaseException):
     """
 
 
+Block = tuple[str, int]
+"""Path of a module, and the call of the model in which it runs."""
+
+
 @dataclasses.dataclass(slots=True)
 class Visit:
-    """One call of a module's forward.
+    """One call of a module's forward. Those inside it follow it in a recording, without others between them.
 
     Attributes:
         parent: index of the calling visit; -1 for the model, and for what else the user's step calls.
         first, stop: range of forward events.
+        last: index of the last visit inside it; its own if there is none.
         input_bytes: bytes of inputs with a gradient, which must be kept for recomputation.
         inputs: storages of inputs with a gradient; if there are none, the storage of the first input.
         given: storages of all strided tensors among its arguments, with their positions among the leaves of
@@ -53,11 +56,17 @@ class Visit:
     first: int
     call: int
     evaluates: bool
-    input_bytes: int = 0
-    inputs: frozenset[int] = frozenset()
-    given: tuple[tuple[int, int], ...] = ()
+    input_bytes: int
+    inputs: frozenset[int]
+    given: tuple[tuple[int, int], ...]
+    last: int = -1
     stop: int = -1
     state_bytes: int = 0
+
+    @property
+    def block(self) -> "Block":
+        """The module, and the call in which it runs."""
+        return self.path, self.call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ class Event:
         kernels: its kernels; empty for views and bookkeeping.
         storages: numbers of the storages that it wrote.
         output_bytes: bytes of its first result.
-        product_bytes: bytes of all floating results, if it is a product whose results are not changed later.
+        product_bytes: bytes of all floating results, if it is a product.
         parameters: names of the parameters that it read.
         changes: whether it changes these storages in place.
     """
@@ -113,16 +122,36 @@ class Save:
     visit: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A block that was not recorded.
+
+    Attributes:
+        path: path of the block.
+        of: path of the equal block that was recorded.
+        after: path of the block that was called before it.
+        first: forward event before which the block was called.
+        stop: forward event before which the next block was called.
+    """
+
+    path: str
+    of: str
+    after: str
+    first: int
+    stop: int = -1
+
+
+@dataclasses.dataclass
 class Recording:
     """A recorded forward and backward.
 
     Attributes:
+        num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
+        visits: calls of modules, in order.
         forward, backward: events; backward events are numbered from ``len(forward)``.
         loss: description of the loss.
         gradients: numbers of the storages of parameters' gradients at the end, by name.
         sums: for every sum in backward, the storages of its terms.
-        num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
         unpriced: forward's operators without a known cost, each with the path of the module that ran it first.
         reader: the first line of code that needed values, which were assumed, in brackets; ``None`` if none did.
         backward_inside: visits whose forward runs a backward, which would begin a recomputation.
@@ -136,30 +165,40 @@ class Recording:
     """
 
     model: nn.Module
-    visits: list[Visit]
-    forward: list[Event]
-    backward: list[Event]
-    storages: list[Storage]
-    saves: list[Save]
-    loss: str
-    gradients: dict[str, int]
-    sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
-    arrivals: list[tuple[int, int]]
-    unpriced: dict[str, str]
-    reader: str | None
-    backward_inside: set[int]
+    visits: list[Visit] = dataclasses.field(default_factory=list)
+    forward: list[Event] = dataclasses.field(default_factory=list)
+    backward: list[Event] = dataclasses.field(default_factory=list)
+    storages: list[Storage] = dataclasses.field(default_factory=list)
+    saves: list[Save] = dataclasses.field(default_factory=list)
+    loss: str = ""
+    gradients: dict[str, int] = dataclasses.field(default_factory=dict)
+    sums: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    arrivals: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    unpriced: dict[str, str] = dataclasses.field(default_factory=dict)
+    reader: str | None = None
+    backward_inside: set[int] = dataclasses.field(default_factory=set)
     copies: list[Copy] = dataclasses.field(default_factory=list)
     begins: list[int] = dataclasses.field(default_factory=list)
     tiled: frozenset[str] = frozenset()
     called_with: tuple[CapturedInput, ...] = ()
     second_order: bool = False
-    written: Collection[str] = ()
+    written: set[str] = dataclasses.field(default_factory=set)
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:
         """Forward events that ran in place of copied blocks, or between a copied block and the next block."""
         return frozenset(index for copy in self.copies for index in range(copy.first, copy.stop))
+
+    @functools.cached_property
+    def changed(self) -> dict[int, int]:
+        """For each storage that forward changes in place, the last event that does."""
+        return {number: index for index, event in enumerate(self.forward) if event.changes for number in event.storages}
+
+    @functools.cached_property
+    def visit_of(self) -> dict[Block, Visit]:
+        """The visit of each module in each call; the last one where there are several."""
+        return {visit.block: visit for visit in self.visits}
 
     @property
     def calls(self) -> tuple[str, ...] | None:
@@ -174,6 +213,40 @@ class Recording:
     @functools.cached_property
     def _copied(self) -> tuple[str, ...]:
         return tuple(f"{copy.path}." for copy in self.copies)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Type and shape of a tensor, and where its values are in its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        """Return the layout of a tensor in a storage of its own."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    @classmethod
+    def in_storage(cls, tensor: Tensor) -> "Layout":
+        """Return the layout of a tensor in its storage."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def room(self) -> int:
+        """Number of values of a storage that ends with the tensor."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return max(self.offset + 1 + last, 0)
+
+    def within(self, values: Tensor) -> Tensor:
+        """Return the tensor with this layout in a storage of ``values``."""
+        return values.as_strided(self.shape, self.strides, self.offset)
+
+    def make(self) -> Tensor:
+        """Return a tensor of this shape and type, without values."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
 def strided(value: Any) -> list[Tensor]:
@@ -197,18 +270,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
-
-
-def nodes(root: Any) -> Iterator[Any]:
-    """Yield all autograd nodes behind ``root``."""
-    seen, left = {root}, [root]
-    while left:
-        node = left.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                left.append(following)
 
 
 def remedy(error: Exception, *, has_model: bool) -> str:

@@ -15,13 +15,14 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from executor.memory.forward_state import ForwardState, Snapshot
+from ullage.capture.records import Copy, Layout
 
 _FEWEST: Final = 4  # minimum number of equal blocks for copies
 _NUMBER: Final = re.compile(r"idx|index|layer")  # names of attributes with a block's own number
@@ -30,25 +31,6 @@ _SIMPLE: Final = (int, float, str, bool, type(None), torch.dtype)
 
 class UnequalError(Exception):
     """Blocks that were assumed to be equal are not, or cannot be distinguished, so all blocks must be recorded."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Copy:
-    """A block that was not recorded.
-
-    Attributes:
-        path: path of the block.
-        of: path of the equal block that was recorded.
-        after: path of the block that was called before it.
-        first: forward event before which the block was called.
-        stop: forward event before which the next block was called.
-    """
-
-    path: str
-    of: str
-    after: str
-    first: int
-    stop: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +122,7 @@ class Repeats:
         def described(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return next((_Given(number) for number, other in enumerate(given) if other is leaf), _Like.of(leaf))
+            return next((_Given(number) for number, other in enumerate(given) if other is leaf), _like(leaf))
 
         self._made[kind] = _Made(_call(args, kwargs), tuple(map(described, leaves)), structure)
 
@@ -160,28 +142,22 @@ class Repeats:
         return tree_unflatten([handed_on(leaf) for leaf in made.leaves], made.structure)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Like:
-    """Shape, layout and type from which a tensor is made."""
+class _Like(NamedTuple):
+    """A tensor to make."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    layout: Layout
     requires_grad: bool
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Like":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
-    def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+def _like(tensor: Tensor) -> _Like:
+    return _Like(Layout.of(tensor), tensor.requires_grad)
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, likes: list[_Like], *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.sources = [_Like.of(source) for source in sources]
-        made = tuple(like.make() for like in likes)
+        ctx.sources = list(map(Layout.of, sources))
+        made = tuple(like.layout.make() for like in likes)
         ctx.mark_non_differentiable(*(t for t, like in zip(made, likes, strict=True) if not like.requires_grad))
         return made
 
@@ -189,8 +165,8 @@ class _Copied(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return gradients with the strides of the incoming gradients, if the shapes are equal."""
         strides = {tuple(gradient.shape): gradient.stride() for gradient in gradients if gradient is not None}
-        likes = (dataclasses.replace(like, strides=strides.get(like.shape, like.strides)) for like in ctx.sources)
-        return None, *(like.make() for like in likes)
+        layouts = (dataclasses.replace(each, strides=strides.get(each.shape, each.strides)) for each in ctx.sources)
+        return None, *(layout.make() for layout in layouts)
 
 
 def _call(args: Any, kwargs: Any) -> Any:
@@ -200,7 +176,7 @@ def _call(args: Any, kwargs: Any) -> Any:
     found: list[Any] = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            found.append((_Like.of(leaf), first.setdefault(id(leaf), number)))
+            found.append((_like(leaf), first.setdefault(id(leaf), number)))
         else:
             is_sparse = isinstance(leaf, Tensor)  # each is another
             found.append(leaf if is_sparse or isinstance(leaf, _SIMPLE) else type(leaf))

@@ -1,16 +1,23 @@
 """Types of command-line arguments. Each error states the value, the rule and an example."""
 
 import argparse
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.terms import LEVELS, AuditTime, Level
 
 if TYPE_CHECKING:
     from planner.models.adapters import Lora
     from planner.models.captured import CapturedInput
+
+WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a weight in a saved model, by the name of its type."""
+
+_OF_TRAINERS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
 Cores = tuple[int, ...] | Literal["auto", "free"]
 
@@ -83,6 +90,92 @@ def _whole(text: str, least: int, most: int) -> int:
     if int(digits) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
     return int(digits)
+
+
+def switch(text: str) -> bool:
+    """Return whether a text such as ``yes`` means yes.
+
+    Raises:
+        argparse.ArgumentTypeError: it means neither yes nor no.
+    """
+    known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no; give one of them")
+    return known[text.lower()]
+
+
+def parts(text: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Return the values in a text such as ``tensor=2,pipeline=4`` or ``corpus.bin,dtype=uint16``, by their names.
+
+    Args:
+        text: what stands before all names, if ``readers`` has one for ``""``, and then named values.
+        readers: function that reads a value, by name.
+
+    Raises:
+        argparse.ArgumentTypeError: a name is unknown or is given twice, or a value is wrong.
+    """
+    pieces, found = text.split(","), {}
+    while pieces:
+        name, equals, value = pieces[-1].partition("=")
+        if not (equals and name in readers):
+            break
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{text!r} has {name} twice; give it once")
+        found[name] = value
+        pieces.pop()
+    names = ", ".join(f"{name}=..." for name in readers if name)
+    values = {name: readers[name](value) for name, value in found.items()}
+    if first := ",".join(pieces):
+        if "" not in readers:
+            raise argparse.ArgumentTypeError(f"{pieces[-1]!r} in {text!r} is not understood; give one of {names}")
+        try:
+            values[""] = readers[""](first)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {names}") from error
+    return values
+
+
+def choice(*known: str) -> Callable[[str], str]:
+    """Return a function that returns one of the known values, and refuses others."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}; give one of them")
+        return text
+
+    return read
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is trained on: a file, or the built-in text.
+
+    Attributes:
+        path: the file.
+        dtype: type of the tokens in a raw file, ``uint16`` or ``uint32``.
+        skip: sequences to skip.
+    """
+
+    path: Path | None = None
+    dtype: Literal["uint16", "uint32"] | None = None
+    skip: int = 0
+
+
+def data(text: str) -> Data:
+    """Return what to train on, from a text such as ``corpus.npy`` or ``corpus.bin,dtype=uint16,skip=8000``.
+
+    Raises:
+        argparse.ArgumentTypeError: the text does not say it, or a trainer of ``transformers`` trains on such a file.
+    """
+    found = parts(text, {"": Path, "dtype": choice("uint16", "uint32"), "skip": non_negative_int})
+    path = found.pop("", None)
+    if path is not None and path.suffix in _OF_TRAINERS:
+        raise argparse.ArgumentTypeError(
+            f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
+            "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole "
+            "program"
+        )
+    return Data(path, **found)
 
 
 def audit(text: str) -> AuditTime:

@@ -1,6 +1,5 @@
 """Turn the options of :mod:`ullage.cli.options` into a request for checkpoints."""
 
-import argparse
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile, Storage
@@ -13,32 +12,32 @@ _UNKNOWN_CAPACITY_BYTES = 1e15
 _REQUEST_BYTES = 1e9
 
 
-def checkpoints_of(args: argparse.Namespace | Options) -> CheckpointRequest | None:
+def checkpoints_of(asked: Options) -> CheckpointRequest | None:
     """Return the request that the options describe; ``None`` without ``--mtbf``.
 
     Raises:
         ValueError: options of checkpoints are given without ``--mtbf``, or ``--keep`` is below 2.
     """
     given: dict[str, Any] = {
-        "max_overhead": args.max_checkpoint_overhead,
-        "max_lost_s": args.max_lost_work,
-        "restart_s": args.restart,
-        "keep": args.keep,
-        "buffer_bytes": args.checkpoint_buffer,
-        "drive_writes_per_day": args.drive_writes_per_day,
-        "num_iterations": args.iterations,
+        "max_overhead": asked.max_checkpoint_overhead,
+        "max_lost_s": asked.max_lost_work,
+        "restart_s": asked.restart,
+        "keep": asked.keep,
+        "buffer_bytes": asked.checkpoint_buffer,
+        "drive_writes_per_day": asked.drive_writes_per_day,
+        "num_iterations": asked.iterations,
     }
     found = {name: value for name, value in given.items() if value is not None}
-    if args.mtbf is None:
-        if found or args.pfs_bandwidth is not None:
-            raise ValueError("options of checkpoints have no effect without --mtbf; give it, as in --mtbf 6h")
+    if asked.mtbf is None:
+        if found or asked.pfs_bandwidth is not None:
+            raise ValueError("--checkpoints has no effect without --mtbf; give it, as in --mtbf 6h")
         return None
     if found.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
         raise ValueError(
-            f"--keep {args.keep} is too few: one checkpoint may be damaged; keep at least {MIN_CHECKPOINTS} at each "
-            "level"
+            f"keep={asked.keep} of --checkpoints is too few: one checkpoint may be damaged; keep at "
+            f"least {MIN_CHECKPOINTS} at each level"
         )
-    return CheckpointRequest(mtbf_s=args.mtbf, **found)
+    return CheckpointRequest(mtbf_s=asked.mtbf, **found)
 
 
 def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
@@ -48,8 +47,8 @@ def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
         ValueError: the profile has a shared file system already.
     """
     if hardware.pfs is not None:
-        raise ValueError(f"--pfs-bandwidth: profile {hardware.name} has a pfs already; leave the option out")
-    provenance = Provenance(origin="assumed", source="asked for with --pfs-bandwidth")
+        raise ValueError(f"pfs-bandwidth of --checkpoints: profile {hardware.name} has a pfs already; leave it out")
+    provenance = Provenance(origin="assumed", source="asked for with --checkpoints pfs-bandwidth")
     point = CurvePoint(
         size=_REQUEST_BYTES, **dict.fromkeys(("p10_s", "median_s", "p90_s"), _REQUEST_BYTES / bytes_per_s)
     )

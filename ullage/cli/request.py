@@ -1,17 +1,18 @@
-"""Turn the options of :mod:`ullage.cli.options` into a request."""
+"""Turn :class:`ullage.cli.options.Options` into a request, for the command line, ``ullage.plan`` and studies."""
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
-from planner.choices.constraints import Constraints
-from planner.choices.request import Request
+from planner.choices.constraints import Asked
+from planner.choices.request import Request, precision_of
 from planner.decisions import Precision
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, Model, micro_batch_of, resized, tokens_of
@@ -19,67 +20,84 @@ from planner.models.config import NoFormulasError
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
 from planner.plan.planning import default_precision
-from planner.terms import default_micro_batch
+from planner.terms import DEFAULT_SEQ_LEN, default_micro_batch
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
-from ullage.cli.options import DEFAULT_SEQ_LEN, Options, check_adapters, is_captured
+from ullage.cli.options import Options, check_adapters, is_captured
+
+_T = TypeVar("_T")
+
+
+def _unchanged(whole: _T) -> _T:
+    return whole
 
 
 def request_of(
-    args: argparse.Namespace | Options,
-    change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
-    change_model: Callable[[Model], Model] = lambda model: model,
+    asked: Options,
+    change_machine: Callable[[HardwareProfile], HardwareProfile] = _unchanged,
+    change_model: Callable[[Model], Model] = _unchanged,
 ) -> Request:
-    """Return the request that the options describe.
+    """Return the request that is asked for.
 
     Args:
-        args: parsed options.
+        asked: the options.
         change_machine: changes the machine that the options name.
         change_model: changes the model that the options name.
 
     Raises:
         ValueError: the model or machine does not exist, or the machine cannot meet the request.
     """
-    hardware = change_machine(load_profile(args.hardware or default_hardware()[0]))
-    if args.device_memory is not None:
-        hardware = hardware.with_device_limit(args.device_memory)
-    if args.host_memory is not None:
+    if asked.memory is not None:
+        raise ValueError(
+            "--memory free is for plans of this machine now; here, give sizes, as in --memory device=16GiB"
+        )
+    hardware = change_machine(machine_of(asked))
+    if asked.device_memory is not None:
+        hardware = hardware.with_device_limit(asked.device_memory)
+    if asked.host_memory is not None:
         asked_for = Provenance(
             origin="assumed", source=f"asked for, in place of {hardware.host.memory_bytes.value:.0f} B"
         )
-        hardware = replace(hardware, {"host.memory_bytes": args.host_memory}, asked_for)
-    if args.nodes is not None:
-        hardware = _with_nodes(hardware, args.num_devices or 1, args.nodes)
-    precision = precision_of(args, hardware)
-    if args.products == "fp8":
-        precision = precision.model_copy(update={"products": "fp8"})
-    as_on_gpu = hardware.device.kind == "gpu"
-    model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
-    asked = {field.name: getattr(args, field.name) for field in dataclasses.fields(Constraints)}
-    asked |= {"micro_batch": micro_batch, "fp8_weights": {"yes": True, "no": False}.get(str(args.fp8_weights))}
-    return Request(
-        model=model,
-        hardware=hardware,
-        seq_len=seq_len,
-        expert_load=expert_load(args.expert_load or "uniform", model),
-        precision=precision,
-        optimizer=args.optimizer or "adamw",
-        clip=args.clip is not False,
-        **{name: value for name, value in asked.items() if value is not None},
-    )
+        hardware = replace(hardware, {"host.memory_bytes": asked.host_memory}, asked_for)
+    if asked.nodes is not None:
+        hardware = _with_nodes(hardware, asked.num_devices, asked.nodes)
+    precision = types_of(asked, hardware)
+    model, seq_len, micro_batch = trained(asked, precision, change_model, as_on_gpu=hardware.device.kind == "gpu")
+    load = asked.expert_load or ()
+    found = {field.name: getattr(asked, field.name) for field in dataclasses.fields(Asked)} | {
+        "seq_len": seq_len,
+        "micro_batch": micro_batch,
+        "precision": precision,
+        "expert_load": expert_load(load, model) if isinstance(load, str) else load,
+    }
+    return Request(model, hardware, **found)
 
 
-def precision_of(args: argparse.Namespace | Options, hardware: HardwareProfile) -> Precision:
+def machine_of(asked: Options) -> HardwareProfile:
+    """Return the machine that the options name, or that is the default."""
+    named = asked.hardware or default_hardware()[0]
+    return named if isinstance(named, HardwareProfile) else load_profile(named)
+
+
+def types_of(asked: Options, hardware: HardwareProfile) -> Precision:
     """Return the types that the options ask for.
 
     Raises:
-        ValueError: a master copy in bf16 for weights in fp32.
+        ValueError: a type does not exist; or a master copy in bf16 for weights in fp32.
     """
-    if args.master != "bf16":
-        return Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
-    if args.precision == "fp32":
-        raise ValueError("--master bf16 is for weights in bf16, but --precision is fp32; change one of them")
-    return Precision(weights="bf16", master="bf16")
+    if asked.precision is not None:
+        found = precision_of(asked.precision)
+    elif isinstance(asked.model, CapturedModel):
+        found = Precision(weights=asked.model.dtype)
+    else:
+        found = Precision(weights="bf16") if asked.master == "bf16" else default_precision(hardware.device)
+    if asked.master == "bf16":
+        if found.weights == "fp32":
+            raise ValueError(
+                "a master copy in bf16 is for weights in bf16, but the precision is fp32; change one of them"
+            )
+        found = found.model_copy(update={"master": "bf16"})
+    return found.model_copy(update={"products": "fp8"}) if asked.products == "fp8" else found
 
 
 def _with_nodes(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
@@ -94,57 +112,57 @@ def _with_nodes(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> 
 
 
 def trained(
-    args: argparse.Namespace | Options, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
+    asked: Options, precision: Precision, change: Callable[[Model], Model] = _unchanged, *, as_on_gpu: bool
 ) -> tuple[Model, int, int | None]:
     """Return the model, its tokens per sequence, and the sequences per micro-batch (``None`` if not fixed)."""
-    check_adapters(args)
-    if not is_captured(args.model):
-        if args.input_shape:
-            raise ValueError(
-                f"--input-shape is for captured models, but --model {args.model} names no function; "
-                "give package.module:function, or --seq-len and --micro-batch"
-            )
-        quantization = None if args.quantize == "none" else args.quantize
-        called_with = args.seq_len, first_micro_batch(args.micro_batch, args.global_batch)
-        found = model_named(
-            args.model,
-            *called_with,
-            precision.weights,
-            lora=args.lora,
-            quantization=quantization,
-            masked=args.batches == "masked",
-            as_on_gpu=as_on_gpu,
-        )
-        model = change(found)
-        if isinstance(model, CapturedModel):
-            return model, model.seq_len, args.micro_batch
-        return model, args.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
-    inputs = tuple(args.input_shape or ())
-    if args.batches == "masked":
+    check_adapters(asked)
+    is_named = isinstance(asked.model, str | Path) and not is_captured(asked.model)
+    if asked.input_shape and not is_captured(asked.model):
         raise ValueError(
-            f"--batches masked is for models of transformers, but --model {args.model} is a function; give its mask "
+            f"--input-shape is for captured models, but --model {asked.model} names no function; "
+            "give package.module:function, or --seq-len and --micro-batch"
+        )
+    if is_named:
+        model = change(
+            model_named(
+                str(asked.model),
+                asked.seq_len,
+                asked.micro_batch or (1 if asked.global_batch else None),  # the first of those that the planner tries
+                precision.weights,
+                lora=Lora.read(asked.lora) if isinstance(asked.lora, str) else asked.lora,
+                quantization=None if asked.quantize == "none" else asked.quantize,
+                masked=asked.batches == "masked",
+                as_on_gpu=as_on_gpu,
+            )
+        )
+    elif asked.batches == "masked":
+        raise ValueError(
+            f"--batches masked is for models of transformers, but --model {asked.model} is a function; give its mask "
             "with the other inputs, as in --input-shape input_ids=2x512:int64 attention_mask=2x512:int64 "
             "labels=2x512:int64"
         )
-    if inputs and args.seq_len is not None and tokens_of(inputs) == 1:
+    else:
+        given = asked.model
+        model = change(_called(asked, precision, as_on_gpu=as_on_gpu) if isinstance(given, str | Path) else given)
+    if not isinstance(model, CapturedModel):
+        return model, asked.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), asked.micro_batch
+    if is_named:
+        return model, model.seq_len, asked.micro_batch
+    chosen = model.is_free and asked.global_batch is not None  # the planner chooses the micro-batch
+    return model, asked.seq_len or model.seq_len, asked.micro_batch or (None if chosen else model.micro_batch)
+
+
+def _called(asked: Options, precision: Precision, *, as_on_gpu: bool) -> Model:
+    """Return the model that a function makes, for inputs of the sizes that are asked for."""
+    inputs = tuple(asked.input_shape or ())
+    if inputs and asked.seq_len is not None and tokens_of(inputs) == 1:
         raise ValueError(
-            f"--seq-len {args.seq_len}: the first input of --model {args.model} is not a sequence of tokens; leave "
+            f"--seq-len {asked.seq_len}: the first input of --model {asked.model} is not a sequence of tokens; leave "
             "--seq-len out, or give another --input-shape"
         )
-    if inputs and (args.seq_len or args.micro_batch):
-        inputs = resized(inputs, args.micro_batch or micro_batch_of(inputs), args.seq_len or tokens_of(inputs))
-    captured = _captured(args.model, inputs, precision.weights, as_on_gpu=as_on_gpu)
-    changed = change(captured)
-    assert isinstance(changed, CapturedModel)
-    chosen = (
-        changed.is_free and args.global_batch is not None and args.micro_batch is None
-    )  # the planner chooses the micro-batch
-    return changed, changed.seq_len, None if chosen else changed.micro_batch
-
-
-def first_micro_batch(micro_batch: int | None, global_batch: int | None) -> int | None:
-    """Return the micro-batch for the first capture of a model: 1 if the planner chooses it."""
-    return micro_batch or (1 if global_batch else None)
+    if inputs and (asked.seq_len or asked.micro_batch):
+        inputs = resized(inputs, asked.micro_batch or micro_batch_of(inputs), asked.seq_len or tokens_of(inputs))
+    return _captured(str(asked.model), inputs, precision.weights, as_on_gpu=as_on_gpu)
 
 
 def model_named(

@@ -33,7 +33,6 @@ SUMMARIES = {
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list, show, compare and check hardware profiles",
-    "import-deepspeed": "compare a configuration of DeepSpeed with a plan",
     "export-deepspeed": "write the configuration of DeepSpeed that is nearest to a plan",
     "completion": "print the completion script for a shell",
 }

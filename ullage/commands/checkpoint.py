@@ -12,7 +12,7 @@ from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.locating import checkpoint_at, located, place_at
 from executor.checkpoint.places.place import newest_of, parse_name
 from planner.terms import MIN_CHECKPOINTS
-from ullage.cli.arguments import positive_int
+from ullage.cli.arguments import WEIGHT_BYTES, choice, parts, positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
@@ -33,7 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage checkpoint ls checkpoints/
         ullage checkpoint verify checkpoints/
-        ullage checkpoint export checkpoints/ --output-dir my-model/
+        ullage checkpoint export checkpoints/ --save my-model/
         ullage checkpoint prune checkpoints/ --keep 3
         ullage checkpoint ls s3://bucket/run-7
         """,
@@ -45,14 +45,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="folder or URL of the checkpoints; verify and export also take a single checkpoint",
     )
     parser.add_argument(
-        "--to", choices=("hf",), default="hf", help="export: format of the weights, that of transformers (hf)"
-    )
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="export: a new folder for the weights")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="export: type of the weights (bfloat16)",
+        "--save",
+        type=lambda text: parts(text, {"": Path, "dtype": choice(*WEIGHT_BYTES)}),
+        default={},
+        metavar="DIR[,dtype=TYPE]",
+        help="export: a new folder for the weights, in the format of from_pretrained(). dtype: their type, bfloat16 "
+        "(the default), float16 or float32",
     )
     parser.add_argument(
         "--keep",
@@ -142,15 +140,16 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if args.output_dir is None:
-        raise ValueError("export needs --output-dir DIR, a new folder for the weights")
+    if "" not in args.save:
+        raise ValueError("export needs --save DIR, a new folder for the weights")
+    folder = args.save[""]
     from ullage.training.exporting import export_hf  # noqa: PLC0415 - torch takes seconds
 
     count = 0
 
     def export(checkpoint: Checkpoint) -> None:
         nonlocal count
-        count = export_hf(checkpoint, args.output_dir, args.dtype)
+        count = export_hf(checkpoint, folder, args.save.get("dtype", "bfloat16"))
 
     if _is_single(args.place):
         with checkpoint_at(args.place) as checkpoint:
@@ -162,8 +161,8 @@ def _export(args: argparse.Namespace) -> int:
                 f"{args.place} has no complete checkpoint; see `ullage checkpoint verify {args.place}`"
             )
         checkpoint = found
-    facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
-    return _shown(args, facts, f"{count} tensors of {checkpoint.folder} written to {args.output_dir}")
+    facts = {"path": str(checkpoint.folder), "output_dir": str(folder), "num_tensors": count}
+    return _shown(args, facts, f"{count} tensors of {checkpoint.folder} written to {folder}")
 
 
 def _prune(args: argparse.Namespace) -> int:

@@ -48,5 +48,9 @@ def _describe(action: Any, names: dict[str, tuple[str, ...]], places: dict[str, 
     """Set how the shell completes an option: with known names, or with files."""
     if action.dest in names:
         action.choices = names[action.dest]
-    elif action.type is Path or action.metavar == "PLACE":
-        action.complete = places["folder" if action.metavar in {"DIR", "PLACE"} else "file"]
+    elif action.type is Path or _first_word(action) in {"PATH", "DIR", "PLACE"}:
+        action.complete = places["folder" if _first_word(action) in {"DIR", "PLACE"} else "file"]
+
+
+def _first_word(action: Any) -> str:
+    return action.metavar.partition("[")[0] if isinstance(action.metavar, str) else ""

@@ -18,7 +18,7 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Write the DeepSpeed configuration nearest to a plan: ZeRO stage, offloading, Twin-Flow ratio, batch, types.\n"
         "Then list the parts of the plan that DeepSpeed cannot express. The learning rate is that of `ullage\n"
-        "execute`. `ullage import-deepspeed` predicts how fast the configuration is.",
+        "execute`. `ullage plan --deepspeed` predicts how fast the configuration is.",
         """
         ullage export-deepspeed plan.json
         ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme

@@ -8,7 +8,7 @@ from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
 from planner.models.registry import captured_preset, configuration, list_models, resolve_model, source_of
 from ullage.cli.arguments import lora
-from ullage.cli.options import QUANTIZATIONS, check_adapters
+from ullage.cli.options import QUANTIZATIONS, Options, check_adapters
 from ullage.cli.request import model_named
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         rows = tuple((name, f"{count:,}", source_of(name)) for name, count in ordered)
         shown: Table | dict[str, str] = Table("models", ("name", "parameters", "source of its sizes"), rows)
     else:
-        check_adapters(args)
+        check_adapters(Options(model=args.model, lora=args.lora, quantize=args.quantize))
         data, shown = _adapted(args) if args.lora is not None else _one(args.model)
     if args.json:
         write_json(data)

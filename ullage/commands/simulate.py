@@ -8,12 +8,9 @@ from hwprofiles.files import check_output, write_whole
 from planner.plan.document import load_plan
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.iteration import Iteration
-from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
+from ullage.analysis.simulation import ENGINES, OURS, planned
 from ullage.cli.arguments import positive_int
-from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.exit_codes import CHECK_FAILED
-from ullage.cli.options import add_options, given_options
-from ullage.cli.request import request_of
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
 from ullage.report.iteration import iteration_part
@@ -26,25 +23,23 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "simulate",
         run,
-        "Simulate one iteration of a plan, or of an engine without a plan. Show phases, lanes, traffic and memory\n"
+        "Simulate one iteration of a plan, or of another engine in its place. Show phases, lanes, traffic and memory\n"
         "over time, the critical path, and the lane that binds.\n"
         "If the iteration does not fit in memory, it is still shown, and the exit code is 1.",
         """
         ullage simulate plan.json
         ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
-        ullage simulate --model opt-13b --hardware h100x4-80g --gpus 4 --engine zero-offload --figure iteration.html
+        ullage simulate plan.json --engine zero-offload --figure iteration.html
         ullage simulate plan.json --text | less
         """,
     )
-    parser.add_argument(
-        "plan", type=Path, nargs="?", metavar="PLAN", help="file that `ullage plan` wrote; or give --model"
-    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--engine",
         nargs="+",
         default=[OURS],
         metavar=("NAME", "SETTING"),
-        help=f"engine whose schedule is simulated: {OURS} (that of the plan, or of `ullage plan`), "
+        help=f"engine whose schedule is simulated: {OURS} (that of the plan), "
         f"{', '.join(ENGINES)}. SETTING is the fraction that the CPU updates (twin-flow, super-offload), the stride "
         "(interleaved) or the steps between updates on the host (zenflow, default 4); otherwise the default is the "
         "best setting",
@@ -64,7 +59,6 @@ def add_parser(subparsers: Subparsers) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--text", action="store_true", help="print the schedule, one line per task, and nothing else")
     shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    add_options(parser, model_required=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--figure {args.figure}: the figure is a page; let its name end in .html")
     check_output("--trace", args.trace)
     check_output("--figure", args.figure)
-    subject = _subject(args)
+    subject = planned(load_plan(args.plan), *args.engine)
     if args.text:
         sys.stdout.write(subject.schedule().to_text() + "\n")
         return 0
@@ -97,20 +91,3 @@ def run(args: argparse.Namespace) -> int:
         written = {"trace": args.trace, "figure": args.figure}
         show(iteration_part(seen), *(f"{what} written to {path}" for what, path in written.items() if path))
     return CHECK_FAILED if seen.missing else 0
-
-
-def _subject(args: argparse.Namespace) -> Subject:
-    """Return the requested subject: a plan, or an engine on a machine."""
-    given = given_options(args)
-    if args.plan is not None:
-        if given:
-            raise ValueError(
-                f"{args.plan} contains model and machine, but {' '.join(given)} is given too; leave one of them out"
-            )
-        return planned(load_plan(args.plan), *args.engine)
-    if args.model is None:
-        raise ValueError(
-            "neither a plan nor --model was given; give a file that `ullage plan` wrote, or --model and --engine"
-        )
-    print_default_hardware(args)
-    return requested(request_of(args), *args.engine)

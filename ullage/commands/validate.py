@@ -3,22 +3,23 @@
 import argparse
 import dataclasses
 import fnmatch
-import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.paths import quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.simulate.uncertainty import interval_s
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, table, write_json
+from ullage.output.console import write_json
 from ullage.output.formatting import percent
+from ullage.report.charts import Table
+from ullage.report.terminal import show
 from ullage.rivals.cases import Case, CaseError, Metric, Outcome, load_cases
-from ullage.rivals.from_runs import fitted_runs
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -117,6 +118,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
+    """Return the ids of all runs to which a profile was fitted; for these it makes no real prediction."""
+    return frozenset(run for item in quantities(profile).values() for run in item.provenance.runs or ())
+
+
 def _checked(path: Path, case: Case, profile: HardwareProfile, fitted: bool, *, intervals: bool) -> Checked:
     outcome = case.predict(profile)
     if not intervals or outcome.iteration_s is None or Metric.ITERATION not in case.measurements():
@@ -199,29 +205,27 @@ def _case_json(item: Checked) -> dict[str, Any]:
 
 
 def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]) -> None:
-    out = console()
-    for metric in [metric for metric in Metric if any(metric in item.rows() for item in checked)]:
-        cases = table(metric.value, "case", "predicted", "measured", "error")
-        for item in checked:
-            if row := item.rows().get(metric):
-                cases.add_row(item.case.id, *row.cells[1:])
-        out.print(cases)
-        out.print()
-    more = ["in 80 % interval"] if any("inside" in row_ for row_ in summaries) else []
-    names = "cases of", "quantity", "number", "mean", "median", "worst", *more
-    errors = table("absolute errors", *names, num_text=2)
-    for row_ in summaries:
-        sizes = (percent(row_[name]) if name in row_ else "" for name in ("mean", "median", "worst", "inside"))
-        errors.add_row(
-            row_["group"], row_["quantity"], str(row_["num_cases"]), *itertools.islice(sizes, len(names) - 3)
+    """Print a table for each quantity, one of all errors, and what is to be known about them."""
+    tables = [
+        Table(
+            metric.value,
+            ("case", "predicted", "measured", "error"),
+            tuple((item.case.id, *row.cells[1:]) for item in checked if (row := item.rows().get(metric))),
         )
-    out.print(errors)
-    for item in checked:
-        if not item.outcome.converged:
-            out.print(
-                f"warning: case {item.case.id}: simulated iterations differ; the last one is shown", soft_wrap=True
-            )
-    for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
-        out.print(f"warning: {warning}", soft_wrap=True)
-    for failure in failures:
-        out.print(f"failed: {failure}", soft_wrap=True)
+        for metric in Metric
+        if any(metric in item.rows() for item in checked)
+    ]
+    sizes = ("mean", "median", "worst", *(["inside"] if any("inside" in row for row in summaries) else []))
+    columns = ("cases of", "quantity", "number", "mean", "median", "worst", "in 80 % interval")
+    rows = tuple(
+        (row["group"], row["quantity"], str(row["num_cases"]), *(percent(row[n]) if n in row else "" for n in sizes))
+        for row in summaries
+    )
+    odd = [
+        f"warning: case {item.case.id}: simulated iterations differ; the last one is shown"
+        for item in checked
+        if not item.outcome.converged
+    ]
+    warnings = dict.fromkeys(f"warning: {text}" for item in checked for text in item.outcome.warnings)
+    errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
+    show(*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))

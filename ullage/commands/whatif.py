@@ -3,9 +3,9 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from ullage.cli.arguments import non_negative_int, positive_float, positive_int, tokens
+from ullage.cli.arguments import choice, non_negative_int, parts, positive_float, positive_int, tokens
 from ullage.cli.options import add_options
 from ullage.commands import Subparsers, command_parser
 from ullage.whatif.study import Design, Question
@@ -53,12 +53,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     design.add_argument(
         "--design",
-        choices=get_args(Design),
+        type=_design,
+        metavar="cartesian|zip|random,points=N[,seed=N]",
         help="cartesian: all combinations (the default); zip: the first values of all axes, then the second values, "
-        "...; random: --points random combinations drawn with --seed, also inside ranges such as 0.5x..4x",
+        "...; random: so many random combinations, drawn with a seed (0), also inside ranges such as 0.5x..4x",
     )
-    design.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
-    design.add_argument("--seed", type=non_negative_int, metavar="N", help="seed of a random design (0)")
     design.add_argument(
         "--question",
         choices=get_args(Question),
@@ -106,6 +105,10 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="TEXT",
         help="only list the fields that can be varied, with units",
     )
+
+
+def _design(text: str) -> dict[str, Any]:
+    return parts(text, {"": choice(*get_args(Design)), "points": positive_int, "seed": non_negative_int})
 
 
 def run(args: argparse.Namespace) -> int:

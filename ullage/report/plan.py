@@ -171,7 +171,7 @@ def _execution(plan: Plan, path: Path) -> dict[str, str]:
     """Return why a plan cannot be executed, or how to start its processes."""
     decided = plan.decisions
     if (stages := decided.pipeline_parallel) > 1:
-        words = f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"
+        words = f"{stages} pipeline stages (--parallel pipeline=1 plans none)"
         return {"execution": f"planned and simulated, not executed: {words}"}
     if decided.num_devices == 1:
         return {}

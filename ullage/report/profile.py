@@ -20,7 +20,7 @@ from ullage.output.formatting import si, signed_percent
 from ullage.report.charts import Part, Section, Table
 
 if TYPE_CHECKING:
-    from hwprofiles.calibrate.options import CalibrationReport
+    from hwprofiles.calibrate.options import Pair
 
 NOTICEABLE: Final = 0.1
 DRIFT: Final = 0.25
@@ -115,26 +115,24 @@ def _measured(path: str, item: Item) -> tuple[str, ...]:
     return path, _value(item), _spread(item), "" if count is None else str(count)
 
 
-def calibration_part(
-    profile: HardwareProfile, base: HardwareProfile | None, report: "CalibrationReport | None"
-) -> Part:
+def calibration_part(profile: HardwareProfile, base: HardwareProfile | None, pairs: "Sequence[Pair]" = ()) -> Part:
     """Return measured quantities, how activities slowed each other down, and unknown quantities.
 
     Args:
         profile: the new profile.
         base: the profile before, if only parts were measured again.
-        report: report of calibration; ``None`` for collectives.
+        pairs: activities that ran beside others.
     """
     before = quantities(base) if base else {}
     new = tuple(_measured(path, item) for path, item in quantities(profile).items() if before.get(path) != item)
     tables = [Table("measured", ("quantity", "value", "p10 to p90", "n"), new)]
-    if report and report.pairs:
-        pairs = tuple(
+    if pairs:
+        rows = tuple(
             (pair.what, f"{pair.slow_down:.2f}", "-" if pair.predicted is None else f"{pair.predicted:.2f}")
-            for pair in report.pairs
+            for pair in pairs
         )
         title = "slow-down of pairs that run at the same time"
-        tables.append(Table(title, ("what", "measured", "from the profile"), pairs))
+        tables.append(Table(title, ("what", "measured", "from the profile"), rows))
     if missing := _missing(profile):
         tables.append(Table("not measured", ("quantity", "why"), tuple(missing.items())))
     section = Section("measured", "Measured", "Measured", (), tuple(tables))

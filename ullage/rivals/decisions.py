@@ -103,6 +103,10 @@ class RivalDecisions(Decisions):
         loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
             published times.
         device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
+        step_scratch_bytes: what updates on the device hold during the step, for each parameter that they take at once,
+            beside gradients and state.
+        step_scratch_params: at most so many parameters are taken at once; ``None``: all.
+        output_bytes: what the loop keeps of a micro-batch's output while its backward runs.
         habits: what else an engine does; ``None``: nothing.
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
     """
@@ -117,6 +121,9 @@ class RivalDecisions(Decisions):
     inputs_on_host: bool = False
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
+    step_scratch_bytes: Annotated[int, Field(ge=0)] = 0
+    step_scratch_params: Annotated[int, Field(gt=0)] | None = None
+    output_bytes: Annotated[int, Field(ge=0)] = 0
     habits: Habits | None = None
     all_reduces: bool = False
 

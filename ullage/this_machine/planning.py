@@ -321,8 +321,13 @@ def free_memory(model: nn.Module | None = None) -> Free:
     return Free(device, host)
 
 
-def machine_now(options: Options, free: Free) -> HardwareProfile:
+def machine_now(options: Options, free: Free, num_ranks: int | None = None) -> HardwareProfile:
     """Return the machine with the memory that is free now, and with one device per rank.
+
+    Args:
+        options: may name a machine, and the memory of a device.
+        free: what is free.
+        num_ranks: ranks of this machine. Default: those that ``torchrun`` has started on it.
 
     Raises:
         ValueError: ``device_memory`` is more than is free, or the profile is of another kind of device.
@@ -336,7 +341,7 @@ def machine_now(options: Options, free: Free) -> HardwareProfile:
             f"profile {profile.name} is of a {profile.device.kind} device, but this machine computes on a {kind}; "
             "leave hardware out, or run `ullage calibrate` here"
         )
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
+    num_ranks = num_ranks or int(os.environ.get("LOCAL_WORLD_SIZE") or world_size())
     if kind == "host" and num_ranks > profile.devices_per_node:
         profile = _divided(profile, num_ranks)
     most = free.device_bytes if free.device_bytes is not None else free.host_bytes // num_ranks - 1

@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.options import Options
 from executor.prepare import prepare_session
-from hwprofiles.calibrate import HostTimes
 from planner.decisions import BF16
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
@@ -30,8 +29,8 @@ _WARM_UP = 3
 _REPEATS = 12
 
 
-def host_times(device: str) -> HostTimes:
-    """Time a model so small that computing takes no time, on ``cpu`` or ``cuda``, without waiting for a GPU.
+def host_times(device: str) -> tuple[list[float], list[float]]:
+    """Time a model so small that computing takes no time; see :data:`hwprofiles.calibrate.options.MeasureHost`.
 
     With a GPU everything stays there, so that no kernel waits for a copy or for an update on the host: the simulator
     counts such waits itself. For the same reason a step begins when the GPU has ended the backward, and ends before the
@@ -68,9 +67,6 @@ def host_times(device: str) -> HostTimes:
                 loss.item()
             step_s.append(time.perf_counter() - begin_s)
             loss.item()
-    return HostTimes(
-        compute_s=tuple(compute_s[_WARM_UP:]),
-        num_kernels=sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in model_units),
-        step_s=tuple(step_s[_WARM_UP:]),
-        num_tensors=sum(len(unit.parameters) for unit in model_units),
-    )
+    num_issued = sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in model_units)
+    num_tensors = sum(len(unit.parameters) for unit in model_units)
+    return [each / num_issued for each in compute_s[_WARM_UP:]], [each / num_tensors for each in step_s[_WARM_UP:]]

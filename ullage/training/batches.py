@@ -1,7 +1,6 @@
 """One rank's training batches: its part of the next tokens, or one random batch of a captured model's inputs."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import final
 
 import torch
@@ -13,22 +12,19 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.inputs import begun
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
-from ullage.training.text import NUM_BYTES, TokenDtype, Tokens, TokenStream, read_text, read_tokens
+from ullage.cli.arguments import Data
+from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text, read_tokens
 
 
-def tokens_for(
-    plan: Plan, text: Path | None = None, tokens: Path | None = None, dtype: TokenDtype | None = None, position: int = 0
-) -> Tokens | None:
+def tokens_for(plan: Plan, data: Data) -> Tokens | None:
     """Return what a plan's model is trained on; ``None``: one random batch of its inputs.
 
     Models that are planned from sizes, and models with adapters, take tokens.
 
     Args:
         plan: the plan.
-        text: a file of text, one token per byte; by default the built-in English text.
-        tokens: a file of tokens, see :func:`ullage.training.text.read_tokens`.
-        dtype: type of the tokens in a raw file.
-        position: sequences to skip.
+        data: tokens (see :func:`ullage.training.text.read_tokens`), or text, one token per byte; by default the
+            built-in English text.
 
     Raises:
         PlanError: tokens or a position are given for a captured model.
@@ -36,20 +32,21 @@ def tokens_for(
         OSError: a file cannot be read.
     """
     if isinstance(plan.model, CapturedModel) and plan.model.lora is None:
-        if text or tokens or position:
+        if data != Data():
             raise PlanError(
-                "a captured model is trained on one random batch of its inputs; leave out --text, --tokens and "
-                "--data-position, or use ullage.prepare in a loop of your own, or ullage.offloaded(Trainer)"
+                "a captured model is trained on one random batch of its inputs; leave out --data, "
+                "or use ullage.prepare in a loop of your own, or ullage.offloaded(Trainer)"
             )
         return None
-    if tokens is not None:
-        return read_tokens(tokens, dtype)
+    path = data.path
+    if path is not None and (data.dtype or path.suffix == ".npy"):
+        return read_tokens(path, data.dtype)
     if (size := plan.model.vocab_size) is not None and size < NUM_BYTES:
         raise ValueError(
             f"text is read as one token per byte, 0 to {NUM_BYTES - 1}, but the model knows tokens 0 to "
-            f"{size - 1}; give the tokens of its own tokenizer (--tokens)"
+            f"{size - 1}; give the tokens of its own tokenizer (--data tokens.npy)"
         )
-    return read_text(text)
+    return read_text(path)
 
 
 @final

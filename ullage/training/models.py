@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -111,19 +111,13 @@ def _naming_weights(folder: Path | None) -> Iterator[None]:
         raise BindingError(f"the model in {folder} does not match the plan: {error} (--model {folder})") from error
 
 
-def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
+def check_machine(plan: Plan, process: Process) -> None:
     """Check that this machine matches a plan.
 
     Raises:
-        PlanError: the machine has another kind of device, too few devices or cores, or ``device`` is of another kind.
+        PlanError: the machine has another kind of device, or too few devices or cores.
     """
     kind = plan.hardware.device.kind
-    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[device]
-    if wanted != kind:
-        raise PlanError(
-            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {device}; "
-            "plan for that machine: `ullage calibrate`, then `ullage plan --hardware local`"
-        )
     if kind == "gpu" and not torch.cuda.is_available():
         raise PlanError(
             f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
@@ -163,7 +157,7 @@ def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:
         except ImportError as error:
             raise BindingError(
                 f"the plan has products in fp8, but torchao cannot be imported: {error}; pip install one that fits "
-                f"torch {torch.__version__}, or plan without --products fp8"
+                f"torch {torch.__version__}, or plan without --precision products=fp8"
             ) from error
         multiply_in_fp8(model, plan.units(), torch.device("cpu" if plan.hardware.device.kind == "host" else "cuda"))
     return model

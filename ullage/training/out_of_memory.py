@@ -32,7 +32,7 @@ class MemoryReport:
         what: the event in words.
         predicted_bytes, actual_bytes: bytes by class; ``actual_bytes`` lacks classes that were not measured.
         capacity_bytes: capacity that the plan may use.
-        libraries_bytes: bytes of ``--device-memory`` that are not for tensors.
+        libraries_bytes: bytes of ``--memory device=`` that are not for tensors.
     """
 
     tier: Tier
@@ -49,7 +49,7 @@ class MemoryReport:
         enough = self.capacity_bytes - (excess if excess > 0 else int(_MARGIN * self.capacity_bytes))
         if self.tier is Tier.GPU:
             size = max(enough, 0) + self.libraries_bytes
-            return f"plan for less device memory: `ullage plan ... --device-memory {size // 10**6}MB`"
+            return f"plan for less device memory: `ullage plan ... --memory device={size // 10**6}MB`"
         return (
             "free memory on this machine; or run `ullage calibrate` with the other programs running, and plan again; "
             "or plan with a smaller --micro-batch, more devices, or --storage nvme"
@@ -127,7 +127,7 @@ def warning_of_retries(counts: Mapping[str, int]) -> str:
         return ""
     return (
         f"warning: device memory was full {num_retries} x after the first iterations; each time PyTorch's allocator "
-        "waited for the device to give memory back, so times are too long: plan with a smaller --device-memory"
+        "waited for the device to give memory back, so times are too long: plan with a smaller --memory device="
     )
 
 

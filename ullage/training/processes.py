@@ -38,7 +38,7 @@ class Process:
         if (stages := plan.decisions.pipeline_parallel) > 1:
             raise PlanError(
                 f"the plan has {stages} pipeline stages, which can be simulated but not executed; plan with "
-                "--pipeline-parallel 1"
+                "--parallel pipeline=1"
             )
         if (started, local) != (ranks, min(per_node, ranks - rank // per_node * per_node)):
             raise PlanError(

@@ -1,7 +1,7 @@
 """Training tokens in a resumable order: a text with one token per byte, or memory-mapped files of tokens."""
 
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 TokenDtype = Literal["uint16", "uint32"]
 """Types of the tokens of a raw file, little-endian."""
+
+_SEEN_BYTES: Final = 4096  # of a file, to see whether it is text
 
 NUM_BYTES: Final = 256
 """Vocabulary size of text, which has one token per byte."""
@@ -79,11 +81,16 @@ def read_text(path: Path | None) -> Tokens:
     """Return a text, one token per byte: that of a file, or Python's documentation topics (0.5 MB of English).
 
     Raises:
-        ValueError: the file is empty, or not regular.
+        ValueError: the file is empty, or not regular, or begins with zero bytes, as tokens do and text does not.
         OSError: it cannot be read.
     """
     if path is not None:
-        return _mapped(path, np.dtype(np.uint8))
+        text = _mapped(path, np.dtype(np.uint8))
+        if not text[:_SEEN_BYTES].all():
+            raise ValueError(
+                f"{path} is no text; if it holds tokens, give their type, as in --data {path},dtype=uint16"
+            )
+        return text
     from pydoc_data import topics  # noqa: PLC0415 - half a megabyte that only training needs
 
     return np.frombuffer("\n\n".join(text for _, text in sorted(topics.topics.items())).encode(), np.uint8)
@@ -102,12 +109,10 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
     """
     if path.suffix != ".npy":
         if dtype is None:
-            raise ValueError(
-                f"{path} does not state the type of its tokens; give --token-dtype {' or '.join(get_args(TokenDtype))}"
-            )
+            raise ValueError(f"{path} does not state the type of its tokens; give it, as in --data {path},dtype=uint16")
         return _mapped(path, np.dtype(dtype).newbyteorder("<"))
     if dtype is not None:
-        raise ValueError(f"{path} states the type of its tokens; leave --token-dtype {dtype} out")
+        raise ValueError(f"{path} states the type of its tokens; leave dtype={dtype} out")
     check_regular(path)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)

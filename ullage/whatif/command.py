@@ -7,7 +7,7 @@ from pathlib import Path
 from hwprofiles.files import check_output, write_whole
 from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
-from ullage.cli.options import given_options, option_fields
+from ullage.cli.options import given_flags, known_options
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
@@ -23,7 +23,7 @@ from ullage.whatif.values import StudyError
 
 EXAMPLE_PRICES = "example"
 _DAY_S = 86400.0
-_ASKING = ("set", "sweep", "design", "points", "seed", "question", "certify", "tokens", "days")
+_ASKING = ("set", "sweep", "design", "question", "certify", "tokens", "days")
 
 
 def study_of(args: argparse.Namespace) -> Study:
@@ -64,8 +64,9 @@ def study_of(args: argparse.Namespace) -> Study:
 
 def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
-    found = {name: getattr(args, of["dest"], None) for name, of in option_fields().items()}
+    found = {name: getattr(args, option.dest, None) for name, option in known_options().items()}
     options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
+    design = args.design or {}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
@@ -73,16 +74,16 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
             raise StudyError(f"--sweep {name} is given twice; give all its values in one")
         sweeps[name] = (text,)
     if twice := sorted(options.keys() & (sets.keys() | sweeps.keys())):
-        raise StudyError(f"--{twice[0].replace('_', '-')} and {twice[0]}=... are both given; leave out one of them")
+        raise StudyError(f"{known_options()[twice[0]].flag} and {twice[0]}=... are both given; leave out one of them")
     if args.question == "largest" and "model" not in options.keys() | sets.keys() | sweeps.keys():
         counts = list_models()
         sweeps["model"] = (",".join(sorted(models_with_formulas(), key=counts.__getitem__)),)
     return StudyRequest(
         set=options | sets,
         sweep=sweeps,
-        design=args.design or "cartesian",
-        num_points=args.points,
-        seed=args.seed or 0,
+        design=design.get("", "cartesian"),
+        num_points=design.get("points"),
+        seed=design.get("seed", 0),
         certify=bool(args.certify),
         tokens=args.tokens,
         deadline_s=args.days * _DAY_S if args.days else None,
@@ -131,7 +132,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 
 
 def _refuse_options_beside_file(args: argparse.Namespace) -> None:
-    given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_options(args)
+    given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_flags(args)
     if given:
         raise StudyError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
 

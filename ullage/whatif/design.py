@@ -12,9 +12,8 @@ from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.request import precision_of, request_of, trained
+from ullage.cli.request import request_of, trained, types_of
 from ullage.whatif.fields import (
-    SUBGROUP_PARAMS,
     Field,
     Fields,
     changed_machine,
@@ -78,7 +77,7 @@ class Space:
         if twice := sorted(self._set.keys() & self._levels.keys()):
             raise StudyError(f"{twice[0]} is both set and swept; leave out one of them")
         if request.design == "random" and request.num_points is None:
-            raise StudyError("a random design needs a number of points; give --points 100")
+            raise StudyError("a random design needs a number of points; give --design random,points=100")
         self._rows = self._combined()
         self.axes = tuple(self._axis(name, position) for position, name in enumerate(self._levels))
 
@@ -115,19 +114,17 @@ class Space:
         machine, model = ({n: v for n, v in given.items() if kinds[n] == k} for k in ("machine", "model"))
         settings = {name: _plain(level) for name, level in levels.items()}
         varied: dict[str, Varied] = {}
-        subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
         names = {name: str(options.get(name, "")) for name in ("hardware", "model")}
         try:
-            args = options_of(options)
-            checkpoints = checkpoints_of(args)
+            asked = options_of(options)
+            checkpoints = checkpoints_of(asked)
             request = request_of(
-                args,
+                asked,
                 lambda whole: _recorded(whole, changed_machine(whole, machine), machine, of_machine, varied),
                 lambda whole: _recorded(whole, changed_model(whole, model), model, of_model, varied),
             )
-            request = dataclasses.replace(request, **subgroup)
-            if args.pfs_bandwidth is not None:
-                request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
+            if asked.pfs_bandwidth is not None:
+                request = dataclasses.replace(request, hardware=with_pfs(request.hardware, asked.pfs_bandwidth))
         except ValueError as error:
             refused = Result(status="refused", reason=" ".join(str(error).split()))
             return Case(settings, varied, names["hardware"], names["model"], None, "", refused)
@@ -168,7 +165,7 @@ class Space:
         if design == "cartesian" and total > MAX_POINTS:
             raise StudyError(
                 f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values, or draw some "
-                "with --design random --points 1000"
+                "with --design random,points=1000"
             )
         rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
         return list(rows)
@@ -211,7 +208,7 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
     as_on_gpu, given = hardware.device.kind == "gpu", options_of(options)
-    model, *_ = trained(given, precision_of(given, hardware), lambda model: model, as_on_gpu=as_on_gpu)
+    model, *_ = trained(given, types_of(given, hardware), as_on_gpu=as_on_gpu)
     return Fields(hardware, model)
 
 

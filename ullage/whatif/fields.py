@@ -17,8 +17,8 @@ from planner.choices.request import Request
 from planner.costs.scalable import Scalable, all_scalables, scalables, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
-from ullage.cli.arguments import lora, mtbf, positive_int
-from ullage.cli.options import Options, option_fields
+from ullage.cli.arguments import lora, mtbf, switch
+from ullage.cli.options import Options, known_options
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, StudyError, expand, parse_number
 
@@ -37,19 +37,18 @@ ALIASES: Final[Mapping[str, str]] = {
     "gpu-memory": "device.memory_bytes",
     "nvlink": "intra_node.bytes_per_s",
     "network": "inter_node.bytes_per_s",
-    **{of["dest"]: name for name, of in option_fields().items() if of["dest"] != name},
+    **{option.dest: name for name, option in known_options().items() if option.dest != name},
 }
 """Short or familiar names of fields."""
 
-_CLIP_WORDS: Final = "clip gradients by their global norm (true)"
 _READ: Final[Mapping[str, Callable[[Any], Any]]] = {
     "lora": lora,
     "mtbf": mtbf,
 }
 """Fields whose values are texts in a study, and the functions that read them."""
 
-SUBGROUP_PARAMS: Final = "subgroup_params"
-"""The only field of a request that is not an option of a command."""
+_OF_THIS_MACHINE: Final = "memory"
+"""The only option that studies do not vary, because its value is different each time."""
 
 _WORDS = {
     "host.num_cores": "cores of a node; scales rates of updates and other host passes, but not DRAM",
@@ -198,10 +197,8 @@ def of_model(model: Model, name: str) -> int | bool:
 
 def options_of(values: Mapping[str, Any]) -> Options:
     """Return options of which only these are given."""
-    known = option_fields()
-    return Options(
-        **{known[name]["dest"]: _READ.get(name, lambda value: value)(value) for name, value in values.items()}
-    )
+    known = known_options()
+    return Options(**{known[name].dest: _READ.get(name, lambda value: value)(value) for name, value in values.items()})
 
 
 def _changed_value(before: float | bool, change: Number | Value) -> Any:
@@ -223,10 +220,9 @@ def _scalable(hardware: HardwareProfile, name: str) -> Scalable | None:
 
 
 def _option_fields() -> Iterator[Field]:
-    for name, of in option_fields().items():
-        words = _CLIP_WORDS if name == "clip" else of["help"].replace("%%", "%")
-        yield Field(name, "option", words, whole=of.get("type") is positive_int)
-    yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
+    for name, option in known_options().items():
+        if name != _OF_THIS_MACHINE:
+            yield Field(name, "option", option.of["help"].replace("%%", "%"), whole=option.is_count)
 
 
 def _model_fields(model: Model) -> Iterator[Field]:
@@ -255,22 +251,16 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
 
 
 def _option_value(name: str, text: str) -> Any:
-    if name == "clip":
-        return _switch(text)
-    of = {SUBGROUP_PARAMS: {"type": positive_int}, **option_fields()}[name]
-    if (choices := of.get("choices")) and text not in choices:
-        raise ValueError(f"give one of {', '.join(choices)}")
-    if (read := of.get("type")) is None:
-        return text
+    option = known_options()[name]
     try:
-        found = [read(part) for part in text.split()] if of.get("nargs") else read(text)
+        found = [option.read(part) for part in text.split()] if option.of.get("nargs") else option.read(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from error
     return text if name in _READ else found
 
 
 def _switch(text: str) -> bool:
-    known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if text.lower() not in known:
-        raise ValueError("give true or false")
-    return known[text.lower()]
+    try:
+        return switch(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error

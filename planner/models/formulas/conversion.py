@@ -38,7 +38,8 @@ def with_fp8_products(name: str, operators: Iterable[Operator], batch: Batch) ->
     if not chosen:
         raise ModelConfigError(
             f"{name} has no torch.nn.Linear in a hidden layer whose sides, and tokens of a micro-batch, are multiples "
-            "of 16, as products in fp8 need; choose another --micro-batch or --seq-len, or leave out --products fp8"
+            "of 16, as products in fp8 need; choose another --micro-batch or --seq-len, or leave out --precision "
+            "products=fp8"
         )
     result = []
     for operator in found:

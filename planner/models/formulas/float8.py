@@ -44,12 +44,12 @@ def check(config: ModelConfig, batch: "Batch") -> None:
     if config.family == "gpt2":
         raise ModelConfigError(
             f"{config.name} has Conv1D modules, whose products torchao leaves in the type of weights; leave out "
-            "--products fp8, or choose a model with torch.nn.Linear layers"
+            "--precision products=fp8, or choose a model with torch.nn.Linear layers"
         )
     if not fits(config.hidden_size, config.query_size):
         raise ModelConfigError(
             f"{config.name} has products of {config.hidden_size} x {config.query_size}, but products in fp8 need "
-            f"multiples of {_GRAIN}; leave out --products fp8"
+            f"multiples of {_GRAIN}; leave out --precision products=fp8"
         )
 
 
@@ -65,7 +65,7 @@ def check_batch(batch: "Batch") -> None:
         name, alone = ("layer_tile_tokens", "none") if batch.tensor_parallel == 1 else ("tensor_parallel", "1")
         raise ModelConfigError(
             f"{name} is {getattr(batch, name)}, but in fp8 each part of a tensor would have a scale of its own; choose "
-            f"{alone}, or leave out --products fp8"
+            f"{alone}, or leave out --precision products=fp8"
         )
 
 
@@ -78,7 +78,7 @@ def check_rows(rows: int) -> None:
     if rows % _GRAIN:
         raise ModelConfigError(
             f"a product has {rows} tokens, but products in fp8 need a multiple of {_GRAIN}; choose another sequence "
-            "length or micro-batch, or leave out --products fp8"
+            "length or micro-batch, or leave out --precision products=fp8"
         )
 
 

@@ -199,7 +199,9 @@ def test_other_experts_are_refused():
     decisions = decide(task, uniform("gpu", "gpu"), expert_units=2)
     model = make_model(task)
     model.model.layers[1].mlp.experts.has_bias = True
-    with pytest.raises(BindingError, match=r"layers.1.mlp.experts \(MixtralExperts\) .* plan with --expert-units 1"):
+    with pytest.raises(
+        BindingError, match=r"layers.1.mlp.experts \(MixtralExperts\) .* plan with --parallel expert-units=1"
+    ):
         prepare(task, decisions, model=model)
 
 

@@ -223,7 +223,7 @@ def test_logits_can_be_read_before_backward_and_after_an_evaluation(params):
         assert torch.equal(output.logits.argmax(-1), expected.argmax(-1))
         output.loss.backward()
         for late in (output.logits, again):
-            with pytest.raises(OutOfOrderError, match="read the logits before, or plan with --loss-tile as large as"):
+            with pytest.raises(OutOfOrderError, match="read the logits before, or plan with --tiles loss as large as"):
                 late.softmax(-1)
         optimizer.step()
         with pytest.raises(OutOfOrderError, match="the weights for that are gone once backward or a step has begun"):
@@ -270,7 +270,7 @@ def test_another_kind_of_head_is_refused():
     model = make_model(task)
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(
-        BindingError, match=r"no torch\.nn\.Linear as its output embeddings; plan with --loss-tile as large"
+        BindingError, match=r"no torch\.nn\.Linear as its output embeddings; plan with --tiles loss as large"
     ):
         tile_head(model, TILE)
 

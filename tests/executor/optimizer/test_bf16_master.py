@@ -250,8 +250,8 @@ def test_state_has_no_master_and_takes_one_of_an_fp32_copy():
 def test_a_plan_and_an_optimizer_must_agree_on_the_master_copy():
     model = make_model(Task())
     for planned_as, given_as, remedy in (
-        ("adamw-bf16", ROUNDED[0], "the plan's master copy is fp32, .* plan with --master bf16"),
-        (ROUNDED[0], "adamw-bf16", "the plan's master copy is bf16, .* plan without --master bf16"),
+        ("adamw-bf16", ROUNDED[0], "the plan's master copy is fp32, .* plan with --precision master=bf16"),
+        (ROUNDED[0], "adamw-bf16", "the plan's master copy is bf16, .* plan without --precision master=bf16"),
     ):
         decisions = decide(Task(optimizer=planned_as), mixed)
         optimizer = make_optimizer(Task(optimizer=given_as), model)

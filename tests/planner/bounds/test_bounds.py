@@ -19,7 +19,7 @@ from planner.bounds.placement import Placement
 from planner.bounds.program import NEVER_S, ROOM, LinearProgram, bound
 from planner.bounds.solver import Solver, solve
 from planner.bounds.windows import Windows
-from planner.bounds.work import Work
+from planner.bounds.work import work
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, Sharding
 from planner.graph import Unit
@@ -107,7 +107,7 @@ def test_what_multipliers_prove_is_exact(data: st.DataObject) -> None:
 def afresh(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
     """Return the conditions as they are written down, of all that is given and of this limit."""
     placement = Placement(setup, cost, limit_s)
-    Work(placement)
+    work(placement)
     Windows(placement, Memory(placement))
     return placement.program
 

@@ -232,13 +232,17 @@ def test_levels_without_room_are_left_out_and_that_is_said():
     made = choose_checkpoints(small, wanted)
     assert [each.level for each in made.levels] == ["nvme"]
     assert made.left_out["memory"].endswith("no room in the 0.732 GB that are free")  # 1 GB less four rings
-    with pytest.raises(CheckpointsError, match=r"checkpoints need 8 GB of each host.*leaves 1 GB.*--checkpoint-buffer"):
+    with pytest.raises(
+        CheckpointsError, match=r"checkpoints need 8 GB of each host.*leaves 1 GB.*--checkpoints buffer="
+    ):
         choose_checkpoints(small, wanted.model_copy(update={"buffer_bytes": 2 * 10**9}))
 
 
 def test_a_profile_without_storage_says_what_to_do():
     plan = planned("h100")
-    with pytest.raises(CheckpointsError, match=r"survives what pfs=2592000s.*profile h100 has none.*--pfs-bandwidth"):
+    with pytest.raises(
+        CheckpointsError, match=r"survives what pfs=2592000s.*profile h100 has none.*--checkpoints pfs-bandwidth="
+    ):
         choose_checkpoints(plan, CheckpointRequest(mtbf_s=KINDS))
 
 
@@ -247,7 +251,8 @@ def test_limits_that_contradict_each_other_are_one_line_with_the_remedy():
         mtbf_s={"pfs": DAY}, max_overhead=1e-8, max_lost_s=3600.0, buffer_bytes=LEAST_BUFFER_BYTES
     )
     message = (
-        r"no checkpoints keep --max-checkpoint-overhead 1e-06% and --max-lost-work 3600s; allow .* % of overhead, or"
+        r"no checkpoints keep --checkpoints max-overhead=1e-06% and --checkpoints max-lost-work=3600s; "
+        r"allow .* % of overhead, or"
     )
     with pytest.raises(CheckpointsError, match=message):
         choose_checkpoints(far_from_pfs(), wanted, trial())

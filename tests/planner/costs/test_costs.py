@@ -404,7 +404,8 @@ def test_products_in_fp8_have_a_curve_of_their_own_and_inputs_of_one_byte() -> N
 
 def test_a_device_without_products_in_fp8_says_so_in_one_line() -> None:
     with pytest.raises(
-        ValueError, match=r"^profile .* says nothing about products in fp8: .*bf16, fp32; leave out --products fp8.*$"
+        ValueError,
+        match=r"^profile .* says nothing about products in fp8: .*bf16, fp32; leave out --precision products=fp8.*$",
     ):
         model(load_profile("a100-80")).compute_s([Gemm(1024, 1024, 1024, fp8=True)])
 

@@ -118,7 +118,9 @@ def test_plans_with_fp8_weights_that_fetch_nothing() -> None:
 
 
 def test_only_products_in_fp8_have_weights_in_fp8() -> None:
-    with pytest.raises(ValueError, match=r"^fp8_weights needs products in fp8, not bf16; plan with --products fp8"):
+    with pytest.raises(
+        ValueError, match=r"^fp8_weights needs products in fp8, not bf16; plan with --precision products=fp8"
+    ):
         request(precision="bf16", fp8_weights=True)
     assert [v.choice.fp8_weights for v in variants(request(precision="bf16"))] == [None]
     assert [v.choice.fp8_weights for v in variants(request(optimizer="muon", fp8_weights=False))] == [None]

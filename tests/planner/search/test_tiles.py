@@ -110,7 +110,7 @@ def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> No
 )
 def test_layers_that_cannot_be_tiled_are_refused(change: dict[str, Any], message: str) -> None:
     request = dataclasses.replace(LONG, seq_len=2048, layer_tile_tokens=64)
-    with pytest.raises(ModelConfigError, match=f"{message}.*leave --layer-tile"):
+    with pytest.raises(ModelConfigError, match=f"{message}.*leave --tiles layer"):
         variants(dataclasses.replace(request, **change))
 
 

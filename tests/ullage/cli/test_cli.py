@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hwprofiles.registry import canonical_json, load_profile
+from ullage.cli.options import Options, given_options
 from ullage.cli.request import request_of
 from ullage.commands import SUMMARIES, build_parser
 from ullage.main import main
@@ -27,59 +28,34 @@ REQUEST = {
     "--micro-batch",
     "--global-batch",
     "--nodes",
-    "--tensor-parallel",
-    "--pipeline-parallel",
-    "--expert-parallel",
-    "--expert-units",
-    "--loss-tile",
-    "--layer-tile",
+    "--parallel",
+    "--tiles",
     "--kernels",
     "--storage",
     "--expert-load",
     "--accumulate",
     "--precision",
-    "--master",
-    "--products",
-    "--fp8-weights",
-    "--no-clip",
+    "--clip",
     "--optimizer",
-    "--device-memory",
-    "--host-memory",
+    "--memory",
 }
 FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
-    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--host-memory", "--json"}
-    | {"--only", "--into", "--device-cores", "--drive-endurance", "--allow-other-machine", "--list"}
-    | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
-    "plan": {
-        *(*REQUEST, "--budget", "--output", "--allow-other-machine", "--json"),
-        *("--mtbf", "--max-checkpoint-overhead", "--max-lost-work", "--restart", "--keep", "--checkpoint-buffer"),
-        *("--drive-writes-per-day", "--pfs-bandwidth", "--iterations"),
-    },
+    "calibrate": {"--quick", "--name", "--output", "--memory", "--json", "--only", "--into", "--device-cores"}
+    | {"--drive-endurance", "--allow-other-machine", "--list"},
+    "plan": {*REQUEST, "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
-        *(*REQUEST, "study", "--set", "--sweep", "--design", "--points", "--seed", "--question", "--sensitivities"),
-        *(
-            "--certify",
-            "--prices",
-            "--tokens",
-            "--days",
-            "--workers",
-            "--output",
-            "--table",
-            "--json",
-            "--fields",
-        ),
+        *(*REQUEST, "study", "--set", "--sweep", "--design", "--question", "--sensitivities", "--certify", "--prices"),
+        *("--tokens", "--days", "--workers", "--output", "--table", "--json", "--fields"),
     },
     "execute": {
-        *(*REQUEST, "plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
-        *("--output-dir", "--storage-dir", "--cores", "--audit", "--compile", "--replan", "--json", "--device"),
-        "--allow-other-machine",
+        *("plan", "--iterations", "--data", "--seed", "--lr", "--weights", "--save", "--output-dir", "--storage-dir"),
+        *("--cores", "--audit", "--compile", "--replan", "--allow-other-machine", "--json"),
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
-        *("--weights", "--save", "--save-dtype", "--data"),
     },
-    "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
-    "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
+    "checkpoint": {"action", "place", "--save", "--keep", "--json"},
+    "simulate": {"plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--refit", "--json"},
     "report": {"files", "--output", "--open", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--intervals", "--json"},
@@ -88,9 +64,10 @@ FLAGS = {
     "completion": {"shell"},
     "doctor": {"--json"},
     "launch": {"plan", "--with"},
-    "import-deepspeed": {*REQUEST, "config", "--output", "--json"},
     "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
+MOST_OPTIONS = 160
+"""Of all commands together: each further one makes the others harder to find."""
 
 
 def subparser(command: str) -> argparse.ArgumentParser:
@@ -105,13 +82,14 @@ def test_flags_are_exactly_these():
         actions = [a for a in subparser(command)._actions if a.dest != "help"]
         found[command] = {(a.option_strings or [a.dest])[0] for a in actions}
     assert found == FLAGS
+    assert sum(flag.startswith("--") for flags in found.values() for flag in flags) <= MOST_OPTIONS
 
 
 def test_memory_of_the_host_is_what_is_asked_for():
-    command = ["plan", "--model", "gpt2", "--hardware", "h100", "--host-memory"]
+    command = ["plan", "--model", "gpt2", "--hardware", "h100", "--memory"]
     had = load_profile("h100").host.memory_bytes.value
     for size in (had / 4, had * 4):  # what was free when it was measured says little, if memory grows as it is used
-        request = request_of(build_parser("plan").parse_args([*command, str(int(size))]))
+        request = request_of(Options(**given_options(build_parser("plan").parse_args([*command, f"host={int(size)}"]))))
         assert request.hardware.host.memory_bytes.value == int(size)
         assert request.hardware.device == load_profile("h100").device
 
@@ -186,11 +164,11 @@ BAD_INPUT = {
     "profile without network": (["plan", "--model", "gpt2", "--hardware", "h100x4-80g", "--gpus", "8"], ["inter_node"]),
     "profile without fp32": (["plan", "--model", "gpt2", "--hardware", "{gemm}", "--precision", "fp32"], ["fp32"]),
     "fp32 weights, bf16 master": (
-        ["plan", "--model", "gpt2", "--precision", "fp32", "--master", "bf16", "--optimizer", "adamw-8bit"],
-        ["--master bf16", "--precision", "change one"],
+        ["plan", "--model", "gpt2", "--precision", "fp32", "--precision", "master=bf16", "--optimizer", "adamw-8bit"],
+        ["master copy in bf16", "precision is fp32", "change one"],
     ),
     "no bf16 master": (
-        ["plan", "--model", "gpt2", "--master", "bf16"],
+        ["plan", "--model", "gpt2", "--precision", "master=bf16"],
         ["adamw keeps only", "adamw-bf16 or adamw-8bit"],
     ),
     "no output folder": (["plan", "--model", "gpt2", "--output", "{tmp}/no/plan.json"], ["no such folder"]),
@@ -228,24 +206,43 @@ BAD_INPUT = {
     ),
     "negative seed": (["execute", "{plan}", "--seed", "-1"], ["--seed", "'-1' is not a whole number from 0 on"]),
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
-    "seed of a study": (["whatif", "--model", "gpt2", "--seed", "-1"], ["--seed", "'-1' is not a whole number"]),
-    "size": (["plan", "--model", "gpt2", "--device-memory", "12 apples"], ["150MB"]),
+    "seed of a study": (
+        ["whatif", "--model", "gpt2", "--design", "random,seed=-1"],
+        ["--design", "'-1' is not a whole number"],
+    ),
+    "size": (["plan", "--model", "gpt2", "--memory", "device=12 apples"], ["150MB"]),
     "size for libraries alone": (
-        ["plan", "--model", "gpt2", "--hardware", "h100", "--device-memory", "1GiB"],
+        ["plan", "--model", "gpt2", "--hardware", "h100", "--memory", "device=1GiB"],
         ["more"],
     ),
-    "size below zero": (["plan", "--model", "gpt2", "--device-memory", "-1GB"], ["'-1GB' is not a size", "150MB"]),
+    "size below zero": (["plan", "--model", "gpt2", "--memory", "device=-1GB"], ["'-1GB' is not a size", "150MB"]),
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
     "no model": (["plan"], ["--model"]),
     "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=TIME"]),
     "failures at no time": (["plan", "--model", "gpt2", "--mtbf", "soon"], ["'soon'", "6h"]),
-    "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--max-checkpoint-overhead", "120%"], ["1%"]),
-    "limits without failures": (["plan", "--model", "gpt2", "--max-lost-work", "9m"], ["without --mtbf", "--mtbf 6h"]),
+    "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--checkpoints", "max-overhead=120%"], ["1%"]),
+    "limits without failures": (
+        ["plan", "--model", "gpt2", "--checkpoints", "max-lost-work=9m"],
+        ["without --mtbf", "--mtbf 6h"],
+    ),
     "one checkpoint of many": (["checkpoint", "prune", "{tmp}", "--keep", "1"], ["--keep 1 is too few", "--keep 2"]),
-    "one checkpoint": (["plan", "--model", "gpt2", "--mtbf", "6h", "--keep", "1"], ["--keep 1", "at least 2"]),
+    "one checkpoint": (
+        ["plan", "--model", "gpt2", "--mtbf", "6h", "--checkpoints", "keep=1"],
+        ["keep=1", "at least 2"],
+    ),
     "a second pfs": (
-        ["plan", "--model", "gpt2", "--hardware", "polaris-a100-40g", "--mtbf", "6h", "--pfs-bandwidth", "2GB"],
+        [
+            "plan",
+            "--model",
+            "gpt2",
+            "--hardware",
+            "polaris-a100-40g",
+            "--mtbf",
+            "6h",
+            "--checkpoints",
+            "pfs-bandwidth=2GB",
+        ],
         ["polaris-a100-40g has a pfs already"],
     ),
     "abbreviated flag": (["plan", "--mod", "gpt2"], ["--model"]),
@@ -258,12 +255,15 @@ BAD_INPUT = {
     "no such setting": (["simulate", "{plan}", "--engine", "gpu-only", "3"], ["no setting"]),
     "too many settings": (["simulate", "{plan}", "--engine", "twin-flow", "1", "2"], ["at most one"]),
     "one iteration": (["simulate", "{plan}", "--iterations", "1"], ["at least 2"]),
-    "neither plan nor model": (["simulate", "--engine", "zero-offload"], ["neither a plan nor --model"]),
-    "both plan and model": (
-        ["simulate", "{plan}", "--model", "gpt2", "--gpus", "2"],
-        ["--model --gpus", "leave one of them out"],
-    ),
-    "unknown engine of a model": (["simulate", "--model", "gpt2", "--engine", "warp"], ["'warp'", "twin-flow"]),
+    "nothing to simulate": (["simulate", "--engine", "zero-offload"], ["required: PLAN"]),
+    "nothing to execute": (["execute"], ["required: PLAN"]),
+    "data of a trainer": (["execute", "{plan}", "--data", "chats.jsonl"], ["chats.jsonl", "ullage.offloaded(trl.SFT"]),
+    "type of no file": (["execute", "{plan}", "--data", "dtype=uint16"], ["dtype=uint16 has no file", "--data PATH"]),
+    "type of no folder": (["execute", "{plan}", "--save", "dtype=float32"], ["has no folder", "--save DIR"]),
+    "unknown part": (["plan", "--model", "gpt2", "--parallel", "data=2"], ["'data=2'", "tensor=..."]),
+    "a part twice": (["plan", "--model", "gpt2", "--tiles", "loss=2,loss=4"], ["loss twice"]),
+    "unknown type": (["plan", "--model", "gpt2", "--precision", "fp16"], ["'fp16'", "bf16, fp32"]),
+    "memory of now in a study": (["whatif", "--model", "gpt2", "--memory", "free"], ["memory"]),
     "figure of an unknown kind": (["simulate", "{plan}", "--figure", "{tmp}/f.gif"], ["f.gif", "end in .html"]),
     "figure into nowhere": (["simulate", "{plan}", "--figure", "{tmp}/no/f.html"], ["no/", "there is no such folder"]),
     "trace into nowhere": (["simulate", "{plan}", "--trace", "{tmp}/no/t.json"], ["no/", "there is no such folder"]),

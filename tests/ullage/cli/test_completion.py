@@ -41,7 +41,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ("ullage plan --hardware h100x4", {"h100x4-80g", "h100x4-56core-nvme"}),
         ("ullage plan --model opt-13", {"opt-13b"}),
         ("ullage verify pl", {"plan.json"}),
-        ("ullage execute plan.json --tokens to", {"tokens.npy"}),
+        ("ullage execute plan.json --data to", {"tokens.npy"}),
     ],
 )
 def test_bash_completes(script, tmp_path, line, offered):

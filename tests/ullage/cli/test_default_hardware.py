@@ -49,13 +49,9 @@ def test_the_profile_of_this_machine_is_the_default_of_every_command(capsys: pyt
     assert hardware_of("plan", *MODEL) == "mine"
     line = f"this machine's profile {local_profile_path()} is used; choose another with --hardware\n"
     assert capsys.readouterr().err == f"ullage plan: {line}"
-    assert main(["simulate", *MODEL, "--engine", "gpu-only"]) == 0
-    out, err = capsys.readouterr()
-    assert "of mine by gpu-only" in out
-    assert err == f"ullage simulate: {line}"
     Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    main(["import-deepspeed", "ds_config.json", *MODEL])
-    assert f"ullage import-deepspeed: {line}" in capsys.readouterr().err
+    main(["plan", "--deepspeed", "ds_config.json", *MODEL])
+    assert f"ullage plan: {line}" in capsys.readouterr().err
     assert main(["whatif", *MODEL, "--workers", "1"]) == 0
     assert json.loads(Path("study.json").read_text())["points"][0]["hardware"] == "mine"
     assert f"ullage whatif: {line}" in capsys.readouterr().err

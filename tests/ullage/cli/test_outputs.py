@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +41,6 @@ OUTPUTS = {
     "compare --refit": Output("compare {run}"),
     "report --output": Output("report {plan}", ".html", quick=False),
     "export-deepspeed --output": Output("export-deepspeed {plan}"),
-    "import-deepspeed --output": Output("import-deepspeed {config} --model {model}", quick=False),
     "whatif --output": Output("whatif --model {model} --seq-len 128 --hardware rtx-4090 --workers 1", streams=False),
     "whatif --table": Output("whatif --model {model} --seq-len 128 --hardware rtx-4090 --workers 1", ".csv"),
     "calibrate --output": Output("calibrate --quick", quick=False),
@@ -51,8 +49,8 @@ OUTPUTS = {
 FOLDERS = {
     "execute --output-dir": "execute {host_plan}",
 }
-INPUTS = {"execute --text", "execute --tokens", "calibrate --from-runs"}
-OTHERS = {"execute --storage-dir", "checkpoint --output-dir", "execute --save"}  # scratch; folders that must be new
+INPUTS = {"plan --deepspeed"}
+OTHERS = {"execute --storage-dir"}  # scratch
 
 Run = Callable[[str, str, Path], int]
 
@@ -77,9 +75,8 @@ def run(
     """What runs a command with an output at a path."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")  # where default outputs go
-    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
     save_run(slower_run(plan), tmp_path / "run.json")
-    named = {"plan": plan_path, "host_plan": host_plan, "model": tiny_model, "config": tmp_path / "ds.json"}
+    named = {"plan": plan_path, "host_plan": host_plan, "model": tiny_model}
     named |= {"run": tmp_path / "run.json", "out": tmp_path / "out"}
     words = {key: str(path) for key, path in named.items()}
 

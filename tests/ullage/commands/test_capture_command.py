@@ -134,14 +134,14 @@ def test_the_same_capture_gives_the_same_bytes(package: str, capsys: pytest.Capt
 
 
 def test_a_plan_is_executed(package: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", f"{package}:make", *SHAPE, *MACHINE, "--device-memory", "1.5MB"]) == 0
+    assert main(["plan", "--model", f"{package}:make", *SHAPE, *MACHINE, "--memory", "device=1.5MB"]) == 0
     capsys.readouterr()
     run = ["execute", "plan.json", "--iterations", "8", "--json"]
     assert main(run) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
-    assert main([*run, "--text", __file__]) == 2
+    assert main([*run, "--data", __file__]) == 2
     assert "trained on one random batch" in capsys.readouterr().err
 
 
@@ -163,8 +163,10 @@ def test_a_plan_whose_module_is_gone_or_another_is_not_executed(
         assert err.count("\n") == 1
 
 
-def test_an_engine_is_simulated_without_a_plan(package: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--model", f"{package}:make", *SHAPE, "--engine", "zero-offload", "--json"]) == 0
+def test_another_engine_is_simulated(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", f"{package}:make", *SHAPE, "--json"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", "plan.json", "--engine", "zero-offload", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == f"{package}:make"
 
 
@@ -183,7 +185,7 @@ REFUSED = {
         "the inputs 16x8:float 4x8:float have no common leading dimension, so the batch is taken as it is; leave its",
     ),
     "make   ": ([*SHAPE, "--seq-len", "7"], "is not a sequence of tokens; leave --seq-len out"),
-    "make    ": ([*SHAPE, "--tensor-parallel", "2", "--gpus", "2"], "was captured whole"),
+    "make    ": ([*SHAPE, "--parallel", "tensor=2", "--gpus", "2"], "was captured whole"),
     "make     ": (["--input-shape", "x=16x8", "16x8"], "change the order of --input-shape"),
     "make      ": (["--input-shape", "16x0"], "'16x0' is not an input"),
     "make       ": (

@@ -195,7 +195,7 @@ def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost
     assert newest == NUM_ITERATIONS
     assert older % 9 == 0 or older == last  # 54, unless the next came before it was there
     assert main(["checkpoint", "verify", url]) == 0
-    assert main(["checkpoint", "export", url, "--output-dir", str(tmp_path / "model")]) == 0
+    assert main(["checkpoint", "export", url, "--save", str(tmp_path / "model")]) == 0
     assert main(["checkpoint", "prune", url, "--json"]) == 0
 
 
@@ -244,7 +244,7 @@ def test_a_place_without_checkpoints_is_one_line(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    more = ["--output-dir", str(tmp_path / "model")] if action == "export" else []
+    more = ["--save", str(tmp_path / "model")] if action == "export" else []
     for place in ("", " ", str(tmp_path / "missing"), str(tmp_path / "file"), "nothing://here"):
         assert main(["checkpoint", action, place, *more]) == 2
         out, err = capsys.readouterr()
@@ -263,7 +263,7 @@ def test_a_folder_of_weights_must_be_new(whole: Path, tmp_path: Path, capsys: py
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe"):
-        assert main(["checkpoint", "export", str(whole), "--output-dir", str(tmp_path / name)]) == 2
+        assert main(["checkpoint", "export", str(whole), "--save", str(tmp_path / name)]) == 2
         assert f"{name} is there already; give a new folder\n" in capsys.readouterr().err
 
 
@@ -284,7 +284,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
     assert steps[0] == NUM_ITERATIONS
     assert len(steps) >= 9  # which of them depends on what was read again in time, see [Note: Read again]
     assert run("verify", str(copies))[0] == 0
-    assert run("export", str(copies), "--output-dir", str(tmp_path / "model"), "--dtype", "float32")[0] == 0
+    assert run("export", str(copies), "--save", f"{tmp_path / 'model'},dtype=float32")[0] == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     masters = load_file(whole / f"step-{NUM_ITERATIONS:08d}" / "model" / "model-00000.safetensors")
     assert masters
@@ -302,8 +302,8 @@ def test_the_command_lists_verifies_exports_and_prunes(
     ("args", "message"),
     [
         (["checkpoint", "ls", "nowhere"], "nowhere is not a folder; give a --checkpoint-dir of a run"),
-        (["checkpoint", "export", "."], "export needs --output-dir DIR"),
-        (["checkpoint", "export", ".", "--output-dir", "x"], ". has no complete checkpoint"),
+        (["checkpoint", "export", "."], "export needs --save DIR"),
+        (["checkpoint", "export", ".", "--save", "x"], ". has no complete checkpoint"),
         (["checkpoint", "ls", "memory"], "memory has a folder for each plan; give one of these folders: "),
         (["checkpoint", "ls", "nonsense://x"], "nonsense://x: Protocol not known: nonsense; give a folder, or a URL"),
         (["execute", "PLAN", "--resume"], "--resume needs the place of the checkpoints; give --checkpoint-dir PLACE"),

@@ -123,7 +123,8 @@ def test_another_machines_profile_is_refused_unless_asked_for(tiny_model, tmp_pa
         assert "was measured on another machine: its CPU is 'Z80', this one" in shown
         assert shown.count("\n") == 1
     assert not plan.exists()
-    assert main([*options, "--allow-other-machine"]) == 0
+    options[options.index("local")] = str(local_profile_path())
+    assert main(options) == 0
     capsys.readouterr()
     run = ["execute", str(plan), "--iterations", "6", "--output-dir", str(tmp_path / "out"), "--json"]
     assert main(run) == 2

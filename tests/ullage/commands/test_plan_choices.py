@@ -41,7 +41,16 @@ def test_degrees_nodes_and_experts_reach_the_plan(moe, tmp_path):
     shares = tmp_path / "load.json"
     shares.write_text(json.dumps([0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]))
     options = ("--model", moe, "--hardware", "h100", "--gpus", "8", "--nodes", "2", "--micro-batch", "1")
-    more = ("--tensor-parallel", "2", "--expert-parallel", "4", "--expert-units", "2", "--expert-load", str(shares))
+    more = (
+        "--parallel",
+        "tensor=2",
+        "--parallel",
+        "expert=4",
+        "--parallel",
+        "expert-units=2",
+        "--expert-load",
+        str(shares),
+    )
     plan = plan_of(tmp_path, *options, *more)
     decided = plan.decisions
     assert (decided.tensor_parallel, decided.data_parallel, decided.expert_parallel) == (2, 4, 4)
@@ -52,7 +61,7 @@ def test_degrees_nodes_and_experts_reach_the_plan(moe, tmp_path):
 
 
 def test_uneven_experts_are_another_plan(moe, tmp_path):
-    options = ("--model", moe, "--hardware", "h100", "--gpus", "4", "--expert-parallel", "4")
+    options = ("--model", moe, "--hardware", "h100", "--gpus", "4", "--parallel", "expert=4")
     even, uneven = (plan_of(tmp_path, *options, "--expert-load", load) for load in ("uniform", "zipf:1.2"))
     assert even.expert_load == ()
     assert uneven.expert_load[0][0] == pytest.approx(1 / sum(i**-1.2 for i in range(1, 9)))
@@ -64,8 +73,8 @@ def test_uneven_experts_are_another_plan(moe, tmp_path):
     ("options", "message"),
     [
         ("--nodes 3", "--nodes 3 cannot share --gpus 4 evenly with at most 8 device(s) per node of h100"),
-        ("--tensor-parallel 3", "tensor_parallel 3 x pipeline_parallel 1 must divide the 4 devices"),
-        ("--expert-parallel 3", "num_experts of"),
+        ("--parallel tensor=3", "tensor_parallel 3 x pipeline_parallel 1 must divide the 4 devices"),
+        ("--parallel expert=3", "num_experts of"),
         ("--expert-load zipf:x", "the exponent must be a number from 0 to 10"),
         (
             "--expert-load nowhere.json",
@@ -74,7 +83,7 @@ def test_uneven_experts_are_another_plan(moe, tmp_path):
         ("--expert-load {bad}", "must hold a list of shares, or one for each layer"),
         ("--expert-load {short}", "has 2 shares that add up to 1"),
         ("--global-batch 6 --micro-batch 4", "a global batch of 6 sequences cannot be cut into equal micro-batches"),
-        ("--pipeline-parallel 4", "has 2 layers, which 4 pipeline stages cannot share"),
+        ("--parallel pipeline=4", "has 2 layers, which 4 pipeline stages cannot share"),
     ],
 )
 def test_what_makes_no_sense_is_named_in_one_line(options, message, moe, tmp_path, capsys):
@@ -89,7 +98,9 @@ def test_what_makes_no_sense_is_named_in_one_line(options, message, moe, tmp_pat
 
 
 def test_experts_one_by_one_are_executed(moe, tmp_path, capsys):
-    plan_of(tmp_path, "--model", moe, "--hardware", "epyc-turin-2c", "--expert-units", "8", "--micro-batch", "1")
+    plan_of(
+        tmp_path, "--model", moe, "--hardware", "epyc-turin-2c", "--parallel", "expert-units=8", "--micro-batch", "1"
+    )
     run = ("--iterations", "6", "--output-dir", str(tmp_path), "--json")
     capsys.readouterr()
     assert main(["execute", str(tmp_path / "plan.json"), *run]) == 0

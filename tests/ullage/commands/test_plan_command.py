@@ -25,7 +25,7 @@ from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 
 def for_tensors(num_bytes):
-    """Return what to give ``--device-memory`` for a GPU, so that tensors may take so much."""
+    """Return what to give ``--memory device=`` for a GPU, so that tensors may take so much."""
     return str(FOR_LIBRARIES_BYTES + num_bytes)
 
 
@@ -96,7 +96,17 @@ def test_a_narrow_state_says_what_it_saves(tiny_model, tmp_path, capsys):
 
 
 def test_a_bf16_master_copy_says_what_it_saves_and_counts_the_weight(tiny_model, tmp_path, capsys):
-    arguments = ["plan", "--model", str(tiny_model), "--optimizer", "adamw-8bit", "--master", "bf16", "--seq-len", "64"]
+    arguments = [
+        "plan",
+        "--model",
+        str(tiny_model),
+        "--optimizer",
+        "adamw-8bit",
+        "--precision",
+        "master=bf16",
+        "--seq-len",
+        "64",
+    ]
     assert main([*arguments, "--hardware", "h100", "--output", str(tmp_path / "p.json")]) == 0
     plan = load_plan(tmp_path / "p.json")
     assert plan.decisions.precision == Precision(weights="bf16", master="bf16")
@@ -121,7 +131,7 @@ def test_json_is_the_plan(plan_args, plan_path, tmp_path, capsys):
 def test_options_reach_the_plan(tiny_model, tmp_path):
     path = tmp_path / "p.json"
     options = ["--gpus", "2", "--hardware", "h100", "--seq-len", "32", "--micro-batch", "3", "--accumulate", "2"]
-    options += ["--precision", "fp32", "--no-clip", "--device-memory", "2GiB"]
+    options += ["--precision", "fp32", "--no-clip", "--memory", "device=2GiB"]
     assert main(["plan", "--model", str(tiny_model), *options, "--output", str(path), "--json"]) == 0
     plan = load_plan(path)
     decided = plan.decisions
@@ -147,7 +157,9 @@ def test_a_device_without_bf16_instructions_trains_in_fp32_unless_asked_not_to(t
         return load_plan(path).decisions.precision.weights
 
     assert planned() == "fp32"
-    assert planned("--precision", "bf16") == planned("--master", "bf16", "--optimizer", "adamw-bf16") == "bf16"
+    assert (
+        planned("--precision", "bf16") == planned("--precision", "master=bf16", "--optimizer", "adamw-bf16") == "bf16"
+    )
 
 
 @pytest.fixture
@@ -166,14 +178,14 @@ def no_remedies(monkeypatch):
 def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text("old")
-    arguments = [*plan_args, "--device-memory", for_tensors(40_000), "--output", str(path)]
+    arguments = [*plan_args, "--memory", "device=" + for_tensors(40_000), "--output", str(path)]
     assert main(arguments) == 2
     assert "does not fit" in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
 
 
 ASSUMED = Provenance(origin="assumed", source="a test")
-TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", for_tensors(99_000_000), "--seq-len", "64"]
+TOO_LITTLE = ["plan", "--model", "gpt2", "--memory", "device=" + for_tensors(99_000_000), "--seq-len", "64"]
 
 
 @pytest.mark.usefixtures("no_engines")
@@ -216,13 +228,13 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
     [
         (
             2e8,
-            [for_tensors(60_000_000)],
+            ["device=" + for_tensors(60_000_000)],
             "--lora rank=16",
             "only adapters are trained; all other weights stay as they are",
         ),
         (
             2e7,
-            [for_tensors(30_000_000), "--lora", "rank=4"],
+            ["device=" + for_tensors(30_000_000), "--lora", "rank=4"],
             "--quantize nf4",
             "the frozen weights are rounded to 4 bits",
         ),
@@ -233,7 +245,7 @@ def test_adapters_are_a_remedy_that_says_what_it_changes(host_bytes, options, ch
     machine = replace(load_profile("rtx-4090"), {"host.memory_bytes": host_bytes}, ASSUMED)
     path = tmp_path / "small.json"
     path.write_text(machine.model_dump_json())
-    command = ["plan", "--model", "demo-llama", "--hardware", str(path), "--seq-len", "64", "--device-memory"]
+    command = ["plan", "--model", "demo-llama", "--hardware", str(path), "--seq-len", "64", "--memory"]
     command += [*options, "--output", str(tmp_path / "p.json")]
     assert main([*command, "--json"]) == 2
     text, shown = capsys.readouterr()
@@ -252,8 +264,8 @@ def test_nothing_that_helps_is_said_too(tmp_path, capsys):
         "demo-llama",
         "--micro-batch",
         "1000000",
-        "--device-memory",
-        for_tensors(1_000_000),
+        "--memory",
+        "device=" + for_tensors(1_000_000),
     ]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
     verdict, *others = capsys.readouterr().err.splitlines()
@@ -316,17 +328,23 @@ def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path,
     arguments += ["--output", str(tmp_path / "plan.json")]
     assert main(arguments) == 0
     assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())
-    assert main([*arguments, "--tensor-parallel", "2"]) == 0
+    assert main([*arguments, "--parallel", "tensor=2"]) == 0
     assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())
-    assert main([*arguments, "--pipeline-parallel", "2"]) == 0
+    assert main([*arguments, "--parallel", "pipeline=2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "not executed: 2 pipeline stages (--pipeline-parallel 1 plans none)" in out
+    assert "not executed: 2 pipeline stages (--parallel pipeline=1 plans none)" in out
     assert "torchrun" not in out
 
 
 def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    arguments = [*plan_args, "--mtbf", "memory=1h,nvme=6h", "--max-lost-work", "2h", "--iterations", "1000000"]
+    arguments = [
+        *plan_args,
+        "--mtbf",
+        "memory=1h,nvme=6h",
+        "--checkpoints",
+        "max-lost-work=2h,iterations=1000000",
+    ]
     assert main([*arguments, "--output", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoints"] == json.loads(path.read_text())["checkpoints"]
     assert main([*arguments, "--output", str(path)]) == 0
@@ -358,9 +376,9 @@ def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
 
 def test_a_shared_file_system_can_be_asked_for(plan_args, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert main([*plan_args, "--mtbf", "pfs=1d", "--pfs-bandwidth", "2GB", "--output", str(path)]) == 0
+    assert main([*plan_args, "--mtbf", "pfs=1d", "--checkpoints", "pfs-bandwidth=2GB", "--output", str(path)]) == 0
     assert load_plan(path).checkpoints.levels[-1].level == "pfs"
-    assert load_plan(path).hardware.pfs.write.provenance.source == "asked for with --pfs-bandwidth"
+    assert load_plan(path).hardware.pfs.write.provenance.source == "asked for with --checkpoints pfs-bandwidth"
     assert main([*plan_args, "--mtbf", "pfs=1d", "--output", str(tmp_path / "none.json")]) == 2
     assert "profile rtx-4090 has none" in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
@@ -411,8 +429,8 @@ def test_where_updates_on_the_cpu_bind_the_screen_says_how_much_of_host_memory_i
             "64",
             "--hardware",
             str(path),
-            "--device-memory",
-            for_tensors(700_000_000),
+            "--memory",
+            "device=" + for_tensors(700_000_000),
         ]
         assert main(["plan", "--model", "gpt2", *options, "-o", str(tmp_path / "p.json")]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("host memory"))

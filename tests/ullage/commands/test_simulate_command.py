@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import predict
 from ullage.analysis.iteration import Iteration
-from ullage.analysis.simulation import engine_decisions, planned, simulate
+from ullage.analysis.simulation import engine_decisions, planned, requested, simulate
 from ullage.main import main
 from ullage.report.charts import Mark, Trace
 from ullage.report.iteration import iteration_part
@@ -75,17 +74,12 @@ def test_text_is_the_schedule(plan, plan_path, capsys):
     assert capsys.readouterr().out == plan.schedule().to_text() + "\n"
 
 
-def test_an_engine_needs_no_plan(plan, plan_path, plan_args, capsys):
-    """What `plan` would be asked, and what it wrote, are simulated alike."""
-    request = plan_args[1:]
+def test_an_engine_of_a_request_is_that_in_place_of_its_plan(plan):
     for engine in (["zero-offload"], ["twin-flow", "0.5"], ["interleaved", "2"]):
-        assert shown(capsys, *request, "--engine", *engine) == shown(capsys, plan_path, "--engine", *engine)
-    ours = shown(capsys, *request)
-    assert ours["engine"] == "ullage"
-    assert ours["fits"]
+        assert requested(plan.request, *engine).decisions == planned(plan, *engine).decisions
+    ours = requested(plan.request).simulate()
     others = [row for row in plan.engines if not row.numerics and row.name != "streaming"]  # its host never waits
-    engines_s = [row.iteration_s for row in others if row.fits]
-    assert ours["phases_s"]["iteration"] <= min(engines_s) * 1.001
+    assert ours.phases.iteration_s <= min(row.iteration_s for row in others if row.fits) * 1.001
 
 
 @pytest.mark.parametrize("engine", STORAGE_POLICIES)
@@ -104,8 +98,13 @@ def test_engines_that_need_drives_can_be_asked_for(engine, plan_path, tmp_path, 
 def test_engines_that_need_drives_are_refused_without_any(tiny_model, tmp_path, capsys):
     profile = load_profile("rtx-4090").model_copy(update={"name": "no-drives", "nvme": None})
     save_profile(profile, tmp_path / "no-drives.json")
-    arguments = ["simulate", "--model", str(tiny_model), "--hardware", str(tmp_path / "no-drives.json")]
-    assert main([*arguments, "--engine", "zero-infinity"]) == 2
+    plan, arguments = (
+        tmp_path / "plan.json",
+        ["--model", str(tiny_model), "--hardware", str(tmp_path / "no-drives.json")],
+    )
+    assert main(["plan", *arguments, "--output", str(plan), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", str(plan), "--engine", "zero-infinity"]) == 2
     assert "no-drives has no nvme; add it, or place nothing there" in capsys.readouterr().err
 
 
@@ -128,13 +127,13 @@ def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
     assert "l loop" in text
 
 
-def test_what_does_not_fit_is_shown_and_said(tiny_model, capsys):
-    arguments = ["simulate", "--model", str(tiny_model), "--hardware", "rtx-4090", "--engine", "gpu-only"]
-    assert main([*arguments, "--device-memory", str(FOR_LIBRARIES_BYTES + 1_000_000)]) == 1
+def test_what_does_not_fit_is_shown_and_said(plan_path, capsys):
+    arguments = ["simulate", str(plan_path)]
+    assert main([*arguments, "--engine", "gpu-only"]) == 1
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if line.startswith("does not fit "))
     assert "gpu memory lacks" in line
-    assert "beyond the 1.00 MB of one device" in text
+    assert "beyond the 3.00 MB of one device" in text
     assert "Memory of one device" in text
     assert main(arguments) == 0
     assert "does not fit" not in capsys.readouterr().out

@@ -35,7 +35,7 @@ def test_a_model_goes_in_and_comes_out_as_transformers_has_it(
     source, plan = made
     run = ["execute", str(plan), "--iterations", "6", "--output-dir", str(tmp_path), "--allow-other-machine", "--json"]
     saved = tmp_path / "models" / "mine"
-    more = ["--weights", str(source), "--lr", "1e-9", "--save", str(saved), "--save-dtype", "float32"]
+    more = ["--weights", str(source), "--lr", "1e-9", "--save", f"{saved},dtype=float32"]
     assert main([*run, *more]) == 0
     shown = capsys.readouterr()
     assert f"model saved in {saved}" in shown.err
@@ -67,7 +67,7 @@ def test_what_cannot_be_loaded_or_saved_is_one_line(
         ("--weights", str(other)): f"the model in {other} does not match the plan: ",
         ("--save", str(other)): f"{other} is there already; give a new folder",
         ("--save", str(other / "config.json" / "x")): "--save ",
-        ("--save-dtype", "float16"): "--save-dtype float16 is the type for --save; give --save DIR",
+        ("--save", "dtype=float16"): "--save dtype=float16 has no folder; give --save DIR,dtype=float16",
     }.items():
         assert main([*run, *given]) == 2
         error = capsys.readouterr().err

@@ -90,14 +90,12 @@ OF_COMMANDS = {
     "DeepSpeedConfigError",
     "ForcedExitError",
     "FileIsSpecialError",
-    "FitError",
     "InterruptedTrainingError",
     "InstallationError",
     "NoFormulasError",
     "RefusedOperatorError",
     "ReportError",
     "RunError",
-    "StuckError",
     "StudyError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,7 +140,7 @@ def test_a_drive_that_fills_is_noticed_before_training_or_leaves_the_run(
     assert main([*words, *saving]) == 2
     err = " ".join(capsys.readouterr().err.split())
     assert "the model was not saved: [Errno 28] No space left on device: 'model'; make room, and save again with" in err
-    assert f"`ullage checkpoint export {tmp_path / 'kept'} --output-dir DIR`" in err
+    assert f"`ullage checkpoint export {tmp_path / 'kept'} --save DIR`" in err
     assert len(load_run(tmp_path / "out/run.json").losses) == 1
     monkeypatch.setattr("ullage.commands.execute.run.save_run", fails)
     assert main([*words[:3], "2", *words[4:], *saving[2:]]) == 2
@@ -150,7 +151,7 @@ def test_a_drive_that_fills_is_noticed_before_training_or_leaves_the_run(
 @pytest.mark.parametrize(
     ("optimizer", "lr", "types"),
     [
-        ("adamw-8bit", "1e-2", "--master bf16"),
+        ("adamw-8bit", "1e-2", "--precision master=bf16"),
         ("muon", "1e-2", "--precision fp32"),
         ("sgd", "0.1", "--precision fp32"),
         ("adagrad", "1e-2", "--precision fp32"),
@@ -165,7 +166,7 @@ def test_every_optimizer_is_planned_and_executed(
     path, config = tmp_path / "plan.json", tmp_path / "config.json"
     config.write_text(json.dumps(to_hf_config_dict(narrow_llama(3))), encoding="utf-8")
     options = ["--model", str(config), "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "22MB", *types.split(), "--optimizer", optimizer]
+    options += ["--memory", "device=22MB", *types.split(), "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert OPTIMIZERS[optimizer].words in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
@@ -239,10 +240,9 @@ def test_tokens_are_trained_on_from_a_position(plan: Path, tmp_path: Path, capsy
     tokens = np.random.default_rng(1).integers(0, 256, 64 * 50).astype(np.uint16)
     np.save(tmp_path / "tokens.npy", tokens)
     tokens.astype("<u4").tofile(tmp_path / "tokens.raw")
-    of_npy, of_raw = ["--tokens", str(tmp_path / "tokens.npy")], ["--tokens", str(tmp_path / "tokens.raw")]
-    of_raw += ["--token-dtype", "uint32"]
+    of_npy, of_raw = ["--data", str(tmp_path / "tokens.npy")], ["--data", f"{tmp_path / 'tokens.raw'},dtype=uint32"]
     losses = []
-    for options in (of_npy, of_raw, [*of_npy, "--data-position", "12"]):
+    for options in (of_npy, of_raw, ["--data", f"{of_npy[1]},skip=12"]):
         assert main(["execute", str(plan), "--iterations", "6", *options, "--output-dir", str(tmp_path), "--json"]) == 0
         losses.append(json.loads(capsys.readouterr().out)["losses"])
     assert losses[0] == losses[1] != losses[2]
@@ -283,16 +283,12 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
     ("arguments", "message"),
     [
         (["--iterations", "12", "--replan"], "there are 12; run at least 16"),
-        (["--text", "no-such.txt"], "no-such.txt: No such file"),
-        (["--device", "cuda"], "plan for that machine"),
-        (["--tokens", "no-such.npy"], "no-such.npy: No such file"),
-        (["--tokens", __file__], "give --token-dtype uint16 or uint32"),
-        (["--tokens", "a.npy", "--text", "b.txt"], "give one of them"),
-        (["--token-dtype", "uint16"], "--token-dtype uint16 is for a file of tokens; give --tokens PATH"),
+        (["--data", "no-such.txt"], "no-such.txt: No such file"),
+        (["--data", "no-such.npy"], "no-such.npy: No such file"),
+        (["--data", sys.executable], "is no text; if it holds tokens, give their type"),
         (["--checkpoint-every", "5"], "--checkpoint-every 5 needs a place for checkpoints; give --checkpoint-dir"),
-        (["--save-dtype", "float32"], "--save-dtype float32 is the type for --save; give --save DIR"),
         (["--data", "chats.jsonl"], "chats.jsonl is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model="),
-        (["--data-position", "-1"], "'-1' is not a whole number from 0 on"),
+        (["--data", "skip=-1"], "'-1' is not a whole number from 0 on"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -348,6 +344,6 @@ def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_
     assert any(row.startswith("activations") for row in rows)
     assert si(device_memory_bytes, "B") in " ".join(rows["capacity"])
     (remedy,) = [line for line in screen.splitlines() if line.startswith("remedy: ")]
-    proposed = parse_bytes(remedy.rpartition("--device-memory ")[2].rstrip("`"))
+    proposed = parse_bytes(remedy.rpartition("--memory device=")[2].rstrip("`"))
     assert 0.5 * device_memory_bytes < proposed < device_memory_bytes
     assert list((tmp_path / "out").iterdir()) == []

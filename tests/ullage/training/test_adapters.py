@@ -41,7 +41,7 @@ SIZES = {
     "eos_token_id": 0,
 }
 LORA = "rank=4,targets=q_proj+down_proj"
-MACHINE = ["--hardware", "epyc-turin-2c", "--precision", "fp32", "--device-memory", "1MB"]
+MACHINE = ["--hardware", "epyc-turin-2c", "--precision", "fp32", "--memory", "device=1MB"]
 BATCH = ["--seq-len", "32", "--micro-batch", "2"]
 EITHER: tuple[Quantization | None, ...] = (None, "nf4", "int8")
 
@@ -246,7 +246,7 @@ def test_a_model_without_adapters_is_refused(base: Path) -> None:
         (["--lora", "rank=4,targets=qproj"], "its projections are down_proj, gate_proj, k_proj, lm_head, o_proj"),
         (["--lora", "rank=4,targets=q_proj+vproj"], "it has no vproj; its projections are down_proj"),
         (
-            ["--lora", "rank=4", "--gpus", "2", "--tensor-parallel", "2"],
+            ["--lora", "rank=4", "--gpus", "2", "--parallel", "tensor=2"],
             "was captured whole, so ranks cannot share its layers",
         ),
     ],
@@ -324,8 +324,11 @@ def test_a_function_returns_its_own_adapters(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantize": "nf4"}, r"quantize is 'nf4', but must be one of nf4, int8, and is for the frozen weights beside"),
-        ({"lora": "rank=4", "quantize": "nf3"}, "quantize is 'nf3', but must be one of nf4, int8"),
+        (
+            {"quantize": "nf4"},
+            "--quantize nf4 is for frozen weights, but without --lora all weights are trained",
+        ),
+        ({"lora": "rank=4", "quantize": "nf3"}, "quantize is 'nf3', but must be one of none, nf4, int8"),
     ],
 )
 def test_python_refuses_likewise(arguments: dict[str, Any], message: str) -> None:
@@ -348,8 +351,8 @@ def test_studies_vary_adapters_and_quantization(
         *BATCH,
         "--hardware",
         "rtx-4090",
-        "--device-memory",
-        str(FOR_LIBRARIES_BYTES + 8_000_000),
+        "--memory",
+        "device=" + str(FOR_LIBRARIES_BYTES + 8_000_000),
     ]
     sweeps = ["--sweep", "lora=none,rank=2,rank=4,targets=q_proj", "--sweep", "quantize=none,nf4"]
     assert main(["whatif", *model, *sweeps, "--workers", "1", "--json"]) == 0

@@ -403,10 +403,10 @@ def test_a_machine_without_a_profile_is_measured_once_and_it_is_the_default_from
 ) -> None:
     here = load_profile("local")
 
-    def calibrate(options: CalibrationOptions, *_: object) -> tuple[HardwareProfile, SimpleNamespace]:
+    def calibrate(options: CalibrationOptions, *_: object) -> tuple[HardwareProfile, tuple[()]]:
         assert options.quick
         torch.rand(3)  # as measurements may
-        return here, SimpleNamespace()
+        return here, ()
 
     monkeypatch.setattr(measuring, "calibrate", calibrate)
     keep(cpu="another")
@@ -438,32 +438,30 @@ def test_a_profile_that_cannot_be_kept_is_used(
     assert "the profile cannot be saved (no room), so the next call measures again" in capsys.readouterr().err
 
 
-def test_execute_without_a_plan_plans_first_and_keeps_the_plan(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ["--output-dir", str(tmp_path / "out"), "--iterations", "6", "--json"]
-    options = ["--seq-len", "32", "--device-memory", "1.5MB", "--precision", "fp32"]
-    assert main(["execute", "--model", str(tiny_model), *options, *out]) == 0
-    plan = ullage.load_plan(tmp_path / "out" / "plan.json")
+def test_a_plan_can_be_for_the_memory_that_is_free(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    options = ["--seq-len", "32", "--memory", "free,device=1.5MB", "--precision", "fp32", "--output", str(path)]
+    assert main(["plan", "--model", str(tiny_model), *options]) == 0
+    plan = ullage.load_plan(path)
     assert (plan.hardware.name, plan.seq_len, plan.gpu_memory.capacity_bytes) == ("mine", 32, 1_500_000)
-    assert f"plan written to {tmp_path / 'out' / 'plan.json'}" in capsys.readouterr().err
+    same = ullage.plan(tiny_model, seq_len=32, memory="free", device_memory=1_500_000, precision="fp32")
+    assert (same.decisions, same.gpu_memory) == (plan.decisions, plan.gpu_memory)
+    assert main(["execute", str(path), "--iterations", "6", "--output-dir", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is nothing to execute; give PLAN, a file that `ullage plan` wrote, or --model NAME"),
-        (["plan.json", "--seq-len", "5"], "--seq-len is for making a plan, but plan.json is given"),
         (["--model", "gpt3-xx"], "no model or file is called 'gpt3-xx'"),
         (
             ["--model", "gpt2", "--hardware", "a100-80"],
             "a100-80 is of a gpu device, but this machine computes on a host",
         ),
-        (["--model", "gpt2", "--device-memory", "1MB"], "gpt2 does not fit on 1 device"),
+        (["--model", "gpt2", "--memory", "device=1000TB"], "device_memory is "),
     ],
 )
-def test_what_cannot_be_executed_is_one_line(arguments, message, tmp_path, capsys) -> None:
-    assert main(["execute", *arguments, "--output-dir", str(tmp_path)]) == 2
+def test_what_cannot_be_planned_here_is_one_line(arguments, message, tmp_path, capsys) -> None:
+    assert main(["plan", *arguments, "--memory", "free", "--output", str(tmp_path / "p.json")]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1

@@ -16,6 +16,7 @@ from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
+from ullage.cli.arguments import Data
 from ullage.main import main
 from ullage.training.batches import tokens_for
 
@@ -111,12 +112,12 @@ def test_text_is_refused_before_training_if_the_model_knows_too_few_tokens(
 ) -> None:
     known, too_small = small(256), small(255)
     words = "one token per byte, 0 to 255, but the model knows tokens 0 to 254; give the tokens of its own tokenizer"
-    assert tokens_for(known) is not None
+    assert tokens_for(known, Data()) is not None
     np.save(tmp_path / "tokens.npy", np.arange(64, dtype=np.uint8))
-    assert tokens_for(too_small, tokens=tmp_path / "tokens.npy") is not None  # tokens of the user's are no text
+    assert tokens_for(too_small, Data(tmp_path / "tokens.npy")) is not None  # tokens of the user's are no text
     (tmp_path / "plan.json").write_text(json.dumps(json.loads(too_small.to_json())), encoding="utf-8")
     (tmp_path / "text").write_text("a" * 5000)
-    for more in ([], ["--text", str(tmp_path / "text")]):
+    for more in ([], ["--data", str(tmp_path / "text")]):
         out = ["--iterations", "6", "--output-dir", str(tmp_path / "out")]
         assert main(["execute", str(tmp_path / "plan.json"), *out, *more]) == 2
         assert words in capsys.readouterr().err

@@ -83,12 +83,12 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
         ("a.bin", b"", "uint16", "a.bin is empty; give a file to train on"),
         ("a.bin", b"12345", "uint16", "has 5 bytes, but must have a multiple of 2"),
         ("a.bin", b"123456", "uint32", "has 6 bytes, but must have a multiple of 4"),
-        ("a.bin", b"1234", None, "give --token-dtype uint16 or uint32"),
+        ("a.bin", b"1234", None, "give it, as in --data"),
         ("a.npy", b"", None, "is not a whole .npy file of numbers; write it with numpy.save$"),
         ("a.npy", b"1234", None, "is not a whole .npy file of numbers; write it with numpy.save$"),
         ("a.npy", np.zeros(8, np.int64), None, r"holds int64\[8\]; save unsigned"),
         ("a.npy", np.zeros((2, 4), np.uint16), None, r"holds uint16\[2, 4\]; save unsigned"),
-        ("a.npy", np.zeros(4, np.uint16), "uint16", "leave --token-dtype uint16 out"),
+        ("a.npy", np.zeros(4, np.uint16), "uint16", "leave dtype=uint16 out"),
     ],
 )
 def test_strange_files_are_refused(

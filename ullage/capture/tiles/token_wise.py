@@ -8,6 +8,7 @@ that change a buffer or an attribute, which each tile would do again.
 """
 
 import contextlib
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -61,15 +62,12 @@ class TokenWise:
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """Track running modules."""
-        handles = []
-        for path, module in self._named.items():
-            handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave(path), with_kwargs=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, module in self._named.items():
+                enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def found(self) -> list[str]:
         """Return the paths of norms and MLPs that are token-wise; see [Note: Token-wise modules].
@@ -86,7 +84,7 @@ class TokenWise:
         if not paths:
             raise CaptureError(
                 "no norm or MLP of its layers computes every token independently, so layers cannot be computed in "
-                "tiles; leave --layer-tile out"
+                "tiles; leave --tiles layer out"
             )
         return paths
 
@@ -97,31 +95,22 @@ class TokenWise:
         products = self._products[path]
         return max(products) > 1.5 * self._widths[path] if products else self._num_operators[path] > 1
 
-    def _enter(self, path: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            state = ForwardState(module, path)
-            self._before[path] = state, state.save()
-            is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            if (
-                is_one and args[0].is_floating_point() and args[0].ndim <= 3
-            ):  # with four dimensions, heads would count as tokens
-                self._running[path] = args[0].shape[:-1]
-                self._widths[path] = args[0].shape[-1]
-            else:
-                self._failed.add(path)
+    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        state = ForwardState(module, path)
+        self._before[path] = state, state.save()
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if is_one and args[0].is_floating_point() and args[0].ndim <= 3:  # with four, heads would count as tokens
+            self._running[path] = args[0].shape[:-1]
+            self._widths[path] = args[0].shape[-1]
+        else:
+            self._failed.add(path)
 
-        return enter
-
-    def _leave(self, path: str) -> Any:
-        def leave(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            leading = self._running.pop(path, None)
-            state, before = self._before.pop(path)
-            if state.has_changed(before):
-                self._failed.add(path)
-            if not isinstance(output, Tensor) or output.shape != (*(leading or ()), self._widths.get(path)):
-                self._failed.add(path)
-
-        return leave
+    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        leading = self._running.pop(path, ())
+        state, before = self._before.pop(path)
+        keeps_shape = isinstance(output, Tensor) and output.shape == (*leading, self._widths.get(path))
+        if state.has_changed(before) or not keeps_shape:
+            self._failed.add(path)
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """Record one operator."""

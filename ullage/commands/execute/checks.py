@@ -11,10 +11,10 @@ from hwprofiles.files import check_regular, make_folder
 from planner.plan.document import Plan
 from planner.terms import MIN_CHECKPOINTS
 from ullage.analysis.runs import MIN_MEASURED
+from ullage.cli.arguments import WEIGHT_BYTES
 from ullage.output.formatting import si
 
 REPLAN_AFTER: Final = 10
-_WIDTHS: Final = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a weight
 _TIMES_BYTES: Final = 16  # of a task of an iteration in run.json, at least
 
 
@@ -26,10 +26,6 @@ def check_options(args: argparse.Namespace) -> None:
             does.
         OSError: a file does not exist, or the folder of ``--save`` cannot be made.
     """
-    if args.text is not None and args.tokens is not None:
-        raise ValueError(f"--text {args.text} and --tokens {args.tokens} both name training data; give one of them")
-    _check_belongs("--token-dtype", args.token_dtype, "is for a file of tokens; give --tokens PATH", args.tokens)
-    _check_belongs("--save-dtype", args.save_dtype, "is the type for --save; give --save DIR", args.save)
     if not args.checkpoint_places and args.resume:
         raise ValueError("--resume needs the place of the checkpoints; give --checkpoint-dir PLACE")
     for option, numbers in (("--checkpoint-every", args.checkpoint_every), ("--keep", args.keep)):
@@ -47,14 +43,17 @@ def check_options(args: argparse.Namespace) -> None:
             f"--replan plans again after {REPLAN_AFTER} iterations and measures at least {MIN_MEASURED} more, but "
             f"there are {args.num_iterations}; run at least {REPLAN_AFTER + MIN_MEASURED}"
         )
-    for path in (args.text, args.tokens):
-        if path is not None:
-            check_regular(path)
+    if args.data.path is not None:
+        check_regular(args.data.path)
+    if args.data.dtype is not None and args.data.path is None:
+        raise ValueError(f"--data dtype={args.data.dtype} has no file; give --data PATH,dtype={args.data.dtype}")
+    if args.save and "" not in args.save:
+        raise ValueError(f"--save dtype={args.save['dtype']} has no folder; give --save DIR,dtype={args.save['dtype']}")
     if args.weights is not None:
         weights_folder(args.weights)
-    if args.save is not None:
-        make_folder("--save", args.save.absolute().parent)
-        check_new(args.save)
+    if args.save:
+        make_folder("--save", args.save[""].absolute().parent)
+        check_new(args.save[""])
 
 
 def _check_belongs(option: str, value: object, words: str, needed: object) -> None:
@@ -70,10 +69,10 @@ def check_room(plan: Plan, args: argparse.Namespace) -> None:
     """
     tasks = plan.schedule().num_tasks * min(args.num_iterations, NUM_RECORDED)
     needs: dict[tuple[str, Any], int] = {("--output-dir", args.output_dir): tasks * _TIMES_BYTES}
-    if args.save is not None:
-        width = plan.decisions.precision.weight_bytes if args.save_dtype is None else _WIDTHS[args.save_dtype]
+    if args.save:
+        width = WEIGHT_BYTES[args.save["dtype"]] if "dtype" in args.save else plan.decisions.precision.weight_bytes
         trained = sum(unit.num_params for unit in plan.units())  # of LoRA only the adapters are saved
-        needs["--save", args.save.absolute().parent] = trained * width
+        needs["--save", args.save[""].absolute().parent] = trained * width
     for (option, folder), num_bytes in needs.items():
         if (free := shutil.disk_usage(folder).free) < num_bytes:
             raise ValueError(

@@ -3,10 +3,21 @@
 import argparse
 from pathlib import Path
 
-from planner.plan.document import Plan, load_plan
+from planner.plan.document import load_plan
 from planner.terms import MIN_CHECKPOINTS
-from ullage.cli.arguments import audit, cores, non_negative_int, positive_float, positive_int, positive_ints
-from ullage.cli.options import add_options, check_names, given_options
+from ullage.cli.arguments import (
+    WEIGHT_BYTES,
+    Data,
+    audit,
+    choice,
+    cores,
+    data,
+    non_negative_int,
+    parts,
+    positive_float,
+    positive_int,
+    positive_ints,
+)
 from ullage.commands import Subparsers, command_parser
 
 
@@ -21,29 +32,19 @@ def add_parser(subparsers: Subparsers) -> None:
         "memory-mapped; the order of sequences depends only on the seed. For a captured model, the function that the\n"
         "plan names makes the model; it trains on one random batch. For chats, instructions, epochs, evaluation and\n"
         "loggers, use `ullage.offloaded(SFTTrainer)` in Python. A plan for several devices needs one process per\n"
-        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.\n"
-        "Without PLAN, Ullage first plans --model for the memory that is free now, and writes the plan into\n"
-        "--output-dir. If this machine has no profile, Ullage measures it first, once, in half a minute.",
+        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
         """
         ullage execute plan.json
-        ullage execute --model gpt2 --seq-len 256 --text corpus.txt
-        ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
+        ullage execute plan.json --iterations 100 --data corpus.txt --lr 3e-4 --output-dir runs/1
         ullage execute plan.json --iterations 1000 --replan --compile
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
-        ullage execute plan.json --weights models/llama --text corpus.txt --save models/mine
-        ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
+        ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
+        ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
         """,
     )
-    parser.add_argument(
-        "plan",
-        type=Path,
-        nargs="?",
-        metavar="PLAN",
-        help="file that `ullage plan` wrote; without it, Ullage first plans --model",
-    )
-    add_options(parser, model_required=False)
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--iterations",
         dest="num_iterations",
@@ -53,22 +54,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="optimizer steps (30); fewer than 6 are not compared with the prediction",
     )
     parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="PATH",
-        help="train on a text, one token per byte (default: a built-in English text)",
-    )
-    parser.add_argument("--tokens", type=Path, metavar="PATH", help="train on tokens: a .npy file, or a raw file")
-    parser.add_argument(
-        "--token-dtype", choices=("uint16", "uint32"), help="type of the tokens in a raw file, little-endian"
-    )
-    parser.add_argument("--data", type=_of_trainers, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--data-position",
-        type=non_negative_int,
-        default=0,
-        metavar="N",
-        help="sequences to skip, such as the data_position in the run.json of an earlier run (0)",
+        "--data",
+        type=data,
+        default=Data(),
+        metavar="PATH[,dtype=TYPE][,skip=N]",
+        help="train on tokens, a .npy file or a raw file with dtype=uint16 or dtype=uint32 (little-endian); or on any "
+        "other file as text, one token per byte (default: a built-in English text). skip: sequences to skip, such as "
+        "the data_position in the run.json of an earlier run",
     )
     parser.add_argument(
         "--seed",
@@ -93,14 +85,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--save",
-        type=Path,
-        metavar="DIR",
-        help="at the end, save the model in a new folder, in the format of from_pretrained()",
-    )
-    parser.add_argument(
-        "--save-dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="type of the weights in --save; float32: the master copies (default: the plan's)",
+        type=lambda text: parts(text, {"": Path, "dtype": choice(*WEIGHT_BYTES)}),
+        default={},
+        metavar="DIR[,dtype=TYPE]",
+        help="at the end, save the model in a new folder, in the format of from_pretrained(). dtype: type of its "
+        "weights, bfloat16, float16 or float32, the master copies (default: the plan's)",
     )
     parser.add_argument(
         "--storage-dir",
@@ -178,25 +167,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="execute the plan even if its profile was measured on another machine",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--device",
-        choices=("auto", "host", "cuda"),
-        default="auto",
-        help="device to run on (auto: the kind that the plan is for)",
-    )
-
-
-def _of_trainers(path: str) -> None:
-    """Refuse data that a trainer of ``transformers`` or TRL trains on."""
-    raise argparse.ArgumentTypeError(
-        f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
-        "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole program"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
-    plan = _plan(args)
+    plan = load_plan(args.plan)
     # importing torch takes seconds, so check the plan first
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
@@ -215,23 +190,3 @@ def run(args: argparse.Namespace) -> int:
         console(stderr=True).print(str(error), soft_wrap=True)
         return 128 + error.signal
     return 0
-
-
-def _plan(args: argparse.Namespace) -> Plan:
-    """Return the given plan, or else make a plan for this machine."""
-    given = given_options(args)
-    if args.plan is not None:
-        if given:
-            raise ValueError(f"{given[0]} is for making a plan, but {args.plan} is given; leave one of them out")
-        return load_plan(args.plan)
-    if args.model is None:
-        raise ValueError(
-            "there is nothing to execute; give PLAN, a file that `ullage plan` wrote, or --model NAME to plan for this "
-            "machine"
-        )
-    check_names(args)
-    from ullage.commands.execute.checks import check_options  # noqa: PLC0415 - torch takes seconds
-    from ullage.commands.execute.planning import planned  # noqa: PLC0415
-
-    check_options(args)
-    return planned(args, args.output_dir)

@@ -73,12 +73,12 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
     """
     check_options(args)
     process = Process.of(plan)
-    check_machine(plan, process, args.device)
+    check_machine(plan, process)
     if not args.allow_other_machine:
         check_measured_here(plan.hardware)
-    tokens = tokens_for(plan, args.text, args.tokens, args.token_dtype, args.data_position)
+    tokens = tokens_for(plan, args.data)
     batches = Batches(plan, tokens, args.seed, process.data_rank)
-    batches.position = args.data_position
+    batches.position = args.data.skip
     if process.is_first:
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
@@ -129,7 +129,7 @@ def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None, *, 
     if trained.not_saved is not None:
         again = "train again with --checkpoint-dir, so that nothing is lost"
         if args.checkpoint_places:
-            again = f"save again with `ullage checkpoint export {args.checkpoint_places[0]} --output-dir DIR`"
+            again = f"save again with `ullage checkpoint export {args.checkpoint_places[0]} --save DIR`"
         raise OSError(f"the model was not saved: {trained.not_saved}; make room, and {again}") from trained.not_saved
 
 
@@ -207,12 +207,12 @@ def _save(args: argparse.Namespace, optimizer: OffloadedOptimizer, report: Calla
 
     Return why that failed: what was measured, and a last checkpoint, are worth keeping.
     """
-    if args.save is not None:
+    if args.save:
         try:
-            save(optimizer, args.save, dtype=args.save_dtype)
+            save(optimizer, args.save[""], dtype=args.save.get("dtype"))
         except OSError as error:
             return error
-        report(f"model saved in {args.save}")
+        report(f"model saved in {args.save['']}")
     return None
 
 

@@ -22,11 +22,12 @@ from planner.plan.planning import InfeasibleError
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
-from ullage.cli.options import PACKAGED_HARDWARE, is_captured
-from ullage.cli.request import request_of, trained
+from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options, is_captured
+from ullage.cli.request import trained
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
 from ullage.rivals import engine_rows, make_plan
+from ullage.this_machine.request import request_here
 
 
 @no_garbage_collection()
@@ -37,16 +38,21 @@ def plan_command(args: argparse.Namespace) -> int:
         The exit code.
     """
     atexit.register(gc.freeze)  # otherwise Python's exit searches millions of objects for cycles
-    request, checkpoints = request_of(args), checkpoints_of(args)
-    if args.hardware == LOCAL and not args.allow_other_machine:
-        check_measured_here(request.hardware)
+    asked = Options(**given_options(args))
+    request, checkpoints = request_here(asked), checkpoints_of(asked)
+    if args.hardware == LOCAL:
+        check_measured_here(request.hardware, otherwise=", or give --hardware the path of the profile")
     if args.pfs_bandwidth is not None:
         request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
+    if args.deepspeed is not None:
+        from ullage.commands.plan.deepspeed import beside_deepspeed  # noqa: PLC0415 - few have a configuration
+
+        return beside_deepspeed(args, request)
     try:
         with search_progress() as progress:
             plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
-        return _refuse(args, request, error)
+        return _refuse(args, asked, request, error)
     if checkpoints is not None:
         plan = _with_checkpoints(plan, checkpoints)
     text = plan.to_json()
@@ -70,7 +76,7 @@ def _with_checkpoints(plan: Plan, request: CheckpointRequest) -> Plan:
     return protected(plan, request)
 
 
-def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) -> int:
+def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: InfeasibleError) -> int:
     """Print that nothing fits, and each change with which something does, as soon as it is found.
 
     Then print the same for every other engine.
@@ -81,7 +87,7 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
     _print_line(f"error: {error}")
     found = []
     with status("searching for a plan that fits"):
-        for words, iteration_s in what_would_fit(request, functools.partial(_with_adapters, args)):
+        for words, iteration_s in what_would_fit(request, functools.partial(_with_adapters, asked)):
             effect = _effect_words(words)
             found.append({"change": words, "iteration_s": iteration_s, "effect": effect})
             time = f"({si(iteration_s, 's')} per iteration before any search)"
@@ -107,23 +113,22 @@ def _refuse(args: argparse.Namespace, request: Request, error: InfeasibleError) 
     return BAD_INPUT
 
 
-def _with_adapters(args: argparse.Namespace, request: Request) -> Iterator[tuple[str, Request]]:
+def _with_adapters(asked: Options, request: Request) -> Iterator[tuple[str, Request]]:
     """Yield requests with adapters in place of all weights, and then with quantized frozen weights, if not given."""
-    shared = (args.tensor_parallel, args.pipeline_parallel, args.expert_parallel)
+    shared = (asked.tensor_parallel, asked.pipeline_parallel, asked.expert_parallel)
     if (
-        is_captured(args.model) or max(count or 1 for count in shared) > 1
+        is_captured(asked.model) or max(count or 1 for count in shared) > 1
     ):  # models with adapters are captured, and a capture cannot be shared by ranks
         return
-    ways: list[tuple[str, dict[str, Any]]] = [("--lora rank=16", {"lora": Lora(rank=16)})] if args.lora is None else []
-    if args.quantize in {None, "none"}:
+    ways: list[tuple[str, dict[str, Any]]] = [("--lora rank=16", {"lora": Lora(rank=16)})] if asked.lora is None else []
+    if asked.quantize in {None, "none"}:
         ways.append((" ".join([*(words for words, _ in ways), "--quantize nf4"]), {"quantize": "nf4"}))
     changed: dict[str, Any] = {}
     on_gpu = request.hardware.device.kind == "gpu"
     for words, options in ways:
         changed |= options
-        changed_args = argparse.Namespace(**vars(args) | changed)
         with contextlib.suppress(ValueError):  # a library is missing, or the model has no projections
-            model, seq_len, _ = trained(changed_args, request.types, lambda model: model, as_on_gpu=on_gpu)
+            model, seq_len, _ = trained(dataclasses.replace(asked, **changed), request.types, as_on_gpu=on_gpu)
             yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
 
 

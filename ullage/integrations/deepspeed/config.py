@@ -160,7 +160,7 @@ _UNMODELLED: Final = {
     "zero_quantized_gradients": "reduce-scatters are simulated without quantization",
     "zero_hpz_partition_size": "parameters are simulated as sharded over all devices",
     "mics_shard_size": "parameters are simulated as sharded over all devices",
-    "tensor_parallel": "layers are simulated without tensor parallelism; give --tensor-parallel",
+    "tensor_parallel": "layers are simulated without tensor parallelism; give --parallel tensor=",
     "sequence_parallel_size": "sequences are simulated without sequence parallelism",
     "compression_training": "not simulated",
     "sparse_attention": "attention is simulated as dense",

@@ -1,16 +1,15 @@
 """Cases of checkpoint engines: how long one checkpoint blocks training, and what a run with checkpoints takes.
 
-[Note: Blocking] A published blocking throughput is the size of a checkpoint over the time that it stops training, one
-checkpoint by itself: no earlier one is still being written. Only so do the published figures agree with one another:
-CheckFreq stops a 7B run for 7.5 s by its throughput, while end to end every checkpoint adds 16 s at any interval, and
-torchsnapshot's 4.2 s are what it adds as long as checkpoints do not overlap, but not at every iteration (6.1 s).
+A published blocking throughput is the size of a checkpoint over the time that it stops training, one checkpoint by
+itself: no earlier one is still being written. Only so do the published figures agree with one another: CheckFreq stops
+a 7B run for 7.5 s by its throughput, while end to end every checkpoint adds 16 s at any interval, and torchsnapshot's
+4.2 s are what it adds as long as checkpoints do not overlap, but not at every iteration (6.1 s).
 
-[Note: Files] These runs train with DeepSpeed's pipeline engine: tensor parallelism inside a node, a pipeline stage for
-each node. It saves a file for every layer and tensor rank (``runtime/pipe/module.py::save_state_dict``), and two for
-every rank, of the model and of the optimizer (``runtime/engine.py``). The metadata server creates them one after
-another. Where a case does not give their number, layers follow from the size of a checkpoint: 14 bytes per parameter
-(weights in bf16, state in fp32), and layers as wide as 128 times their number, as the published models are within a
-tenth.
+These runs train with DeepSpeed's pipeline engine: tensor parallelism inside a node, a pipeline stage for each node. It
+saves a file for every layer and tensor rank (``runtime/pipe/module.py::save_state_dict``), and two for every rank, of
+the model and of the optimizer (``runtime/engine.py``). The metadata server creates them one after another. Where a case
+does not give their number, layers follow from the size of a checkpoint: 14 bytes per parameter (weights in bf16, state
+in fp32), and layers as wide as 128 times their number, as the published models are within a tenth.
 """
 
 import math
@@ -32,7 +31,7 @@ from ullage.rivals import checkpoints
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 
 _GB = 1e9
-# [Note: Files]
+# Of a checkpoint whose number of files is not given:
 _BYTES_PER_PARAM = 14
 _WIDTH_OVER_LAYERS = 128
 _MATRIX_VALUES = 12  # a layer has so many parameters for each square of its width
@@ -47,7 +46,7 @@ class Checkpoint(Strict):
         bytes_total_gb: GB (1e9) of all ranks together; each has an equal share.
         every_iterations: from one checkpoint to the next.
         host_buffer_gb_per_node: host memory for copies that are not written yet, of engines that bound it.
-        files: of one checkpoint, of all ranks; ``None``: see [Note: Files].
+        files: of one checkpoint, of all ranks; ``None``: as DeepSpeed's pipeline engine makes them.
     """
 
     engine: Literal["deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"]
@@ -113,7 +112,7 @@ class CheckpointCase(Case):
 
     @property
     def num_files(self) -> int:
-        """The files of one checkpoint, of all ranks; see [Note: Files]."""
+        """The files of one checkpoint, of all ranks."""
         if self.checkpoint.files is not None:
             return self.checkpoint.files
         num_params = self.checkpoint.bytes_total_gb * _GB / _BYTES_PER_PARAM
@@ -121,7 +120,7 @@ class CheckpointCase(Case):
         return num_layers * (self.gpus // self.nodes) + _FILES_PER_RANK * self.gpus
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
-        """Lower the run with its engine, and simulate it; see [Note: Blocking]."""
+        """Lower the run with its engine, and simulate it."""
         per_node = self.gpus // self.nodes
         if per_node > profile.devices_per_node or (per_node < profile.devices_per_node and self.nodes > 1):
             raise CaseError(

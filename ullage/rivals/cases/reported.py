@@ -77,6 +77,9 @@ class ReportedCase(Case):
         activations: what layers did with theirs; ``None``: as the engine's users would choose.
         inputs_on_host: whether inputs of recomputed layers waited on the host.
         updates_in_backward: whether each gradient was used as soon as it was there.
+        keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
+        fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
+            is not by default: it takes the square roots of all second moments before it uses any.
         device_budget_gib: device memory that the engine might use.
     """
 
@@ -104,6 +107,8 @@ class ReportedCase(Case):
     activations: Literal["keep", "recompute"] | None = None
     inputs_on_host: bool = False
     updates_in_backward: bool = False
+    keeps_output: bool = False
+    fused_update: bool = False
     device_budget_gib: Annotated[float, Field(gt=0, le=10_000)] | None = None
     measured: Measured
 
@@ -182,12 +187,28 @@ class ReportedCase(Case):
             "inputs_on_host": self.inputs_on_host,
             "pipeline_parallel": self.pipeline_parallel,
         }
+        if self.keeps_output:
+            tokens = self.micro_batch * self.seq_len
+            changes["output_bytes"] = tokens * self._vocab_size(built) * self.precision.weight_bytes
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
+        elif self.engine == "fsdp" and self.optimizer == "adamw" and not self.fused_update:
+            changes["step_scratch_bytes"] = 2 if self.precision.state else 4
         try:
             return RivalDecisions.model_validate(dict(pairs[self.activations or "keep"]) | changes)
         except ValidationError as error:
             raise CaseError(f"case {self.id}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+
+    def _vocab_size(self, built: Variant) -> int:
+        if not isinstance(self.model, str):
+            return int(self.model["vocab_size"])
+        model = built.request.model
+        if not isinstance(model, ModelConfig):
+            raise CaseError(
+                f"case {self.id}: keeps_output needs the size of the vocabulary, which {self.model} does not state; "
+                "give the model's config.json"
+            )
+        return model.vocab_size
 
     def _sharded(self, built: Variant) -> Iterator[RivalDecisions]:
         if self.engine == "deepspeed":

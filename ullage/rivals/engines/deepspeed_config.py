@@ -23,6 +23,13 @@ from ullage.rivals.habits import Habits
 
 Device = Literal["none", "cpu", "nvme"]
 
+# Without offloading, the step makes one flat gradient of the rank's shards, and the same in fp32, which stays until the
+# update has ended (``stage_1_and_2.py::step``, ``stage3.py::_prepare_fp32_grad_for_sub_group``). Stage 3 does so for
+# one subgroup at a time.
+_FP32_BYTES = 4
+SUBGROUP_PARAMS = 1_000_000_000
+"""DeepSpeed's default ``sub_group_size``."""
+
 # Decisions that ZeRO-1 and 2 do not need: parameters are whole on every device, so nothing is gathered.
 _WHOLE: Final[dict[str, Any]] = {"module_hooks": False, "max_reuse_params": None, "num_param_slots": 2}
 
@@ -83,6 +90,9 @@ def configured(setup: Setup, settings: DeepSpeed) -> Iterator[RivalDecisions]:
             "max_reuse_params": settings.max_reuse_params,
             "num_param_slots": num_live_segments(setup, settings.max_live_params),
         }
+    if settings.stage and settings.optimizer_device == "none":
+        options["step_scratch_bytes"] = setup.given.precision.gradient_bytes + _FP32_BYTES
+        options["step_scratch_params"] = SUBGROUP_PARAMS if settings.stage == 3 else None
     for decisions in _placed(setup, settings):
         yield RivalDecisions.model_validate(
             decisions.model_dump()

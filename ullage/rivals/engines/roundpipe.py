@@ -2,11 +2,11 @@
 
 Source: github.com/ITcarrot/RoundPipe, ``roundpipe/run.py``, ``transfer.py``, ``roundpipe.py`` and ``scheduler.py``.
 
-[Note: Round robin] RoundPipe cuts the model into stages of a few layers and hands them to its devices in turn. A stage
-is copied to its device, all micro-batches pass it, and it leaves again. So every device works on another stage at any
-time, and its share of copies and computing is that of one rank that computes every segment for its share of the
-micro-batches with its share of the parameters' copies. That rank is what is lowered. Inputs of stages, their outputs,
-and the gradients of both travel through the host (``roundpipe/run.py``).
+RoundPipe cuts the model into stages of a few layers and hands them to its devices in turn. A stage is copied to its
+device, all micro-batches pass it, and it leaves again. So every device works on another stage at any time, and its
+share of copies and computing is that of one rank that computes every segment for its share of the micro-batches with
+its share of the parameters' copies. That rank is what is lowered. Inputs of stages, their outputs, and the gradients of
+both travel through the host (``roundpipe/run.py``).
 
 What such a rank does not show is how the pipe fills and drains. The first stages of an iteration follow the last ones
 of the iteration before (``roundpipe.py::RoundPipe.forward_backward`` waits only for the loss), so this costs nothing if
@@ -29,7 +29,7 @@ from ullage.rivals.engines.deciding import decide
 from ullage.rivals.habits import Habits
 
 SEGMENTS_OF_STAGE = 3
-"""Segments in a stage of forward, of which backward has one; see [Note: Round robin]."""
+"""Segments in a stage of forward, of which backward has one."""
 
 # Micro-batches beyond the number of devices into which its published runs cut a batch (``roundpipe/run.sh`` of
 # github.com/ITcarrot/RoundPipe-artifact: 10 for 8 devices).
@@ -107,7 +107,7 @@ def lay_by_layer(decisions: RivalDecisions, program: Program) -> None:
 
 
 def _fill(program: Program) -> None:
-    """Let the device wait until the pipe is full; see [Note: Round robin]."""
+    """Let the device wait until the pipe is full."""
     ranks, count = program.decisions.data_parallel, program.decisions.num_micro_batches
     num_waits = round((ranks - 1) * ranks * count / (ranks + _MORE_MICRO_BATCHES))
     for segment in program.segments[1 : 1 + SEGMENTS_OF_STAGE]:

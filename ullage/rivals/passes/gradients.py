@@ -1,10 +1,10 @@
 """The pass that moves gradients of other engines from backward to where they are used.
 
-[Note: Copies of sums] DeepSpeed adds gradients of micro-batches on the device. With ZeRO-3 and the optimizer on the
-host, ``partition_grads`` in ``stage3.py`` copies the first micro-batch's gradient to a pinned buffer and back; of each
-later one it copies the sum to the device and, with the gradient added, back to the buffer. These copies are
-asynchronous, if ``pin_memory`` of ``offload_optimizer`` is on: otherwise the caller waits for each. After the last
-micro-batch the sum is copied once more, in fp32, to the optimizer's gradients: that copy is exposed.
+DeepSpeed adds gradients of micro-batches on the device. With ZeRO-3 and the optimizer on the host, ``partition_grads``
+in ``stage3.py`` copies the first micro-batch's gradient to a pinned buffer and back; of each later one it copies the
+sum to the device and, with the gradient added, back to the buffer. These copies are asynchronous, if ``pin_memory`` of
+``offload_optimizer`` is on: otherwise the caller waits for each. After the last micro-batch the sum is copied once
+more, in fp32, to the optimizer's gradients: that copy is exposed.
 
 [Note: Reductions] DeepSpeed's ZeRO-3 works on gradients on the device, on a stream of its own: each is copied into a
 bucket, from there into the input of the reduction, and divided there: 3 values read and 3 written, even on one rank
@@ -236,7 +236,7 @@ def _copy_out(
     if path.is_one_copy:
         op = Op.OVERWRITE if path is GradientPath.BUFFERED else Op.FLUSH
         steps: tuple[tuple[Lane, Op, int], ...] = ((Lane.D2H, op, decisions.moved_bytes_per_param),)
-    else:  # [Note: Copies of sums]
+    else:  # what was added up on the device is copied
         out, back = (Lane.D2H, Op.OVERWRITE, weight_bytes), (Lane.H2D, Op.LOAD, weight_bytes)
         if path is GradientPath.ON_DEVICE:
             steps = () if last else (out,)

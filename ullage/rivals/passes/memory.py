@@ -1,6 +1,7 @@
 """What other engines hold, where it differs from ours."""
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping
 
 from planner.decisions import Place
@@ -24,6 +25,10 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
         core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
     for unit in program.units:
         _hold_more(decisions, program, unit)
+    if decisions.step_scratch_bytes:
+        _hold_step_scratch(decisions, program)
+    for made, used in zip(program.units[-1].forwards, program.units[0].backwards, strict=True):
+        program.hold_while(MemoryClass.ACTIVATIONS, decisions.output_bytes, "output", made, used)
     if decisions.spill_gradients and decisions.gradient_path is not GradientPath.ONCE:
         program.held = [held for held in program.held if not held[-1].startswith("spilled gradients")]
         _hold_spilled(decisions, program)
@@ -38,7 +43,7 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
 def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -> None:
     if not unit.num_params:
         pass
-    elif decisions.gradient_path.is_deepspeed:
+    elif decisions.gradient_path.is_deepspeed and not decisions.step_scratch_bytes:
         num_bytes = _BUFFER_BYTES_PER_PARAM * buffered_params(unit.amounts)
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
     if unit.num_params and decisions.habits:
@@ -48,6 +53,16 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
         # Layer by layer, those of all micro-batches are there at once.
         count = decisions.num_micro_batches if decisions.layer_by_layer else 1
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * (unit.moved_bytes or 0), unit.name)
+
+
+def _hold_step_scratch(decisions: RivalDecisions, program: Program) -> None:
+    """Hold what the step's updates on the device need, on every pipeline stage, from the first of them to the last."""
+    own = [draft for draft in program.tail if draft.op is Op.UPDATE and draft.lane is Lane.GPU_UPDATE]
+    for _, group in itertools.groupby(sorted(own, key=lambda draft: draft.stage), key=lambda draft: draft.stage):
+        updates = list(group)
+        num_params = sum(update.num_params for update in updates)
+        num_bytes = decisions.step_scratch_bytes * min(num_params, decisions.step_scratch_params or num_params)
+        program.hold_while(MemoryClass.WORKSPACE, num_bytes, "updates", updates[0], updates[-1])
 
 
 def _brought(program: Program) -> dict[tuple[str, int], Task]:

@@ -156,10 +156,10 @@ def _bound_gradients(decisions: RivalDecisions, program: Program) -> None:
 def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) -> None:
     """Publish what the updates of the iteration before made, and start this iteration's updates.
 
-    [Note: Late] ZenFlow's caller waits for the worker, uploads its weights one subgroup after the other, scales the
-    gradients and starts the worker again (``zenflow/engine_stage3.py::step``). RoundPipe's optimizer thread copies its
-    weights to those that are fetched, then gradients to its own, and updates; only a layer's next use waits for the
-    copy of its weights (``roundpipe.py::RoundPipe.step``).
+    ZenFlow's caller waits for the worker, uploads its weights one subgroup after the other, scales the gradients and
+    starts the worker again (``zenflow/engine_stage3.py::step``). RoundPipe's optimizer thread copies its weights to
+    those that are fetched, then gradients to its own, and updates; only a layer's next use waits for the copy of its
+    weights (``roundpipe.py::RoundPipe.step``).
     """
     end = program.spine[-1].index
     pieces = [

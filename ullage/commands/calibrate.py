@@ -2,15 +2,15 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile, update_profile
-from ullage.cli.arguments import parse_bytes, positive_int
+from ullage.cli.arguments import parse_bytes, parts, positive_int
 from ullage.commands import Subparsers, command_parser
-from ullage.commands.calibrate import fitting
 from ullage.output.progress import seconds_bar
 
 
@@ -24,15 +24,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements\n"
         "of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because\n"
         "other programs can only slow them down; p10 and p90 are over all repetitions.\n"
-        "Under torchrun, --only fabric measures collectives between the ranks.\n"
-        "--from-runs fits quantities to whole runs, if they cannot be measured alone.",
+        "Under torchrun, --only fabric measures collectives between the ranks.",
         """
         ullage calibrate
-        ullage calibrate --quick --device-memory 2GB
+        ullage calibrate --quick --memory device=2GB
         ullage calibrate --name lab-box --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
         ullage calibrate --list
-        ullage calibrate --from-runs cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
         """,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
@@ -55,17 +53,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "~/.local/share/ullage)",
     )
     parser.add_argument(
-        "--device-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory that training may take of each device; of a GPU, 1 GiB of it is for libraries",
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="memory that training may use on the host, beside a device that cores stand in for (default: 85 %% of "
-        "what is free now, which is too little if the memory of a virtual machine grows as it is used)",
+        "--memory",
+        type=lambda text: parts(text, {"device": parse_bytes, "host": parse_bytes}),
+        default={},
+        metavar="device=SIZE[,host=SIZE]",
+        help="memory that training may take. device: of each device; of a GPU, 1 GiB of it is for libraries. host: of "
+        "the host, beside a device that cores stand in for (default: 85 %% of what is free now, which is too little if "
+        "the memory of a virtual machine grows as it is used)",
     )
     parser.add_argument(
         "--device-cores",
@@ -87,8 +81,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--list", action="store_true", help="list all quantities, and what measures each one, or why nothing does"
     )
-    parser.add_argument("--json", action="store_true", help="print the profile (or the fit) as JSON instead of tables")
-    fitting.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,16 +97,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             show(*catalogue_tables())
         return 0
-    others = fitting.MEASURES if args.from_runs else fitting.FITS
-    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-        rule = (
-            "is for measuring, not for --from-runs"
-            if args.from_runs
-            else "is for fitting, which needs --from-runs CASES"
-        )
-        raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
-    if args.from_runs:
-        return fitting.run(args)
     path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
     if not (args.output or args.into):
         make_folder("--output", path.parent)
@@ -134,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     options = CalibrationOptions(
         quick=args.quick,
         name=args.name,
-        device_memory_bytes=args.device_memory,
-        host_memory_bytes=args.host_memory,
+        device_memory_bytes=args.memory.get("device"),
+        host_memory_bytes=args.memory.get("host"),
         device="host" if args.device_cores else None,
         device_cores=args.device_cores,
         only=only,
@@ -144,10 +127,12 @@ def run(args: argparse.Namespace) -> int:
     )
     from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
 
+    begin_s = time.perf_counter()
     with seconds_bar() as progress:
-        profile, report = calibrate(options, kernels(), progress)
+        profile, pairs = calibrate(options, kernels(), progress)
+    took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
     profile = _saved(args, profile, path, base)
-    _print(args, profile, path, base, report)
+    _print(args, profile, path, base, pairs, took)
     return 0
 
 
@@ -174,7 +159,7 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
         profile = _saved(args, profile, path, base)
-        _print(args, profile, path, base, None)
+        _print(args, profile, path, base)
     return 0
 
 
@@ -188,7 +173,9 @@ def _saved(
     return profile
 
 
-def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+def _print(
+    args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, pairs: Any = (), took: str = ""
+) -> None:
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
 
@@ -197,6 +184,5 @@ def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base:
     from ullage.report.profile import calibration_part  # noqa: PLC0415 - slow to import
     from ullage.report.terminal import show  # noqa: PLC0415
 
-    took = f"measured in {report.elapsed_s:.0f} s; " if report else ""
     meaning = "; it is now the default of --hardware" if path == local_profile_path() else ""
-    show(calibration_part(profile, base, report), f"{took}profile written to {path}{meaning}")
+    show(calibration_part(profile, base, pairs), f"{took}profile written to {path}{meaning}")

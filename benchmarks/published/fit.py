@@ -1,4 +1,7 @@
-"""``ullage calibrate --from-runs``: fit a profile to whole runs, and show its errors on these and on other runs."""
+"""Fit a profile to whole runs, if its quantities cannot be measured alone, and show its errors on these and on others.
+
+Usage: python -m benchmarks.published.fit cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
+"""
 
 import argparse
 import fnmatch
@@ -7,36 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.fitting import Fit, FitError, fit, fitted_paths, predictions
 from hwprofiles.files import check_output
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile, save_profile
 from ullage.output.progress import progress_bar
 from ullage.rivals.cases import Case, CaseError, Metric, load_cases, repeated_id
-from ullage.rivals.from_runs import Fit, FitError, fit, fitted_paths, predictions
 
 Errors = dict[Metric, list[float]]
 
 
-# Options for fitting, and options for measuring.
-FITS = ("profile", "fit_on", "parameters", "bounds")
-MEASURES = (
-    "quick",
-    "name",
-    "device_memory",
-    "host_memory",
-    "only",
-    "into",
-    "device_cores",
-    "drive_endurance",
-    "allow_other_machine",
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a fit."""
-    group = parser.add_argument_group("fitting to whole runs instead of measuring")
-    group.add_argument("--from-runs", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
-    group.add_argument("--profile", metavar="NAME", help="the profile to fit; cases with other hardware are ignored")
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed arguments."""
+    group = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    group.add_argument("files", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
+    group.add_argument(
+        "--profile", required=True, metavar="NAME", help="the profile to fit; cases with other hardware are ignored"
+    )
+    group.add_argument("--output", type=Path, metavar="PATH", help="file for the profile (its name)")
     group.add_argument(
         "--fit-on",
         nargs="+",
@@ -56,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="QUANTITY=LOW:HIGH",
         help="bounds in the unit of the quantity (default: from an eighth of its present value to eight times it)",
     )
+    return group.parse_args(arguments)
 
 
 def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
@@ -72,21 +64,24 @@ def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form QUANTITY=LOW:HIGH") from None
 
 
-def run(args: argparse.Namespace) -> int:
-    """Fit, write the profile, and print the fitted quantities and the errors on fitted and other cases."""
-    if args.profile is None:
-        raise FitError("--from-runs needs --profile NAME: the profile to fit, the hardware of the cases")
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Fit, write the profile, and print the fitted quantities and the errors on fitted and other cases.
+
+    Returns:
+        What is printed, as plain data.
+    """
+    args = parsed(arguments)
     path: Path = args.output or Path(f"{Path(args.profile).stem}.json")
     check_output("--output", path)
     profile = load_profile(args.profile)
-    cases = [case for file in args.from_runs for case in load_cases(file) if case.hardware == profile.name]
+    cases = [case for file in args.files for case in load_cases(file) if case.hardware == profile.name]
     if repeated := repeated_id(cases):
         raise CaseError(f"case {repeated}: two cases in the files have this id; give each its own")
     patterns = args.fit_on or ["*"]
     chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.id, pattern) for pattern in patterns)]
     if not chosen:
         raise CaseError(
-            f"no case of {profile.name} in {', '.join(map(str, args.from_runs))} matches {' '.join(patterns)}; "
+            f"no case of {profile.name} in {', '.join(map(str, args.files))} matches {' '.join(patterns)}; "
             "choose another --profile or --fit-on"
         )
     ids = {case.id for case in chosen}
@@ -99,19 +94,14 @@ def run(args: argparse.Namespace) -> int:
             profile,
             chosen,
             paths,
-            source=f"least squares on runs of {', '.join(file.name for file in args.from_runs)}",
+            source=f"least squares on runs of {', '.join(file.name for file in args.files)}",
             ranges=_ranges(args.bounds or []),
             progress=lambda count: show(f"{count} runs simulated", 0, 0),
         )
     groups = {"fitted": errors(result, chosen), "not fitted": errors(result, others)}
     save_profile(result.profile, path)  # after all work, so that an error leaves no file behind
-    if args.json:
-        from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
-
-        write_json(_plain(result, chosen, groups))
-    else:
-        _print(result, chosen, groups, path)
-    return 0
+    _print(result, chosen, groups, path)
+    return _plain(result, chosen, groups)
 
 
 def _ranges(bounds: Sequence[tuple[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
@@ -191,3 +181,7 @@ def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path:
     out.print(summary)
     out.print(f"residuals of the fit: {percent(result.rms)} (root mean square)")
     out.print(f"profile written to {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -84,11 +84,6 @@ def fitted_paths(profile: HardwareProfile) -> tuple[str, ...]:
     return tuple(path for path, item in quantities(profile).items() if item.provenance.origin == "fitted")
 
 
-def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
-    """Return the ids of all runs to which a profile was fitted; for these it makes no real prediction."""
-    return frozenset(run for item in quantities(profile).values() for run in item.provenance.runs or ())
-
-
 def fit(
     profile: HardwareProfile,
     cases: Sequence[Case],

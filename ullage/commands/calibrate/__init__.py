@@ -1,3 +1,0 @@
-"""``ullage calibrate``."""
-
-from ullage.commands.calibrate.command import add_parser as add_parser

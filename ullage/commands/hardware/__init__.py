@@ -1,3 +1,0 @@
-"""``ullage hardware``."""
-
-from ullage.commands.hardware.command import add_parser as add_parser
