@@ -376,8 +376,8 @@ class Runtime:
         """
         if self.divides:
             raise ValueError(
-                f"{name} is a parameter of a model whose layers or experts ranks share, so a write to it would be lost; "
-                f"change a clone(), or {INSTEAD}"
+                f"{name} is a parameter of a model whose ranks share layers or experts, so a write to it would be "
+                f"lost; change a clone(), or {INSTEAD}"
             )
         if self.inside_iteration and not self.come_to_rest():
             raise ValueError(refusal(name))
