@@ -32,6 +32,7 @@ from executor.callbacks import (
     ends_here,
     hook_target,
     in_backward,
+    outside_transforms,
     replace_attribute,
     tensors_of,
 )
@@ -39,6 +40,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
+from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
@@ -204,8 +206,14 @@ def bind(
 def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
     """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
     for module in {model, *map(model.get_submodule, paths)}:
-        yield module.register_forward_pre_hook(lambda *_: callbacks.on_call(), prepend=True).remove
+        yield module.register_forward_pre_hook(lambda *_: _begin_call(callbacks), prepend=True).remove
         yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
+
+
+def _begin_call(callbacks: ModuleCallbacks) -> None:
+    check_call()
+    with outside_transforms():
+        callbacks.on_call()
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -292,7 +300,8 @@ def _hooks(
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
         if (marker := of_call.get(callbacks.call, first)).begins:
-            callbacks.on_forward(marker.unit)
+            with outside_transforms():
+                callbacks.on_forward(marker.unit)
 
     arrives = {marker.unit: _arriving(marker.unit, callbacks) for marker in of_call.values()}
 
@@ -411,11 +420,15 @@ class _Again(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run."""
+    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run.
+
+    ``others`` are tensors that modules have in place of parameters, each with the dictionary and name that has it.
+    """
 
     before: Snapshot
     names: list[str]
     given: dict[int, torch.Tensor]
+    others: list[tuple[dict[str, Any], str, Any]]
     has_run: bool = False
 
 
@@ -429,6 +442,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
+    own = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         before, names, given = call.before, call.names, call.given
@@ -440,7 +454,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(before), passing_through():
+            with state.restored(before), _in_place_of(call.others), passing_through():
                 return original(*args, **kwargs)
         except RuntimeError as error:
             _end_in_script(error)
@@ -463,11 +477,13 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
+        # As torch.func.functional_call has them, which is over when backward begins.
+        others = [(held, name, held[name]) for held, name, p in own if held.get(name) is not p and name in held]
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
-            _Call(state.save(bound.arguments.values()), names, given),
+            _Call(state.save(bound.arguments.values()), names, given, others),
         )
         if activations is None or not callbacks.trains:
             return _checkpoint(call, bound)
@@ -475,6 +491,19 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
+
+
+@contextlib.contextmanager
+def _in_place_of(others: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Return a context in which modules have other tensors in place of their parameters."""
+    usual = [(held, name, held[name]) for held, name, _ in others]
+    for held, name, tensor in others:
+        held[name] = tensor
+    try:
+        yield
+    finally:
+        for held, name, parameter in usual:
+            held[name] = parameter
 
 
 def _end_in_script(error: RuntimeError) -> None:

@@ -59,6 +59,27 @@ def check_autocast(device: torch.device, planned: torch.dtype) -> None:
         )
 
 
+def check_call() -> None:
+    """Check that nothing runs a prepared model in which its hooks cannot see gradients, or are compiled away.
+
+    Raises:
+        ValueError: a transform of ``torch.func`` that computes gradients runs it, or a function of ``torch.compile``.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}:
+        raise ValueError(
+            "a prepared model was called inside a function that torch.compile compiles, which would see weights where "
+            "none are; call it outside of that, and give prepare() compile_blocks=True, which compiles its blocks"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        running = torch._C._functorch.get_interpreter_stack()
+        if any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
+            raise ValueError(
+                "a prepared model was called inside torch.func.grad, or another transform that computes gradients, "
+                "which no hook of the plan sees; keep a copy without values (copy.deepcopy(model).to('meta'), before "
+                "prepare()), and call it with the weights: torch.func.functional_call(copy, weights, inputs)"
+            )
+
+
 def check_unprepared(model: nn.Module) -> None:
     """Check that no other session has this model or a part of it.
 

@@ -12,7 +12,7 @@ def with_gradients(model):
     return [parameter for parameter in model.parameters() if parameter.grad is not None]
 
 
-def one_step(model, optimizer, loss, average, edit=lambda: None):
+def one_step(_model, optimizer, loss, average, edit=lambda: None):
     loss.backward()
     average()
     edit()

@@ -218,6 +218,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 seen.append(loss.item())
             seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
+            optimizer.zero_grad()
             checkpoints.save(step)
         checkpoints.finish()
         end = _digest(optimizer)
@@ -484,6 +485,7 @@ def prompt_saved(rank: int, _size: int, config, planned: tuple[Unit, ...], decis
         model(input_ids=own, labels=own).loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         save(optimizer, Path(folder) / "adapter")
         assert model.training
         with torch.no_grad():
@@ -623,4 +625,5 @@ def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: 
         if deed == "an edit alone" and rank:
             parameter.grad.view(-1)[0] = 0
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.session.synchronize()
