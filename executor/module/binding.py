@@ -422,13 +422,14 @@ class _Again(NamedTuple):
 class _Call:
     """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run.
 
-    ``others`` are tensors that modules have in place of parameters, each with the dictionary and name that has it.
+    ``weights`` are what modules have as parameters, each with the dictionary and name that has it, and whether it
+    takes gradients.
     """
 
     before: Snapshot
     names: list[str]
     given: dict[int, torch.Tensor]
-    others: list[tuple[dict[str, Any], str, Any]]
+    weights: list[tuple[dict[str, Any], str, torch.Tensor, bool]]
     has_run: bool = False
 
 
@@ -442,7 +443,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
-    own = [(m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+    owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         before, names, given = call.before, call.names, call.given
@@ -454,7 +455,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(before), _in_place_of(call.others), passing_through():
+            with state.restored(before), _with_weights(call.weights), passing_through():
                 return original(*args, **kwargs)
         except RuntimeError as error:
             _end_in_script(error)
@@ -477,13 +478,11 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
-        # As torch.func.functional_call has them, which is over when backward begins.
-        others = [(held, name, held[name]) for held, name, p in own if held.get(name) is not p and name in held]
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
-            _Call(state.save(bound.arguments.values()), names, given, others),
+            _Call(state.save(bound.arguments.values()), names, given, _weights(owned)),
         )
         if activations is None or not callbacks.trains:
             return _checkpoint(call, bound)
@@ -493,17 +492,32 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     return replace_attribute(module, "forward", forward)
 
 
+def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str, torch.Tensor, bool]]:
+    with unguarded():
+        return [(held, name, held[name], held[name].requires_grad) for held, name in owned if name in held]
+
+
 @contextlib.contextmanager
-def _in_place_of(others: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Return a context in which modules have other tensors in place of their parameters."""
-    usual = [(held, name, held[name]) for held, name, _ in others]
-    for held, name, tensor in others:
-        held[name] = tensor
+def _with_weights(then: Iterable[tuple[dict[str, Any], str, torch.Tensor, bool]]) -> Iterator[None]:
+    """Return a context in which modules have the parameters that they had in forward, frozen or not as they were.
+
+    By backward, a call of ``torch.func.functional_call`` has ended, and a loop may have frozen or thawed parameters.
+    """
+    with unguarded():
+        others = [(held, name, held[name], weight) for held, name, weight, _ in then if held[name] is not weight]
+        changed = [(weight, trains) for _, _, weight, trains in then if weight.requires_grad != trains]
+        for held, name, _, weight in others:
+            held[name] = weight
+        for weight, trains in changed:
+            weight.requires_grad_(trains)
     try:
         yield
     finally:
-        for held, name, parameter in usual:
-            held[name] = parameter
+        with unguarded():
+            for held, name, usual, _ in others:
+                held[name] = usual
+            for weight, trains in changed:
+                weight.requires_grad_(not trains)
 
 
 def _end_in_script(error: RuntimeError) -> None:

@@ -14,6 +14,7 @@ TRIED = {
         "lookahead", "weights_made_again", "optimizer_of_ones_own", "checkpoints_between_blocks",
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
+        "thawed_before_backward",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),

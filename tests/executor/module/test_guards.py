@@ -354,8 +354,12 @@ def divide_by_tensor(parameters, number):
             r"to\('meta'\).*functional_call",
         ),
         (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
+        (
+            lambda model: lambda x: checkpoint(lambda y: model(inputs_embeds=y), x, use_reentrant=False),
+            "outside of that",
+        ),
     ],
-    ids=["gradients", "compiled"],
+    ids=["gradients", "compiled", "checkpointed"],
 )
 def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
     model, optimizer = started

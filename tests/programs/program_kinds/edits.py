@@ -381,3 +381,27 @@ def norms_after_the_step(ullage) -> Trained:
         optimizer.step()
         losses.append(float(sum(parameter.grad.norm() for parameter in with_gradients(model))))
     return losses, model
+
+
+@program
+def thawed_before_backward(ullage) -> Trained:
+    """A discriminator that is frozen for the generator's forward alone, and a block that is frozen before backward."""
+    model, optimizer = made(ullage)
+    source = nn.Linear(16, 16)
+    of_source = torch.optim.AdamW(source.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        model.blocks[1].requires_grad_(False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        made_up = F.cross_entropy(model(source(x)), y)
+        model.requires_grad_(True)
+        made_up.backward()
+        of_source.step()
+        of_source.zero_grad()
+        losses += [loss.item(), made_up.item()]
+    return losses, model
