@@ -260,7 +260,7 @@ class Runtime:
             self.ranks.check_same_call(self.doing)
             own = values.detach().to("cpu").reshape(-1).view(torch.uint8)
             # So ranks stay one model: a random write needs the same seed, and what each rank has alone an all-reduce.
-            self.ranks.all.check_same(f"new value of {of}", zlib.crc32(own.numpy()).to_bytes(4))
+            self.ranks.all.check_same(f"new value of {of}", zlib.crc32(own.numpy().tobytes()).to_bytes(4))
 
     def issue_gradients(self) -> None:
         """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""
