@@ -40,6 +40,7 @@ for _ in range(16):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     print(f"loss {loss.item():.3f}")
 ours = sample(model, noise)  # of the prepared model: its weights come to the device once
 print("after:", (ours - image).abs().mean().item())

@@ -42,6 +42,7 @@ for _ in range(15):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     print(f"loss {loss.item():.3f}")
 
 optimizer.session.close()  # the model is an ordinary one again

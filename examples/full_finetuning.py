@@ -28,6 +28,7 @@ for tokens in batches:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     print(f"loss {loss.item():.3f}")
 
 ullage.save(optimizer, "tuned")

@@ -54,6 +54,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Ten
             (loss / 2).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the stock one, exact
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
             print(f"loss {loss.item():.3f}")
     return loss.item()

@@ -27,6 +27,7 @@ for tokens in batches:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     if rank == 0:
         print(f"loss {loss.item():.3f}")
 

@@ -25,6 +25,7 @@ for _ in range(15):
     loss = model(**drawn()).loss
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     print(f"loss {loss.item():.3f}")
 
 ullage.save(optimizer, "tuned")

@@ -69,6 +69,15 @@ class ModuleCallbacks(Protocol):
         """Whether this iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
 
 
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a context outside of the transforms of ``torch.func`` that run now, which would wrap all tensors."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - needs a while
+
+    return temporarily_clear_interpreter_stack()
+
+
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
 _DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})
+_ZEROS = frozenset({"aten::zero_", "aten::_foreach_zero_"})
 
 
 class GradientError(RuntimeError):
@@ -24,6 +25,9 @@ class GradientOwner(Protocol):
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it."""
+
+    def zero_used(self, name: str) -> bool:
+        """Set a parameter's gradient to zero if a step has used it up, and return whether it has."""
 
     def open_gradient(self, name: str) -> torch.Tensor:
         """Return the values of a parameter's gradient, until :meth:`close_gradient`."""
@@ -74,6 +78,11 @@ class OffloadedGradient(torch.Tensor):
             return OffloadedGradient(args[0], args[0].name_of_parameter, args[0].owner)
         several = "_foreach_" in operation
         own = list(args[0]) if several else [args[0]]
+        if operation in _ZEROS:  # zero_grad(set_to_none=False), after a step
+            left = [g for g in own if not (isinstance(g, OffloadedGradient) and g.owner.zero_used(g.name_of_parameter))]
+            if not left:
+                return None if several else own[0]
+            args, own = (left if several else left[0], *args[1:]), left
         others = [*args[1:], *(kwargs or {}).values()]
         if any(isinstance(other, (list, tuple)) for other in others):
             others = tree_leaves(others)

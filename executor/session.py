@@ -151,7 +151,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device
                 )
                 self.sync_rng_state()
-            self._undo += bind_state_dict(model, self._names, self.runtime.weights, has_ranks=ranks is not None)
+            self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
             # As DistributedDataParallel has it; the plan decides when ranks add their gradients up.
             self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
             if options.batch:

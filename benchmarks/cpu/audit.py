@@ -46,6 +46,7 @@ def measured(device_memory: str) -> dict[str, object]:
             model(**batch).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             session.synchronize()
             seconds.append(time.perf_counter() - begin_s)
         audited = session.audit.result

@@ -42,6 +42,7 @@ class Training:
             (loss_of(self._model, tokens) / len(batch)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         self.step += 1
 
 

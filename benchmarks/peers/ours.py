@@ -53,6 +53,7 @@ class Ours:
         if self._job.cell.max_norm:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._job.cell.max_norm)
         self._optimizer.step()
+        self._optimizer.zero_grad()
         self._scheduler.step()
         self._metering.close()
         self._num_steps += 1

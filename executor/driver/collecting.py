@@ -71,14 +71,14 @@ class Collector:
         """Leave the plan, so that gradients can be read and replaced between backward and step; return what does so.
 
         Raises:
-            GradientError: there are several ranks.
+            GradientError: ranks share layers or experts.
             OutOfOrderError: updates of this plan begin in backward.
         """
-        if self._runtime.ranks is not None:
+        if self._runtime.divides:
             raise GradientError(
-                "gradients have left the device, and ranks hold parts of them; only their 2-norms "
-                "(torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; use a "
-                "hook on the parameter (parameter.register_hook) to see or change a rank's own gradient"
+                "gradients have left the device, and ranks that share layers or experts hold parts of them; only their "
+                "2-norms (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "
+                "use a hook on the parameter (parameter.register_hook) to see or change a rank's own gradient"
             )
         error = OutOfOrderError("gradients were read or changed between backward and the step")
         return self._off_plan(error, is_read=True)
@@ -87,14 +87,14 @@ class Collector:
         """Take a gradient that has come through values which were read outside of the parameter's module.
 
         Raises:
-            ValueError: there are several ranks, or a hook of the user's wants to see the parameter's whole gradient.
+            ValueError: ranks share layers or experts, or a hook of the user's wants to see the whole gradient.
             OutOfOrderError: updates of this plan begin in backward.
         """
         parts = self._runtime.state.by_parameter.get(name, ())
-        if self._runtime.ranks is not None or any(parameter.shard.whole._backward_hooks for _, parameter in parts):
+        if self._runtime.divides or any(parameter.shard.whole._backward_hooks for _, parameter in parts):
             raise ValueError(
                 f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would "
-                "be lost, because several ranks train it, or it has a hook (register_hook); use the optimizer's "
+                "be lost, because ranks share layers or experts, or it has a hook (register_hook); use the optimizer's "
                 "weight_decay, or read under torch.no_grad() or from session.full_parameters()"
             )
         with self._backward:

@@ -415,6 +415,7 @@ class IterationDriver:
         for group in self._groups:
             self._entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
+        self.gradients.set_zeros(self._loop.iteration)
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -431,8 +432,7 @@ class IterationDriver:
             if self._audit.is_active:
                 self.visibility.show("")
                 end_audit(self._audit, self._runtime)
-            updated = {self._of_parameter[id(p)][0] for group in self._groups for p in group["params"]}
-            self.gradients.begin_step(self._loop.iteration, updated)
+            self.gradients.begin_step(self._loop.iteration)
             with self._updating:
                 if self._decisions.update_start == "step":
                     self._begin_updates()

@@ -78,7 +78,14 @@ class OnDemand:
             self._add(unit, parameter, leaving)
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's gradient on the device, of its shape; zeros if none has come."""
+        """Return a copy of a parameter's gradient on the device, of its shape; zeros if none has come.
+
+        It is the mean over ranks, which call this together.
+
+        Raises:
+            RankError: another rank reads the gradient of another parameter, or does something else, or has failed.
+        """
+        self._reduce(name)
         wholes = []
         for unit, parameter in self._runtime.state.by_parameter[name]:
             values = torch.zeros(
@@ -93,15 +100,38 @@ class OnDemand:
             for part in parameter.staying:
                 if (gradient := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
                     parameter.values_of(part, values).copy_(gradient)
+            if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
+                unit.group.all_reduce(values)  # each rank has its share, and zeros elsewhere
             wholes.append((parameter.shard, values.view(parameter.shard.shape)))
-        return wholes[0][0].in_model(unshard(wholes, None))
+        return wholes[0][0].in_model(unshard(wholes, self._runtime.ranks)).to(self._runtime.backend.device)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
-        """Set a parameter's gradient."""
+        """Set a parameter's gradient, of which each rank keeps its share. Ranks call this together.
+
+        Raises:
+            RankError: see :meth:`gradient`.
+            ValueError: another rank has other values.
+        """
+        self._runtime.check_same_values(f"the gradient of {name}", values)
         self.drop([name])
         for unit, parameter in self._runtime.state.by_parameter[name]:
             own = parameter.shard.part(as_real(values.detach())).to(self._runtime.state.dtype, copy=True)
-            self.collect(unit, parameter, own.to(self._runtime.backend.device))
+            own = own.to(self._runtime.backend.device).reshape(-1)
+            leaving = self._runtime.actions.gradients.keep(unit, parameter, own, self._iteration)
+            if leaving is not None:
+                self._add(unit, parameter, leaving)
+
+    def _reduce(self, name: str) -> None:
+        """Let ranks reduce all gradients so far, because one is read. They call this together."""
+        runtime = self._runtime
+        if (collectives := runtime.collectives) is None:
+            return
+        runtime.doing = f"{self._doing}, at the gradient of {name}"
+        parameters = [parameter for _, parameter in runtime.state.by_name.values()]
+        collectives.sync_arrivals(parameters, self._iteration, runtime.doing)
+        collectives.reduce_rest(runtime.doing)
+        for unit in runtime.state.units.values():
+            self._take_back_flushing(unit)
 
     def drop(self, names: Collection[str]) -> None:
         """Drop the gradients so far of some parameters of the model."""
@@ -147,6 +177,9 @@ class OnDemand:
         """Take back the gradients that have left autograd, and make weights again that they have overwritten."""
         if flushed := [parameter for parameter in unit.parameters if parameter.flushed == self._iteration]:
             self._take_back_flushed(unit, flushed)
+        self._take_back_flushing(unit)
+
+    def _take_back_flushing(self, unit: UnitState) -> None:
         for gradients in [unit.flushing.pop(micro_batch) for micro_batch in sorted(unit.flushing)]:
             for parameter in unit.parameters:
                 if (gradient := gradients.get(parameter.name)) is not None:

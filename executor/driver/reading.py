@@ -6,14 +6,17 @@ if TYPE_CHECKING:
     from executor.driver.runtime import Runtime
 
 
-def why_unreadable(runtime: "Runtime", name: str) -> str:
-    """Return why a parameter's weights cannot be read now, without other ranks, and what to do; empty if they can."""
+def why_unreadable(runtime: "Runtime", name: str, *, alone: bool = False) -> str:
+    """Return why a parameter's weights cannot be read now, and what to do; empty if they can.
+
+    If ``alone``, other ranks do not read them now.
+    """
     frozen, why = runtime.state.frozen_by_parameter.get(name), ""
     if frozen is not None and frozen[0][1].shard.stored.is_quantized:
         why = "it is quantized; take it from model.state_dict() or session.full_parameters()"
     elif runtime.is_closed:
         why = "its session is closed; take it from the model again, whose parameters are ordinary ones now"
-    elif runtime.gathers_resident or runtime.gathers:
+    elif (alone or runtime.divides) and (runtime.gathers_resident or runtime.gathers):
         why = "ranks hold parts of it; let all ranks call session.full_parameters() together, between two steps"
     elif runtime.parked:
         why = (

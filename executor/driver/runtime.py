@@ -3,6 +3,7 @@
 import contextlib
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, final
 
@@ -144,6 +145,8 @@ class Runtime:
         self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
             ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
         )
+        # Whether ranks compute with parts of weights, so that no rank's parameters have the shapes of the whole.
+        self.divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
         self.gathers_resident = any(unit.is_resident and unit.is_sharded for unit in state.units.values())
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._current_in = _NEVER  # the next iteration when resident weights were last made current
@@ -245,6 +248,20 @@ class Runtime:
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)
 
+    def check_same_values(self, of: str, values: torch.Tensor) -> None:
+        """Check that all ranks set something to the same values. They call this together.
+
+        Raises:
+            RankError: another rank sets something else, or is in another call, or has failed.
+            ValueError: another rank has other values.
+        """
+        if self.ranks is not None:
+            self.doing = f"a write to {of}"
+            self.ranks.check_same_call(self.doing)
+            own = values.detach().to("cpu").reshape(-1).view(torch.uint8)
+            # So ranks stay one model: a random write needs the same seed, and what each rank has alone an all-reduce.
+            self.ranks.all.check_same(f"new value of {of}", zlib.crc32(own.numpy().tobytes()).to_bytes(4))
+
     def issue_gradients(self) -> None:
         """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""
         of_gradients = (task.index for task in self.loop.schedule.tasks if task.op in OF_GRADIENTS)
@@ -309,10 +326,15 @@ class Runtime:
             self._drop_kept()
             self.is_evaluating = False  # make_current() has waited for its tasks
 
-    def weights(self, name: str) -> torch.Tensor:
-        """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
+    def weights(self, name: str, doing: str = "state_dict()") -> torch.Tensor:
+        """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`.
+
+        Args:
+            name: the parameter.
+            doing: the call that reads them, in words.
+        """
         self.check_has_weights()
-        self.make_current("state_dict()", uses=True)
+        self.make_current(doing, uses=True)
         in_slot = dict(self._in_slot)
         weights = self._view(name)
         if self.is_evaluating or self.inside_iteration:  # the unit that computes still needs its slot
@@ -327,37 +349,41 @@ class Runtime:
             self._on_device.add(weights)
         return weights
 
-    def check_readable(self, name: str) -> None:
-        """Check that code which reads a parameter itself can be given its current weights, without other ranks.
+    def check_readable(self, name: str, *, alone: bool = False) -> None:
+        """See :class:`executor.module.guarded_parameters.WeightReader`.
 
         Raises:
-            ValueError: it cannot; says why, and what to do.
+            ValueError: they cannot; says why, and what to do.
         """
-        if why := why_unreadable(self, name):
+        if why := why_unreadable(self, name, alone=alone):
             raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")
 
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        if self.inside_iteration and self.is_settled(name):
-            return self._view(name)
-        return self.weights(name)
+        if not (self.inside_iteration and self.is_settled(name)):
+            return self.weights(name, f"a read of {name}")
+        if self.gathers and self.ranks is not None:
+            self.ranks.check_same_call(f"a read of {name}")
+        return self._view(name)
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """See :class:`executor.module.guarded_parameters.WeightReader`.
+        """See :class:`executor.module.guarded_parameters.WeightReader`. Each rank keeps its share of the values.
 
         Raises:
-            ValueError: there are several ranks, or weights move.
+            ValueError: weights move, or another rank writes other values.
+            RankError: another rank writes to another parameter, or does something else, or has failed.
         """
-        if self.ranks is not None:
+        if self.divides:
             raise ValueError(
-                f"{name} is a parameter of a model that several ranks train, so a write to it on one of them would be "
+                f"{name} is a parameter of a model whose ranks share layers or experts, so a write to it would be "
                 f"lost; change a clone(), or {INSTEAD}"
             )
         if self.inside_iteration and not self.come_to_rest():
             raise ValueError(refusal(name))
         self.check_has_weights()
-        self.make_current("a write to weights", uses=True)
+        self.make_current(f"a write to {name}", uses=True)
+        self.check_same_values(name, values)
         self.has_written(name)
         if self.snapshots is not None:
             self.snapshots.take_remaining()  # checkpoints that have begun need the old weights

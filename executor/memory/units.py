@@ -58,6 +58,12 @@ class ParameterState:
         self.leaving = tuple(part for part in self.parts if part.piece.leaves)
         self.staying = tuple(part for part in self.parts if not part.piece.leaves)
 
+    def arrive(self, iteration: int) -> None:
+        """Note that a gradient of an iteration has arrived."""
+        if self.arrived != iteration:
+            self.arrived = iteration
+            self.step += 1
+
     def parts_in(self, piece: Piece) -> Iterator[Part]:
         """Yield the parts that lie in a piece."""
         return (part for part in self.parts if part.piece.index == piece.index)

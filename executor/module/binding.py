@@ -32,6 +32,7 @@ from executor.callbacks import (
     ends_here,
     hook_target,
     in_backward,
+    outside_transforms,
     replace_attribute,
     tensors_of,
 )
@@ -39,6 +40,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.guarded_parameters import unguarded
+from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
@@ -204,8 +206,14 @@ def bind(
 def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
     """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
     for module in {model, *map(model.get_submodule, paths)}:
-        yield module.register_forward_pre_hook(lambda *_: callbacks.on_call(), prepend=True).remove
+        yield module.register_forward_pre_hook(lambda *_: _begin_call(callbacks), prepend=True).remove
         yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
+
+
+def _begin_call(callbacks: ModuleCallbacks) -> None:
+    check_call()
+    with outside_transforms():
+        callbacks.on_call()
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -214,7 +222,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 
 
 def bind_state_dict(
-    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, has_ranks: bool
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, divides: bool
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
 
@@ -222,7 +230,7 @@ def bind_state_dict(
         model: the bound model.
         names: names of its parameters, by ``id(parameter)``.
         weight: returns a parameter's current weights, by its name.
-        has_ranks: whether several ranks hold them. Then none can be loaded by ``load_state_dict``.
+        divides: whether ranks share layers or experts. Then none can be loaded by ``load_state_dict``.
     """
 
     def saving(module: nn.Module) -> Callable[[dict[str, Any], str, bool], None]:
@@ -243,10 +251,10 @@ def bind_state_dict(
         return save_current
 
     def refuse(_module: nn.Module, _state_dict: object, _prefix: str, metadata: Mapping[str, Any], *_: object) -> None:
-        if has_ranks or metadata.get("assign_to_params_buffers"):
+        if divides or metadata.get("assign_to_params_buffers"):
             raise ValueError(
-                "weights cannot be loaded into a prepared model by load_state_dict() where several ranks train it, nor "
-                "with assign=True; load them before prepare() or after session.close(), or with "
+                "weights cannot be loaded into a prepared model by load_state_dict() with assign=True, nor where ranks "
+                "share layers or experts; load them before prepare() or after session.close(), or with "
                 "ullage.load(optimizer, FOLDER) between steps; save and resume whole runs with ullage.Checkpoints"
             )
 
@@ -292,7 +300,8 @@ def _hooks(
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
         if (marker := of_call.get(callbacks.call, first)).begins:
-            callbacks.on_forward(marker.unit)
+            with outside_transforms():
+                callbacks.on_forward(marker.unit)
 
     arrives = {marker.unit: _arriving(marker.unit, callbacks) for marker in of_call.values()}
 
@@ -411,11 +420,16 @@ class _Again(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run."""
+    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run.
+
+    ``weights`` are what modules have as parameters, each with the dictionary and name that has it, and whether it
+    takes gradients.
+    """
 
     before: Snapshot
     names: list[str]
     given: dict[int, torch.Tensor]
+    weights: list[tuple[dict[str, Any], str, torch.Tensor, bool]]
     has_run: bool = False
 
 
@@ -429,6 +443,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
+    owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         before, names, given = call.before, call.names, call.given
@@ -440,7 +455,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return output
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(before), passing_through():
+            with state.restored(before), _with_weights(call.weights), passing_through():
                 return original(*args, **kwargs)
         except RuntimeError as error:
             _end_in_script(error)
@@ -467,7 +482,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
             with_own_caches if _drop_caches(bound.arguments, layer) else run,
-            _Call(state.save(bound.arguments.values()), names, given),
+            _Call(state.save(bound.arguments.values()), names, given, _weights(owned)),
         )
         if activations is None or not callbacks.trains:
             return _checkpoint(call, bound)
@@ -475,6 +490,34 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
             return _checkpoint(call, bound, context_fn=modes)
 
     return replace_attribute(module, "forward", forward)
+
+
+def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str, torch.Tensor, bool]]:
+    with unguarded():
+        return [(held, name, held[name], held[name].requires_grad) for held, name in owned if name in held]
+
+
+@contextlib.contextmanager
+def _with_weights(then: Iterable[tuple[dict[str, Any], str, torch.Tensor, bool]]) -> Iterator[None]:
+    """Return a context in which modules have the parameters that they had in forward, frozen or not as they were.
+
+    By backward, a call of ``torch.func.functional_call`` has ended, and a loop may have frozen or thawed parameters.
+    """
+    with unguarded():
+        others = [(held, name, held[name], weight) for held, name, weight, _ in then if held[name] is not weight]
+        changed = [(weight, trains) for _, _, weight, trains in then if weight.requires_grad != trains]
+        for held, name, _, weight in others:
+            held[name] = weight
+        for weight, trains in changed:
+            weight.requires_grad_(trains)
+    try:
+        yield
+    finally:
+        with unguarded():
+            for held, name, usual, _ in others:
+                held[name] = usual
+            for weight, trains in changed:
+                weight.requires_grad_(not trains)
 
 
 def _end_in_script(error: RuntimeError) -> None:

@@ -104,13 +104,13 @@ class WeightReader(Protocol):
     def version(self) -> int:
         """A number that changes whenever weights may have changed."""
 
-    def check_readable(self, name: str) -> None:
-        """Check that a parameter's weights can be read now. Raises ValueError otherwise."""
+    def check_readable(self, name: str, *, alone: bool = False) -> None:
+        """Check that a parameter's weights can be read now; if ``alone``, without other ranks. Raises ValueError."""
 
     def current(self, name: str) -> torch.Tensor:
         """Return a parameter's current weights, in memory that no other tensor's storage has.
 
-        Raises ValueError if they cannot be read now.
+        Ranks that hold parts of them call this together. Raises ValueError if they cannot be read now.
         """
 
     def write(self, name: str, values: torch.Tensor) -> None:
@@ -364,13 +364,15 @@ def _read(
         return readings[id(tensor)][1]
 
     try:
+        if name == "__repr__":  # which debuggers call anywhere
+            vars(args[0])[_READER].check_readable(vars(args[0])[_NAME], alone=True)
         given, named = tree_map_only(Guarded, reading, (args, dict(kwargs)))
     except ValueError as refused:
         if name in _ALIASES:  # it may serve for metadata alone, and is read at its use
             alias = _share(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), args[0])
             vars(alias)[_LIKE] = func(*args)
             return alias
-        if name == "__repr__":  # which debuggers call anywhere
+        if name == "__repr__":
             return f"{type(args[0]).__name__}({tuple(args[0].shape)}, {args[0].dtype}): {refused}"
         raise
     result = func(*given, **named)

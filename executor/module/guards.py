@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
+from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
 
 _COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
@@ -57,6 +58,33 @@ def check_autocast(device: torch.device, planned: torch.dtype) -> None:
             f"autocast to {other} is on, but the plan computes with {planned} weights; leave autocast, or plan with "
             "another --precision"
         )
+
+
+def check_call() -> None:
+    """Check that nothing runs a prepared model in which its hooks cannot see gradients, or are compiled away.
+
+    Raises:
+        ValueError: a transform of ``torch.func`` that computes gradients runs it, a function of ``torch.compile``, or
+            ``torch.utils.checkpoint``.
+    """
+    if is_checkpointed():
+        raise ValueError(
+            "a prepared model was called inside torch.utils.checkpoint; call it outside of that: the plan recomputes "
+            "activations itself"
+        )
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}:
+        raise ValueError(
+            "a prepared model was called inside a function that torch.compile compiles, which would see weights where "
+            "none are; call it outside of that, and give prepare() compile_blocks=True, which compiles its blocks"
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        running = torch._C._functorch.get_interpreter_stack()
+        if any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
+            raise ValueError(
+                "a prepared model was called inside torch.func.grad, or another transform that computes gradients, "
+                "which no hook of the plan sees; keep a copy without values (copy.deepcopy(model).to('meta'), before "
+                "prepare()), and call it with the weights: torch.func.functional_call(copy, weights, inputs)"
+            )
 
 
 def check_unprepared(model: nn.Module) -> None:

@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import torch
 from torch.utils import checkpoint
+
+from executor.callbacks import in_backward
 
 _inside: Final = threading.local()
 _OF_PLAN: Final = "checkpoint_of_plan"
@@ -32,6 +35,14 @@ def passing_through() -> Iterator[None]:
         yield
     finally:
         enter(-1)
+
+
+def is_checkpointed() -> bool:
+    """Return whether a call of the model that begins now is inside a checkpoint of the loop's, and not in backward."""
+    if getattr(_inside, "depth", 0) or in_backward():
+        return False
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 
 
 def of_plan(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
 Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from typing import Protocol, final
 
 import torch
@@ -55,7 +55,11 @@ class UserGradients:
         self._scales: dict[str, float] = {}
         self._dropped = False
         self._dropped_early: set[str] = set()  # since the last backward that has not ended
-        self._num_added = 0  # number of micro-batches in the sum that the stand-ins represent
+        # Number of micro-batches in the sum that the stand-ins represent; 0 if a step has used it up.
+        self._num_added = 0
+        self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
+        self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
+        self._has_warned = False
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
@@ -63,6 +67,7 @@ class UserGradients:
         self._norms = None
         self._scales.clear()
         self._open.clear()
+        self._stale.clear()
         self._dropped = False
 
     def expose(self, iteration: int, micro_batch: int) -> None:
@@ -75,11 +80,13 @@ class UserGradients:
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
 
+        Norms that were read before a step can be read until the next iteration begins.
+
         Raises:
             GradientError: the plan updates before all norms are known.
         """
-        self._check_clips()
         if self._norms is None or self._open:
+            self._check_clips()
             self.absorb()
             self._complete()
             self._norms = self._find_norms()
@@ -180,17 +187,12 @@ class UserGradients:
         return {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
 
     def reopen(self, dropped: frozenset[str]) -> None:
-        """Forget norms, because more is added to the gradients that were not dropped.
-
-        Raises:
-            GradientError: some of these have been scaled, as clipping does.
-        """
-        scaled = [name for name, scale in self._scales.items() if scale != 1 and name not in dropped]
-        if scaled:
-            raise GradientError(
-                f"the gradient of {scaled[0]} was scaled (clipped), and then more came for this step; clip after the "
-                "last backward, or drop the gradients before (optimizer.zero_grad())"
-            )
+        """Forget norms, because more is added to the gradients that were not dropped. Scale these before."""
+        for name, scale in self._scales.items():
+            if scale != 1 and name not in dropped:
+                editor = self._edit()
+                editor.replace(name, editor.gradient(name).mul_(scale))
+        self._stale -= dropped
         self._dropped_early.clear()
         self._open.clear()
         self._norms = None
@@ -199,31 +201,63 @@ class UserGradients:
     def clear(self) -> None:
         """Remove all stand-ins."""
         with unguarded():
-            for parts in self._parts.values():
+            for name, parts in self._parts.items():
                 whole = parts[0].shard.whole
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
+                    if not self._num_added:
+                        self._stale.add(name)
             self._num_added = 0
 
-    def begin_step(self, iteration: int, updated: AbstractSet[str]) -> None:
-        """Remove the stand-ins, because the step begins.
+    def zero_used(self, name: str) -> bool:
+        """See :class:`executor.gradients.GradientOwner`."""
+        if self._num_added:
+            return False
+        self._parts[name][0].shard.whole.grad = None
+        self._zeroed.add(name)
+        return True
 
-        As in torch, parameters with dropped gradients are not updated. Parameters that the optimizer lacks keep their
-        stand-ins: another optimizer, if there is one, is told that it comes too late.
+    def set_zeros(self, iteration: int) -> None:
+        """Before a step, set gradients to zero that the loop has zeroed and no backward has added to.
+
+        As in torch, their parameters are updated: momentum moves them, and weight decay.
+        """
+        for name in sorted(self._zeroed - self._arrived(iteration)) if not self.are_gone(iteration) else ():
+            whole = self._parts[name][0].shard.whole
+            self._replace(name, torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device))
+            self._stand_in(name)
+
+    def begin_step(self, iteration: int) -> None:
+        """Use the gradients up, because the step begins.
+
+        As in torch, parameters with dropped gradients are not updated, and the others keep theirs until the loop drops
+        it. Its values are gone: whoever reads it is told so, as another optimizer that steps later.
 
         Raises:
             GradientError: a gradient was dropped after its update had begun.
         """
+        self._warn_of_stale(iteration)
         with unguarded():
-            for name, parts in self._parts.items():
-                whole = parts[0].shard.whole
+            for parts in self._parts.values():
                 for part in parts:
-                    if part.arrived == iteration and whole.grad is None:
+                    if part.arrived == iteration and parts[0].shard.whole.grad is None:
                         self._drop(part)
-                if name in updated:
-                    whole.grad = None
             self._num_added = 0
             self._open.clear()
+            self._zeroed.clear()
+
+    def _warn_of_stale(self, iteration: int) -> None:
+        """Say once that the loop never drops gradients: these are then not the sum that plain PyTorch would have."""
+        if self._has_warned or self.are_gone(iteration) or not (stale := self._stale - self.dropped(iteration)):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the gradient of {min(stale)} was not dropped between optimizer.step() and the next backward(): plain "
+            "PyTorch would add the new gradient to the old one, but here a step uses gradients up, and this step takes "
+            "the new one alone; call optimizer.zero_grad() after each step()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

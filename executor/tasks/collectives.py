@@ -123,9 +123,8 @@ class ScheduleCollectives:
                     f"{parameter.name} got a gradient on {count:g} of {self._ranks.size} ranks, but its update began "
                     "during backward; plan with update_start 'step'"
                 )
-            if count and parameter.arrived != iteration:
-                parameter.arrived = iteration
-                parameter.step += 1
+            if count:
+                parameter.arrive(iteration)
 
     def sum_squares(
         self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]

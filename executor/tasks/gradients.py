@@ -37,19 +37,24 @@ class GradientTasks:
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
     ) -> FlatGradient | None:
         """Take a gradient as :meth:`collect` does; return it if parts of it go to the host now."""
-        if parameter.arrived != iteration:
-            parameter.arrived = iteration
-            parameter.step += 1
         flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
         if (collectives := self._collectives) is not None and unit.group is not None:
+            parameter.arrive(iteration)
             collectives.collect(unit, parameter, flat, micro_batch)
             return None
         if collectives is not None and collectives.mean_factor != 1:
             self._backend.scale(flat, collectives.mean_factor)
+        return self.keep(unit, parameter, flat, iteration)
+
+    def keep(
+        self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int
+    ) -> FlatGradient | None:
+        """Take a flat gradient that is the mean over ranks; return it if parts of it go to the host now."""
+        parameter.arrive(iteration)
         held = FlatGradient(flat, parameter.start)
         if parameter.staying:
-            # A view keeps the whole gradient alive, so a part is copied if the rest of it is flushed.
-            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving))
+            # A view keeps the whole gradient alive, so a part is copied if the rest is flushed, or that of other ranks.
+            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving) or unit.group is not None)
         return held if parameter.leaving else None
 
     def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:

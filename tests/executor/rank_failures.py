@@ -100,6 +100,7 @@ def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisio
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         norm = float(optimizer.clip_grad_norm_(task.max_norm))
         optimizer.step()
+        optimizer.zero_grad()
     return norm
 
 
@@ -111,6 +112,7 @@ def with_a_loss_of(_rank: int, _size: int, task: Task, decisions: Decisions, fac
         (factor * model(input_ids=tokens, labels=tokens).loss).backward()
         norm = float(optimizer.clip_grad_norm_(task.max_norm))
         optimizer.step()
+        optimizer.zero_grad()
     return norm
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import training
 import transformers
+from edits import EDITS
 from programs import run
 from training import (
     CONFIGS,
@@ -166,19 +167,16 @@ def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions
         return [*found, session.full_parameters()[name].view(torch.uint8).numpy().tobytes()]
 
 
-def read_parameters(rank: int, _size: int, task: Task, decisions: Decisions) -> str:
-    """Read each parameter after training, on the last rank alone; return the error."""
+def read_parameters(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
+    """Read each parameter after training; only all ranks together read what each has a part of."""
     model, optimizer = prepare(task, decisions)
     with optimizer.session as session:
         train(task, model, optimizer, rank=rank)
-        found, refused = {}, ""
-        try:
-            found = {n: p.clone() for n, p in model.named_parameters() if rank}
-        except ValueError as error:
-            refused = str(error)
+        gathers = session.runtime.gathers
+        assert ("ranks hold parts of it" in repr(next(model.parameters()))) == gathers
+        found = {n: p.detach().clone() for n, p in model.named_parameters() if rank or gathers}
         weights = session.full_parameters()
         assert all(torch.equal(values, weights[name]) for name, values in found.items())
-    return refused
 
 
 def by_name(rank: int, size: int, program, task: Task, decisions: Decisions, *arguments):
@@ -220,6 +218,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 seen.append(loss.item())
             seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
+            optimizer.zero_grad()
             checkpoints.save(step)
         checkpoints.finish()
         end = _digest(optimizer)
@@ -486,6 +485,7 @@ def prompt_saved(rank: int, _size: int, config, planned: tuple[Unit, ...], decis
         model(input_ids=own, labels=own).loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         save(optimizer, Path(folder) / "adapter")
         assert model.training
         with torch.no_grad():
@@ -569,3 +569,61 @@ def trained_with_complex_weights(rank: int, size: int, folder) -> list[str]:
             for name, (a, b) in found.items()
             if a.dtype is not b.dtype or not torch.allclose(a, b.detach(), rtol=1e-5, atol=1e-6)
         ]
+
+
+def edited(rank: int, size: int, task: Task, decisions: Decisions, name: str):
+    """Run a loop of ``edits``; return what it sees and what it sees in memory, and weights that differ."""
+    replicas = size // decisions.tensor_parallel
+
+    def averaging(before=None) -> None:
+        """Average gradients as DDP does; those that were there ``before`` are averaged already."""
+        old = before or [None] * len(list(plain.parameters()))
+        for parameter, there in zip(plain.parameters(), old, strict=True):
+            gradient = parameter.grad if there is None else parameter.grad - there
+            dist.all_reduce(gradient)
+            gradient /= replicas * decisions.tensor_parallel
+            parameter.grad = gradient if there is None else there + gradient
+
+    edit, tokens = EDITS[name], batches(task, rank // decisions.tensor_parallel)[:, 0]
+    plain = make_model(task)
+    reference = ReferenceOptimizer(make_optimizer(task, plain))
+    reference.register_step_pre_hook(_follow_writes)
+    torch.manual_seed(11)
+    expected = [edit(plain, reference, one, averaging, step) for step, one in enumerate(tokens)]
+    model, optimizer = prepare(task, decisions)
+    torch.manual_seed(11)
+    with optimizer.session as session:
+        found = [edit(model, optimizer, one, lambda *_: None, step) for step, one in enumerate(tokens)]
+        final = session.full_parameters()
+        off = {n: float((final[n] - w.detach()).abs().max()) for n, w in plain.named_parameters()}
+    return found, expected, max(off.values())
+
+
+def _follow_writes(reference: ReferenceOptimizer, *_given) -> None:
+    """Let master copies in float32 be what the loop has written to the weights."""
+    for parameter, state in reference.state.items():
+        state["master"].copy_(parameter.detach().reshape(-1))
+
+
+def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
+    """Train a step, in which the last rank does something else with weights or gradients than the others."""
+    model, optimizer = prepare(task, decisions)
+    parameter, other = list(model.parameters())[:2]
+    with optimizer.session, torch.no_grad():
+        if deed == "another write":
+            parameter.fill_(rank)
+        if deed == "a write to another":
+            (other if rank else parameter).zero_()
+        if deed == "a write alone" and rank:
+            parameter.zero_()
+        if deed == "a read alone" and rank:
+            parameter.sum()
+        with torch.enable_grad():
+            model(input_ids=(tokens := batches(task)[0, 0]), labels=tokens).loss.backward()
+        if deed == "another gradient":
+            parameter.grad = torch.full_like(parameter, rank)
+        if deed == "an edit alone" and rank:
+            parameter.grad.view(-1)[0] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.session.synchronize()

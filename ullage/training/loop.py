@@ -97,6 +97,7 @@ def _compute(model: nn.Module, optimizer: OffloadedOptimizer, batches: Batches) 
     if optimizer.plan.decisions.clip:
         optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
     optimizer.step()
+    optimizer.zero_grad()
     return total
 
 

@@ -135,17 +135,10 @@ def step_at_once(loop):
     loop.optimizer.step()
 
 
-def clip_in_between(loop):
-    loop.backward()
-    loop.optimizer.clip_grad_norm_(1.0)
-    loop.backward()
-
-
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
         (step_at_once, r"optimizer.step\(\) was called when the plan expects .* the plan has 3 forward and backward"),
-        (clip_in_between, r"was scaled \(clipped\), and then more came for this step; clip after the last backward"),
     ],
 )
 def test_misuse_is_reported(misuse, message):
@@ -208,6 +201,18 @@ def differing(train, params="gpu") -> list[str]:
         return [name for name, weight in plain.model.named_parameters() if not torch.equal(found[name], weight)]
 
 
+def test_gradients_that_are_scaled_between_micro_batches_are_what_is_added_to():
+    def train(loop, optimizer, forward):
+        forward().backward()
+        for weight in loop.model.parameters():
+            weight.grad.mul_(0.5)
+        forward().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert not differing(train)
+
+
 @pytest.mark.parametrize("through", ["optimizer", "model", "one"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_gradients_that_are_dropped_on_the_way_are_not_added(through, count):
@@ -226,6 +231,90 @@ def test_gradients_that_are_dropped_on_the_way_are_not_added(through, count):
         optimizer.step()
 
     assert not differing(train)
+
+
+def each_to_none(model, _optimizer):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+DROPS = {
+    "optimizer": lambda _model, optimizer: optimizer.zero_grad(),
+    "optimizer, zeros": lambda _model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, _optimizer: model.zero_grad(),
+    "model, zeros": lambda model, _optimizer: model.zero_grad(set_to_none=False),
+    "each": each_to_none,
+    "each, zeros": lambda model, _: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+    "another optimizer": lambda model, _: torch.optim.SGD(model.parameters()).zero_grad(),
+}
+
+
+@pytest.mark.parametrize("when", ["after the step", "before forward", "before backward"])
+@pytest.mark.parametrize("how", DROPS)
+def test_gradients_are_dropped_in_any_way(how, when):
+    """On the plan, and to the bits of training in memory."""
+    seen = []
+
+    def train(loop, optimizer, forward):
+        for _ in range(3):
+            losses = []
+            for _ in range(2):
+                if when == "before forward" and not losses:
+                    DROPS[how](loop.model, optimizer)
+                losses.append(forward())
+                if when == "before backward" and len(losses) == 1:
+                    DROPS[how](loop.model, optimizer)
+                losses[-1].backward()
+            optimizer.step()
+            if when == "after the step":
+                DROPS[how](loop.model, optimizer)
+        seen.append(getattr(optimizer, "session", None))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not differing(train)
+    assert seen[-1].num_left == 0
+
+
+def test_a_loop_that_never_drops_gradients_is_told_once():
+    loop = Loop(1)
+    with loop.optimizer.session as session, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            loop.backward()
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.optimizer.step()
+        assert session.num_left == 0
+    (told,) = [str(warning.message) for warning in caught]
+    assert re.search(
+        r"not dropped between optimizer.step\(\) and the next backward\(\).*call optimizer.zero_grad", told
+    )
+
+
+def test_gradients_on_the_way_to_another_model_may_come_on_used_ones():
+    """As in a GAN, whose loop drops them before the discriminator's own turn."""
+    loop = Loop(1)
+    with loop.optimizer.session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            loop.backward()
+            loop.optimizer.step()
+            loop.backward()  # for another model's sake
+
+
+def test_norms_that_were_read_can_be_read_after_the_step():
+    loop = Loop(1)
+    with loop.optimizer.session:
+        loop.backward()
+        weight = next(loop.model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-2)
+        before = weight.grad.norm()
+        loop.optimizer.step()
+        assert norm > 1e-2
+        assert weight.grad.norm() == before
 
 
 def test_a_closed_model_has_no_context():

@@ -346,6 +346,31 @@ def divide_by_tensor(parameters, number):
     divide_each(parameters, torch.tensor(float(number)))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [
+        (
+            lambda model: torch.func.grad(lambda x: model(inputs_embeds=x).logits.sum()),
+            r"to\('meta'\).*functional_call",
+        ),
+        (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
+        (
+            lambda model: lambda x: checkpoint(lambda y: model(inputs_embeds=y), x, use_reentrant=False),
+            "outside of that",
+        ),
+    ],
+    ids=["gradients", "compiled", "checkpointed"],
+)
+def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
+    model, optimizer = started
+    width = model.get_input_embeddings().weight.shape[1]
+    with pytest.raises(ValueError, match=words) as caught:
+        hidden(model)(torch.zeros(1, 8, width))
+    assert "\n" not in str(caught.value)
+    backward(model)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("divide", [divide_each, divide_by_operator, divide_both, divide_by_tensor])
 @pytest.mark.parametrize(("number", "exact"), [(1024, True), (3, False)])
 def test_a_gradient_is_divided_by_a_number(divide, number, exact):

@@ -285,9 +285,7 @@ def test_a_failed_session_refuses_reads(started):
 def test_ranks_read_what_each_has(processes, zero_stage):
     task = Task("llama", torch.float32, iterations=1)
     decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage)
-    first, last = processes.call(2, read_parameters, task, decisions)
-    assert not first
-    assert bool(zero_stage) == bool(re.search(r"ranks hold parts of it.*all ranks call session\.full_parameters", last))
+    assert processes.call(2, read_parameters, task, decisions) == [None, None]
 
 
 @pytest.mark.part(2)

@@ -226,6 +226,7 @@ def test_logits_can_be_read_before_backward_and_after_an_evaluation(params):
             with pytest.raises(OutOfOrderError, match="read the logits before, or plan with --tiles loss as large as"):
                 late.softmax(-1)
         optimizer.step()
+        optimizer.zero_grad()
         with pytest.raises(OutOfOrderError, match="the weights for that are gone once backward or a step has begun"):
             output.logits.softmax(-1)
 
@@ -241,6 +242,7 @@ def test_a_loss_of_the_users_own_is_trained_under_a_plan():
                 functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), TOKENS.view(-1)).backward()
                 optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
+                optimizer.zero_grad()
             found.append({name: w.clone() for name, w in optimizer.session.full_parameters().items()})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=2**-7, atol=2e-3, msg=name)

@@ -1,5 +1,7 @@
 """What loops do to weights and gradients between forward, backward and step."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from program_catalogue import Trained, registry, seeded
@@ -287,3 +289,119 @@ def parts_without_gradients(ullage) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
     return loop(model, optimizer, stepped=lambda step: setattr(model, "stops", step % 2 == 0))
+
+
+@program
+def weights_given_by_functional_call(ullage) -> Trained:
+    """MAML of first order: the model runs with other weights, whose gradients are set."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        own = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+        inner = F.cross_entropy(torch.func.functional_call(model, own, (x[:16],)), y[:16])
+        found = torch.autograd.grad(inner, list(own.values()), allow_unused=True)
+        fast = {name: own[name] if g is None else own[name] - 0.1 * g for name, g in zip(own, found, strict=True)}
+        outer = F.cross_entropy(torch.func.functional_call(model, fast, (x[16:],)), y[16:])
+        found = torch.autograd.grad(outer, list(own.values()), allow_unused=True)
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(outer.item())
+    return losses, model
+
+
+@program
+def gradients_of_single_samples(ullage) -> Trained:
+    """DP-SGD by torch.func, on a copy without values that is given the weights."""
+    model = Net()
+    bare = copy.deepcopy(model).to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+
+    def loss_of(weights, x, y):
+        return F.cross_entropy(torch.func.functional_call(bare, weights, (x[None],)), y[None])
+
+    losses = []
+    for step in range(NUM_STEPS):
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(weights, *batch(step))
+        for name, parameter in model.named_parameters():
+            norms = found[name].flatten(1).norm(dim=1).clamp_min(1.0)
+            parameter.grad = (found[name] / norms.view(-1, *[1] * parameter.dim())).mean(0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(found["head.weight"].norm()))
+    return losses, model
+
+
+@program
+def derivatives_along_a_direction(ullage) -> Trained:
+    """torch.func.jvp and vmap of the model, to look at between steps."""
+    model, optimizer = made(ullage)
+    seen = []
+
+    def stepped(step: int) -> None:
+        x, _ = batch(step)
+        with torch.no_grad():
+            seen.append(float(torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].norm()))
+            seen.append(float(torch.func.vmap(model)(x.view(2, 16, 16)).norm()))
+
+    losses, _ = loop(model, optimizer, stepped=stepped)
+    return losses + seen, model
+
+
+@program
+def gradients_of_zero(ullage) -> Trained:
+    """zero_grad(set_to_none=False): weight decay goes on in a head that does not run."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.5)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(batch(step)[0], task="classes" if step % 2 else "other").square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def norms_after_the_step(ullage) -> Trained:
+    """Norms of gradients are logged after the step, before the next one drops them."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(sum(parameter.grad.norm() for parameter in with_gradients(model))))
+    return losses, model
+
+
+@program
+def thawed_before_backward(ullage) -> Trained:
+    """A discriminator that is frozen for the generator's forward alone, and a block that is frozen before backward."""
+    model, optimizer = made(ullage)
+    source = nn.Linear(16, 16)
+    of_source = torch.optim.AdamW(source.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        model.blocks[1].requires_grad_(False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        made_up = F.cross_entropy(model(source(x)), y)
+        model.requires_grad_(True)
+        made_up.backward()
+        of_source.step()
+        of_source.zero_grad()
+        losses += [loss.item(), made_up.item()]
+    return losses, model

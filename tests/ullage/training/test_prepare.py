@@ -47,6 +47,7 @@ def small(vocab_size: int) -> Plan:
 def step(model, optimizer, size):
     model(torch.ones(size, 16), torch.zeros(size, dtype=torch.long)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_parameters_that_the_optimizer_lacks_are_named_because_another_optimizer_would_not_train_them(

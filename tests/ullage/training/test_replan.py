@@ -109,6 +109,7 @@ def test_a_loop_goes_on_with_its_scheduler_and_its_checkpoints(bad: Plan, tmp_pa
             loss.backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
             losses.append(float(loss))
         weights = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
@@ -131,6 +132,7 @@ def test_a_loop_goes_on_with_its_scheduler_and_its_checkpoints(bad: Plan, tmp_pa
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         found_again = optimizer.session.full_parameters()
         assert all(torch.equal(found_again[name], weight) for name, weight in weights.items())
 
