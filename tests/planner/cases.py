@@ -47,13 +47,13 @@ def small_units(
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
     products = "device" if in_fp8 else None
     batch = Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel, fp8_products=products)
-    graph = build_graph(config, batch)
-    for name, operator in graph.operators.items():
+    operators = []
+    for operator in build_graph(config, batch):
         specs = tuple(
             dataclasses.replace(spec, frozen="plain" if spec.name in frozen else None) for spec in operator.parameters
         )
-        graph.operators[name] = dataclasses.replace(operator, parameters=specs)
-    return units(graph)
+        operators.append(dataclasses.replace(operator, parameters=specs))
+    return units(operators)
 
 
 def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:

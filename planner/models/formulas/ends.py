@@ -170,13 +170,7 @@ def with_loss_of(operators: Iterable[Operator], kernels: str, vocab: int, e: int
         both = with_gradients(product.m, product.k, vocab, e, frozen=num_products == 1)
         made = dict(zip((number, number + 1), both, strict=True))
     for index, done in made.items():
-        found[index] = dataclasses.replace(
-            found[index],
-            forward=done.forward,
-            backward=done.backward,
-            saved_bytes=done.saved_bytes,
-            workspace_bytes=done.workspace_bytes,
-        )
+        found[index] = found[index].doing(done)
     return tuple(found)
 
 
