@@ -126,10 +126,6 @@ class Scorer:
         """Return a scorer for a variant of a request."""
         return cls(Workload(variant.setup.units, variant.request.seq_len), variant.cost, deadline_s, lower)
 
-    def separate(self) -> "Scorer":
-        """Return a scorer for the same work on the same machine, with a count of its own and no end."""
-        return Scorer(self._workload, self.cost, lower=self._lower)
-
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""
         late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
