@@ -16,7 +16,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variant
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Choice, Precision
+from planner.decisions import Choice
 from planner.graph import Batch, Operator, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
@@ -36,6 +36,7 @@ from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
 from ullage.rivals.kernels import dataflow, megatron_core
+from ullage.rivals.precision import RivalPrecision
 
 
 def _megatron_core(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
@@ -101,7 +102,7 @@ class ReportedCase(Case):
     kernels: KernelChoice | Literal["megatron-core", "dataflow"] = "transformers"
     attention: AttentionKernel | None = None
     loss_tile: Number | None = None
-    precision: Precision = BF16
+    precision: RivalPrecision = RivalPrecision(weights="bf16")
     optimizer: Optimizer = "adamw"
     clip: bool = True
     activations: Literal["keep", "recompute"] | None = None
