@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -131,13 +131,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: of_values.get(id(tensor), tensor), result)
 
 
-class _LastFactor(NamedTuple):
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    value: float
-
-
-_last_factor: _LastFactor | None = None
+_last_factor: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # a tensor, its version and its value
 
 
 def _factor(given: Any) -> float:
@@ -145,10 +139,9 @@ def _factor(given: Any) -> float:
     global _last_factor  # noqa: PLW0603 - a cache of one
     if not isinstance(given, torch.Tensor):
         return float(given)
-    last = _last_factor
-    if last is None or last.tensor() is not given or last.version != given._version:
-        last = _last_factor = _LastFactor(weakref.ref(given), given._version, float(given))
-    return last.value
+    if _last_factor is None or _last_factor[0]() is not given or _last_factor[1] != given._version:
+        _last_factor = weakref.ref(given), given._version, float(given)
+    return _last_factor[2]
 
 
 def _has_gradient(leaves: list[Any]) -> bool:

@@ -232,20 +232,8 @@ class Storage(Frozen):
     both_bytes_per_s: BytesPerSecond | None = None
     endurance_bytes_per_day: Bytes | None = None
 
-    def with_drives(self, num_drives: int) -> Self:
-        """Return the tier with ``num_drives`` of its drives, striped: rates and capacity in proportion.
-
-        Raises:
-            ValueError: the number of drives is not known, or is smaller than ``num_drives``.
-        """
-        if self.num_drives is None or not 1 <= num_drives <= self.num_drives:
-            raise ValueError(
-                f"{num_drives} drives were asked for, but there are {self.num_drives}; ask for at most that"
-            )
-        return self.striped(num_drives)
-
     def striped(self, num_drives: int) -> Self:
-        """Return the tier with ``num_drives`` drives, also more than it has: rates and capacity in proportion.
+        """Return the tier with ``num_drives`` drives, fewer or more than it has: rates and capacity in proportion.
 
         Raises:
             ValueError: the number of drives is not known.

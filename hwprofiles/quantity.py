@@ -104,10 +104,6 @@ class Curve(Frozen):
                 raise ValueError(f"time must not fall with size, but it does from {a.size:g} to {b.size:g}")
         return self
 
-    def covers(self, size: float) -> bool:
-        """Return whether ``size`` lies between the measured sizes."""
-        return self.points[0].size <= size <= self.points[-1].size
-
     def time_s(self, size: float) -> float:
         """Return the median time in seconds at ``size`` (in ``size_unit``)."""
         if size <= 0:

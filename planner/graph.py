@@ -1,4 +1,4 @@
-"""The operator graph of a model at one batch size, and its division into units."""
+"""The operators of a model at one batch size, and their division into units."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from planner.models.formulas import experts, float8, kernel_sets
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.operators import UNUSED, Batch, Graph, Operator, weight_of
-from planner.models.parameters import ParameterSpec, layer_path, parameters, root
+from planner.models.operators import UNUSED, Batch, Operator, weight_of
+from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
 from planner.models.sharding import share
 from planner.optimizers import is_hidden_matrix
@@ -25,7 +25,6 @@ __all__ = [
     "Collective",
     "Elementwise",
     "Gemm",
-    "Graph",
     "Kernel",
     "Kernels",
     "Operator",
@@ -283,8 +282,8 @@ def _rerun(unit: Unit, operator: Operator) -> Kernels:
     return operator.forward[: len(operator.forward) - operator.num_skipped]
 
 
-def build_graph(config: Model, batch: Batch) -> Graph:
-    """Return the operators of one forward in order of execution; edges are the tensors between them.
+def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
+    """Return the operators of one forward in order of execution.
 
     Raises:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
@@ -315,8 +314,8 @@ def assemble(
     first: Iterable[Operator],
     parts_of: Callable[[int], list[tuple[Part, ...]]],
     last: Iterable[Operator],
-) -> Graph:
-    """Return the graph of a model's operators.
+) -> tuple[Operator, ...]:
+    """Return a model's operators in order of execution.
 
     Args:
         config: sizes of one rank's share of the model.
@@ -334,46 +333,28 @@ def assemble(
             f"sequence length {batch.seq_len} exceeds the {config.max_positions} positions that {config.name} has "
             "learned; shorten the sequence or choose another model"
         )
-    graph, first = Graph(), list(first)
-    hidden = _add_chain(graph, (operator for operator in first if operator.kind != "rotary"))
-    for operator in first:
-        if operator.kind == "rotary":
-            graph.add(operator)
+    operators = sorted(first, key=lambda operator: operator.kind == "rotary")
     parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
         if kind not in parts:
             parts[kind] = parts_of(layer)
-        hidden = _add_layer(graph, config, whole, layer, parts[kind], hidden)
-    _add_chain(graph, last, hidden)
-    return graph
+        operators += _layer(config, whole, layer, parts[kind])
+    return (*operators, *last)
 
 
-def _add_chain(graph: Graph, operators: Iterable[Operator], *source: str) -> str:
-    """Add a chain of operators, each of which uses the output of the one before; return the last name."""
-    for operator in operators:
-        source = (graph.add(operator, *source),)
-    return source[0]
-
-
-def _add_layer(
-    graph: Graph, config: ModelConfig, whole: ModelConfig, layer: int, ways: list[tuple[Part, ...]], hidden: str
-) -> str:
-    """Add a layer's operators; the second way, if there is one, has their parts without casts of weights."""
-    path, (parts, *without) = layer_path(config, layer), ways
-    outside = {"": hidden, "rotary": f"{root(config)}.rotary_emb"}
+def _layer(config: ModelConfig, whole: ModelConfig, layer: int, ways: list[tuple[Part, ...]]) -> list[Operator]:
+    """Return a layer's operators; the second way, if there is one, has their parts without casts of weights."""
+    parts, *without = ways
     operators = layer_operators(config, whole, layer, parts)
     for others in without:
         pairs = zip(operators, layer_operators(config, whole, layer, others), strict=True)
         operators = [dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs]
-    for part, operator in zip(parts, operators, strict=True):
-        graph.add(operator, *(outside.get(source) or f"{path}.{source}" for source in part.sources))
-    return f"{path}.{parts[-1].name}"
+    return operators
 
 
-def units(graph: Graph) -> tuple[Unit, ...]:
-    """Return the units of a graph from :func:`build_graph`, in forward order."""
-    operators = graph.operators.values()
+def units(operators: Collection[Operator]) -> tuple[Unit, ...]:
+    """Return the units of operators from :func:`build_graph`, in forward order."""
     owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
     swapped = _swapped_segments(operators)
     result: list[Unit] = []

@@ -122,10 +122,6 @@ class OptimizerState:
         """Return what an update of so many parameters on a GPU holds beside state and gradient."""
         return self.gpu_scratch_bytes * min(num_params, UPDATED_AT_ONCE)
 
-    def bytes_per_param(self, value_bytes: int) -> int:
-        """Return the bytes of master copy and buffers, where an engine keeps all of them in one type."""
-        return value_bytes * (1 + self.num_buffers)
-
 
 def _rounding(row: OptimizerState, *, gpu_update_bytes: int, host_core_s: float) -> OptimizerState:
     """Return a row that may have a master copy in bf16, at other costs of an update."""

@@ -38,11 +38,13 @@ import numpy as np
 import torch
 
 from benchmarks.origin import origin, write_result
-from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.workers import WorkerTeam
+from planner.decisions import BF16
 
 GOALS = {"ours_of_copy": 0.9, "ours_over_torch": 1.7, "ours_over_deepspeed": 1.0, "in_place_over_ours": 0.9}
 PARAMS = AdamWParams(lr=1e-4)
+BYTES_PER_PARAM = int(BF16.update_bytes_per_param("adamw"))
 OPTIONS = {
     "lr": PARAMS.lr,
     "betas": (PARAMS.beta1, PARAMS.beta2),

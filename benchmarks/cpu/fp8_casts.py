@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cpu.adamw import COPIES, Route, copy_routes, set_threads, time_s
+from benchmarks.cpu.adamw import BYTES_PER_PARAM, COPIES, Route, copy_routes, set_threads, time_s
 from benchmarks.origin import origin, write_result
 from executor.devices.backend import as_array
 from executor.memory.fp8_weights import cast_to_fp8, largest_bits, scales_of
-from executor.optimizer.adamw import BYTES_PER_PARAM
 from executor.optimizer.workers import WorkerTeam
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

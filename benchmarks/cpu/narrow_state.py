@@ -29,11 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cpu.adamw import COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
+from benchmarks.cpu.adamw import BYTES_PER_PARAM, COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
 from benchmarks.origin import origin, write_result
 from executor.optimizer import adamw_8bit, adamw_bf16
-from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams
+from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.workers import WorkerTeam
+from planner.decisions import BF16
 
 ROUNDED = " --precision master=bf16"
 _LESS = 6  # bytes per parameter, where the master copy is bf16
@@ -44,13 +45,13 @@ KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list
     "adamw-bf16": (
         adamw_bf16.adamw_bf16_step,
         AdamWParams(PARAMS.lr, seed=0),
-        adamw_bf16.BYTES_PER_PARAM,
+        BF16.update_bytes_per_param("adamw-bf16"),
         lambda count: [np.zeros(count, np.uint16) for _ in range(2)],
     ),
     "adamw-8bit": (
         adamw_8bit.adamw_8bit_step,
         AdamWParams(PARAMS.lr, seed=0),
-        adamw_8bit.BYTES_PER_PARAM,
+        BF16.update_bytes_per_param("adamw-8bit"),
         lambda count: [
             np.zeros(size, kind) for size, kind in ((count, np.uint8), (count // 256, np.float32)) for _ in "mv"
         ],

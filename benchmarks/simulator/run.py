@@ -35,8 +35,8 @@ from planner.models import resolve_model
 from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
 from planner.simulate import FluidSystem, simulate
-from planner.simulate.machine import SimulatedMachine
 from planner.simulate.machine import run as simulate_iterations
+from planner.simulate.machine import system_of
 from ullage.rivals.engines.deepspeed import zero_offload
 from ullage.rivals.lowering import lower
 
@@ -70,7 +70,7 @@ num_iterations = -(-1_000_000 // len(schedule.tasks))
 begin_s = time.perf_counter()
 timeline = run.simulate_iterations(schedule, prices, capacities, num_iterations)
 elapsed_s = time.perf_counter() - begin_s
-system = run.fluid_system_of(schedule, prices, capacities, num_iterations)
+system = run.system_of(schedule, prices, capacities, num_iterations)
 begin_s = time.perf_counter()
 run.simulate(system)
 kernel_s = time.perf_counter() - begin_s
@@ -123,13 +123,6 @@ def full_model() -> tuple[Schedule, list[Price], dict[Resource, float]]:
     decisions = list(zero_offload(setup))[-1]
     schedule = lower(setup.units, decisions, asynchronous=cost.asynchronous)
     return schedule, cost.prices(schedule), cost.capacities()
-
-
-def fluid_system_of(
-    schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float], num_iterations: int
-) -> FluidSystem:
-    """Return the arrays that the simulated machine hands to the kernel."""
-    return SimulatedMachine(schedule, prices, capacities).system(num_iterations)
 
 
 def pipeline(num_tasks: int, seed: int = 0) -> FluidSystem:
@@ -279,7 +272,7 @@ def measure_layers(num_layers: int, repeats: int, reference_limit: int) -> dict[
 def measure_full_model(repeats: int, reference_limit: int) -> dict[str, Any]:
     """Compare on an iteration of a 70B model, and time the way from its schedule to its timeline."""
     schedule, prices, capacities = full_model()
-    contended = fluid_system_of(schedule, prices, capacities, 1)
+    contended = system_of(schedule, prices, capacities, 1)
     # Wide enough for all tasks of all lanes at once.
     wide = dataclasses.replace(contended, capacity=np.full((len(capacities), 1), 1e3 * contended.use_rate.max()))
     tasks = [

@@ -1,10 +1,10 @@
-"""The interface to a device: memory, copies, streams, events and updates."""
+"""A device: memory, copies, streams, events and updates."""
 
 import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 import numba as nb
 import numpy as np
@@ -20,63 +20,103 @@ from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
 
+if TYPE_CHECKING:
+    from executor.devices.cuda import CudaBackend
+
 Array = npt.NDArray[Any]
 
 Event = object
-"""Made by :meth:`Backend.record_event`: a time on the host's clock, or an event on a stream."""
+"""Made by :meth:`HostBackend.record_event`: a time on the host's clock, or an event on a stream."""
 
 Meter = MemoryMeter | CudaMeter
 
+Backend = Union["HostBackend", "CudaBackend"]
+"""A device, as lanes and tasks use it."""
 
-class Backend(Protocol):
-    """A device, as lanes and tasks use it.
+
+class HostBackend:
+    """The host in place of a device. The calling thread computes, and nothing is asynchronous.
+
+    Updates use as many threads as torch has when the backend is made.
 
     Attributes:
         submits: lanes whose tasks a thread submits to streams without waiting, if one rank trains, and no task adds up
             gradients.
     """
 
-    device: torch.device
-    submits: frozenset[Lane]
+    submits: frozenset[Lane] = frozenset()
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._meter: MemoryMeter | None = None
+        self._team = WorkerTeam(torch.get_num_threads())
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:  # noqa: ARG002 - as :class:`CudaBackend` has it
         """Return a context in which the calling thread's work goes to the lane's stream, if it has one."""
+        yield
 
-    def record_event(self, lane: Lane) -> Event:
+    def record_event(self, lane: Lane) -> float:  # noqa: ARG002 - as :class:`CudaBackend` has it
         """Record an event after all work that this thread has submitted to the lane so far."""
+        return time.perf_counter()
 
     def wait_event(self, lane: Lane, event: Event) -> None:
         """Make all work that this thread submits to the lane from now on wait for an event."""
 
     def event_time_s(self, event: Event) -> float:
         """Wait for an event; return its time, in seconds on the host's clock."""
+        assert isinstance(event, float)
+        return event
 
-    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - as :class:`CudaBackend` has it
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
+        return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
     def release(self, block: torch.Tensor) -> int:
-        """Free the device memory of a tensor's storage, but keep the storage and its views; return the freed bytes."""
+        """Free the device memory of a tensor's storage, but keep the storage and its views; return the freed bytes.
+
+        The address stays the same; the system takes the pages back.
+        """
+        storage = block.untyped_storage()
+        forget_pages(storage.data_ptr(), storage.nbytes())
+        return storage.nbytes()
 
     def restore(self, block: torch.Tensor, num_bytes: int) -> None:
-        """Allocate device memory again for a storage that :meth:`release` has freed. The old values are lost."""
+        """Allocate device memory again for a storage that :meth:`release` has freed. The old values are lost.
+
+        The system maps pages again when they are used.
+        """
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one type and shape, on the thread's lane."""
+        assert destination.dtype == source.dtype
+        # numpy copies in this thread alone; torch would start a thread pool in every lane.
+        if destination.dtype is not torch.float32:
+            destination, source = destination.view(torch.uint8), source.view(torch.uint8)
+        np.copyto(destination.numpy(), source.numpy())
 
-    def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
+    def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:  # noqa: ARG002
         """Add flat tensors to others in host memory, all of one type; each pair is the sum and what is added.
 
-        A GPU's are added later, in this order, by as many threads as ``team`` has, but not by those.
+        It uses torch's threads, which also compute. A GPU's are added later, in this order, by as many threads as
+        ``team`` has, but not by those.
         """
+        for total, values in sums:
+            total.add_(values)
 
     def settle(self) -> None:
         """Wait until all that was accumulated has been added. Whoever reads sums in host memory calls it before."""
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
+        _scale(as_array(values), np.float32(factor))
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate short-lived device memory on a lane. Meters count it."""
+        taken = torch.empty(num_items, dtype=dtype, device="cpu")
+        if (meter := self._meter) is not None:
+            meter.count(taken)
+        return taken
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor's memory before the lane has finished with it."""
@@ -90,6 +130,8 @@ class Backend(Protocol):
     ) -> None:
         """Take one optimizer step on the device.
 
+        It uses the kernel of updates on the host, so the bits are the same.
+
         Args:
             state: master copy, the optimizer's buffers, and the target of new bf16 weights, if the master copy does not
                 have them.
@@ -97,107 +139,6 @@ class Backend(Protocol):
             rule: the optimizer, its hyper-parameters, and the factor of the gradient.
             step: number of this step, from 1.
         """
-
-    def meter(self) -> contextlib.AbstractContextManager[Meter]:
-        """Return a context that measures all device memory except that of :meth:`empty`."""
-
-    def expect_many_shapes(self) -> None:
-        """Avoid kernels that take long to prepare for a new shape, until :meth:`forget_shapes`."""
-
-    def forget_shapes(self) -> None:
-        """End the effect of :meth:`expect_many_shapes`. May be called twice."""
-
-    def allocator_counts(self) -> dict[str, int]:
-        """Return what the device's allocator has counted since memory was last metered, by its own names."""
-
-    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:
-        """Return :meth:`sum_of_squares` of a tensor in host memory."""
-
-    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor | float:
-        """Return the sum of squares of a flat tensor; or, if the device still computes it, its root, a scalar there."""
-
-
-class HostBackend:
-    """The host in place of a device. The calling thread computes, and nothing is asynchronous.
-
-    Updates use as many threads as torch has when the backend is made.
-    """
-
-    submits: frozenset[Lane] = frozenset()
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._meter: MemoryMeter | None = None
-        self._team = WorkerTeam(torch.get_num_threads())
-
-    @contextlib.contextmanager
-    def lane(self, lane: Lane) -> Iterator[None]:  # noqa: ARG002 - one of the Backend's methods
-        """See :class:`Backend`."""
-        yield
-
-    def record_event(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
-        """See :class:`Backend`."""
-        return time.perf_counter()
-
-    def wait_event(self, lane: Lane, event: Event) -> None:
-        """See :class:`Backend`."""
-
-    def event_time_s(self, event: Event) -> float:
-        """See :class:`Backend`."""
-        assert isinstance(event, float)
-        return event
-
-    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
-        """See :class:`Backend`."""
-        return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
-
-    def release(self, block: torch.Tensor) -> int:
-        """See :class:`Backend`. The address stays the same; the system takes the pages back."""
-        storage = block.untyped_storage()
-        forget_pages(storage.data_ptr(), storage.nbytes())
-        return storage.nbytes()
-
-    def restore(self, block: torch.Tensor, num_bytes: int) -> None:
-        """See :class:`Backend`. The system maps pages again when they are used."""
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """See :class:`Backend`."""
-        assert destination.dtype == source.dtype
-        # numpy copies in this thread alone; torch would start a thread pool in every lane.
-        if destination.dtype is not torch.float32:
-            destination, source = destination.view(torch.uint8), source.view(torch.uint8)
-        np.copyto(destination.numpy(), source.numpy())
-
-    def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:  # noqa: ARG002
-        """See :class:`Backend`. It uses torch's threads, which also compute."""
-        for total, values in sums:
-            total.add_(values)
-
-    def settle(self) -> None:
-        """See :class:`Backend`."""
-
-    def scale(self, values: torch.Tensor, factor: float) -> None:
-        """See :class:`Backend`."""
-        _scale(as_array(values), np.float32(factor))
-
-    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
-        """See :class:`Backend`."""
-        taken = torch.empty(num_items, dtype=dtype, device="cpu")
-        if (meter := self._meter) is not None:
-            meter.count(taken)
-        return taken
-
-    def record_stream(self, tensor: torch.Tensor) -> None:
-        """See :class:`Backend`."""
-
-    def update(
-        self,
-        state: Sequence[torch.Tensor | SplitMaster],
-        gradients: Sequence[torch.Tensor],
-        rule: Rule,
-        step: int,
-    ) -> None:
-        """See :class:`Backend`. It uses the kernel of updates on the host, so the bits are the same."""
         begin = 0
         for gradient in gradients:
             part = cut(state, begin, begin + len(gradient))
@@ -206,7 +147,7 @@ class HostBackend:
 
     @contextlib.contextmanager
     def meter(self) -> Iterator[MemoryMeter]:
-        """See :class:`Backend`."""
+        """Return a context that measures all device memory except that of :meth:`empty`."""
         with MemoryMeter() as meter:
             self._meter = meter
             try:
@@ -215,21 +156,30 @@ class HostBackend:
                 self._meter = None
 
     def expect_many_shapes(self) -> None:
-        """See :class:`Backend`. The host's kernels need no preparation."""
+        """Avoid kernels that take long to prepare for a new shape, until :meth:`forget_shapes`.
+
+        The host's kernels need no preparation.
+        """
 
     def forget_shapes(self) -> None:
-        """See :class:`Backend`."""
+        """End the effect of :meth:`expect_many_shapes`. May be called twice."""
 
     def allocator_counts(self) -> dict[str, int]:
-        """See :class:`Backend`. The host's allocator counts nothing."""
+        """Return what the device's allocator has counted since memory was last metered, by its own names.
+
+        The host's allocator counts nothing.
+        """
         return {}
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> float:  # noqa: ARG002
-        """See :class:`Backend`. It uses one thread, because the other cores compute at that time."""
+        """Return :meth:`sum_of_squares` of a tensor in host memory.
+
+        It uses one thread, because the other cores compute at that time.
+        """
         return sum_of_squares(as_array(tensor))
 
     def sum_of_squares(self, tensor: torch.Tensor) -> float:
-        """See :class:`Backend`."""
+        """Return the sum of squares of a flat tensor; or, if the device still computes it, its root, a scalar there."""
         return sum_of_squares(as_array(tensor))
 
 

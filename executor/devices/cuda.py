@@ -150,7 +150,7 @@ class Clock:
 
 
 class CudaBackend:
-    """The current CUDA device. Methods: see :class:`executor.devices.backend.Backend`."""
+    """The current CUDA device. Methods: see :class:`executor.devices.backend.HostBackend`."""
 
     submits = frozenset({Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.GPU_UPDATE})
 
@@ -390,7 +390,7 @@ def update_on_device(
     rule: Rule,
     step: int,
 ) -> None:
-    """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
+    """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.HostBackend.update`.
 
     With Triton it is a kernel for each gradient [Note: Fused updates]. Otherwise all parameters of a chunk are updated
     together, because launching a chain of operators for one small parameter takes longer than the operators.

@@ -191,7 +191,7 @@ class MeasuredMemory:
         static_bytes: allocated once, by class.
         dynamic_peak_bytes: peak of all other memory inside :meth:`Session.metered`; ``None`` if not measured.
         dynamic_bytes_of: the same peak during each of the caller's tasks, by the task's index.
-        allocator: see :meth:`executor.devices.backend.Backend.allocator_counts`.
+        allocator: see :meth:`executor.devices.backend.HostBackend.allocator_counts`.
     """
 
     static_bytes: Mapping[MemoryClass, int]

@@ -15,9 +15,6 @@ from numba import njit
 from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
-BYTES_PER_PARAM: Final = 28
-"""Bytes that a step reads and writes per parameter, with bf16 gradients and weights."""
-
 
 @dataclass(frozen=True, slots=True)
 class AdamWParams:

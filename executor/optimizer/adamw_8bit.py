@@ -30,9 +30,6 @@ from executor.optimizer.blocks import (
 from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
-BYTES_PER_PARAM: Final = 12 + 2 * 2 + 4 * 4 / BLOCK
-"""Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
-
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
 """Keys of codes, then of scales, in a parameter's state."""
 

@@ -22,9 +22,6 @@ from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float
 from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
-BYTES_PER_PARAM: Final = 20
-"""Bytes that an update moves with a bf16 gradient and weight, and a master copy in fp32."""
-
 _SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 

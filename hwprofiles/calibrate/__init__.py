@@ -12,7 +12,6 @@ except ModuleNotFoundError as error:
 
 from hwprofiles.calibrate.collectives import calibrate_collectives
 from hwprofiles.calibrate.options import (
-    CalibrationError,
     CalibrationOptions,
     Kernels,
     Pair,
@@ -21,7 +20,6 @@ from hwprofiles.calibrate.options import (
 from hwprofiles.calibrate.run import calibrate
 
 __all__ = [
-    "CalibrationError",
     "CalibrationOptions",
     "Kernels",
     "Pair",

@@ -10,13 +10,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
 from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
-from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Manner, Summary, clock_of, sample
+from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
 from hwprofiles.calibrate.sensors import sensors
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
@@ -45,8 +45,15 @@ class AttentionSizes:
     heads: Mapping[AttentionType, tuple[int, int]]
 
 
-class Backend(Protocol):
-    """The interface of a device to probes.
+def in_turn(step: Callable[[slice], object], pool_size: int, item_size: int) -> Call:
+    """Return a call that takes a step on the next item of a pool, round and round."""
+    starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
+    slices = itertools.cycle([slice(start, start + item_size) for start in starts])
+    return lambda: step(next(slices))
+
+
+class HostBackend:
+    """A share of the CPU; its memory is ordinary memory and a copy is a memcpy that takes one core.
 
     Attributes:
         kind: as in :class:`hwprofiles.profile.Device`.
@@ -63,54 +70,6 @@ class Backend(Protocol):
         pool_bytes: device memory that operands rotate through. It is larger than any cache, as in training.
         copy_pool_bytes: size of the largest copy, and of the pools on either side that copies rotate through.
     """
-
-    kind: Literal["gpu", "host"]
-    name: str
-    device: torch.device
-    num_cores: int
-    cores_per_copy: int
-    dram_bytes_per_copied_byte: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    beside: tuple[int, int]
-    attention: AttentionSizes
-    most_elements: int
-    optimizer_sizes: tuple[int, ...]
-    of_host: Manner
-    pair_bytes: int
-    pair_copies: int
-    pool_bytes: int
-    copy_pool_bytes: int
-
-    def time_s(self, call: Call, num_calls: int) -> float:
-        """See :data:`hwprofiles.calibrate.sampling.Clock`."""
-        ...
-
-    def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
-        """Time cases on the device; see :func:`hwprofiles.calibrate.sampling.sample`."""
-        ...
-
-    def blocking(self, call: Call) -> Call:
-        """Return a call that blocks until its work is done. Any thread may use it."""
-        ...
-
-    def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:
-        """Return a copier for one direction, with pools of its own."""
-        ...
-
-    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
-        """Return one AdamW update on the device per number of parameters."""
-        ...
-
-
-def in_turn(step: Callable[[slice], object], pool_size: int, item_size: int) -> Call:
-    """Return a call that takes a step on the next item of a pool, round and round."""
-    starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
-    slices = itertools.cycle([slice(start, start + item_size) for start in starts])
-    return lambda: step(next(slices))
-
-
-class HostBackend:
-    """A share of the CPU; its memory is ordinary memory and a copy is a memcpy that takes one core."""
 
     kind: Literal["gpu", "host"] = "host"
     cores_per_copy = 1
@@ -167,7 +126,7 @@ class CudaBackend:
 
     Sizes reach those of training, because beyond the largest one a curve can only say that the rate stays.
 
-    Attributes:
+    Attributes: those of :class:`HostBackend`, and
         soak_s: duration of the large products before the first sample.
         lead_side: rows and columns of their matrices.
         first_calls_s: seconds that are left to first calls; libraries may build plans in them, or load kernels.
@@ -301,6 +260,10 @@ class CudaBackend:
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
 
         return _rotating(self.optimizer_sizes, state, kernels.device_adamw)
+
+
+Backend = HostBackend | CudaBackend
+"""A device, as probes use it."""
 
 
 def adamw_state(num_params: int) -> tuple[Array, ...]:

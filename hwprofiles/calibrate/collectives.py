@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from hwprofiles.calibrate.fabric import joined
-from hwprofiles.calibrate.options import CalibrationError, Floats
+from hwprofiles.calibrate.options import Floats
 from hwprofiles.calibrate.sampling import quantity, team_clock
 from hwprofiles.machine import num_cores, this_machine
 from hwprofiles.profile import Fabric, HardwareProfile
@@ -37,18 +37,18 @@ def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProf
         quick: spend less time.
 
     Raises:
-        CalibrationError: the ranks do not fit the machine.
+        ValueError: the ranks do not fit the machine.
     """
     size, per_node = ranks()
     device, cores = base.device, num_cores()
     on_gpu = device.kind == "gpu"
     if on_gpu and base.devices_per_node != per_node:
-        raise CalibrationError(
+        raise ValueError(
             f"{per_node} ranks were started on this node, but {base.name} has {base.devices_per_node} GPUs; start "
             f"`torchrun --nproc-per-node {base.devices_per_node}`, or measure all parts again"
         )
     if not on_gpu and device.num_cores * per_node > cores:
-        raise CalibrationError(
+        raise ValueError(
             f"{per_node} ranks would compute on {device.num_cores} cores each, but there are {cores}; start fewer"
         )
     if on_gpu:
@@ -78,11 +78,11 @@ def probe_collectives(budget_s: float) -> Fabric:
     ranks measure at the same time, and the slowest rank counts.
 
     Raises:
-        CalibrationError: there is only one rank.
+        ValueError: there is only one rank.
     """
     size = distributed.get_world_size()
     if size < 2:
-        raise CalibrationError("collectives need at least two ranks; start them with `torchrun --nproc-per-node N`")
+        raise ValueError("collectives need at least two ranks; start them with `torchrun --nproc-per-node N`")
     device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
     small, large = (_time(num_bytes, size, device, budget_s / 2) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
     backend, latency_s = distributed.get_backend(), float(np.median(small))

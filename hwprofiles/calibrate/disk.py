@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hwprofiles.calibrate.options import CalibrationError
 from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
 
@@ -29,7 +28,7 @@ def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
     filled first, because training overwrites its files and does not grow them.
 
     Raises:
-        CalibrationError: the directory does not exist, may not be written, or has too little space.
+        ValueError: the directory does not exist, may not be written, or has too little space.
     """
     file_bytes = _QUICK_FILE_BYTES if quick else 2**31
     sizes = tuple(2**i for i in range(20, 27 if quick else 29, 2))
@@ -79,7 +78,7 @@ class Disk:
         """Measure reading, writing, and both at once; on a shared file system also the time to create a file.
 
         Raises:
-            CalibrationError: the disk reports an error.
+            ValueError: the disk reports an error.
         """
         sizes = self._sizes
         with _explained(self._directory, self._file_bytes):
@@ -179,4 +178,4 @@ def _explained(directory: Path, file_bytes: int) -> Iterator[None]:
             reason = "needs an existing directory; create it"
         else:
             reason = f"could not write there ({error.strerror}); check permissions"
-        raise CalibrationError(f"disk probe in {directory}: {reason}, or choose another folder") from error
+        raise ValueError(f"disk probe in {directory}: {reason}, or choose another folder") from error

@@ -57,10 +57,6 @@ class Kernels:
     narrow_updates: NarrowUpdates
 
 
-class CalibrationError(ValueError):
-    """The machine or the options do not allow calibration; the message names the remedy."""
-
-
 @dataclasses.dataclass(frozen=True)
 class CalibrationOptions:
     """What to measure, and how thoroughly.
@@ -100,11 +96,11 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if self.only is not None and self.base is None:
-            raise CalibrationError("only some parts are to be measured; give the profile whose other parts stay")
+            raise ValueError("only some parts are to be measured; give the profile whose other parts stay")
         if self.device not in {None, "gpu", "host"}:
-            raise CalibrationError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
+            raise ValueError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
         if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
-            raise CalibrationError(
+            raise ValueError(
                 f"name is {self.name!r}; start with a lower-case letter or digit, then letters, digits, '.', '_' or '-'"
             )
         for field in (
@@ -116,7 +112,7 @@ class CalibrationOptions:
         ):
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise CalibrationError(f"{field} is {value}; give a positive number, or leave it out")
+                raise ValueError(f"{field} is {value}; give a positive number, or leave it out")
 
     def measures(self, part: Part) -> bool:
         """Return whether to measure a part."""
@@ -137,18 +133,18 @@ def parse_only(text: str) -> dict[Part, Path | None]:
     """Return parts from ``cpu,disk:/mnt/nvme``.
 
     Raises:
-        CalibrationError: a part does not exist, takes no folder, or needs one.
+        ValueError: a part does not exist, takes no folder, or needs one.
     """
     found: dict[Part, Path | None] = {}
     for word in text.split(","):
         name, colon, folder = word.strip().partition(":")
         part = next((part for part in get_args(Part) if part == name), None)
         if part is None:
-            raise CalibrationError(f"there is no part {name!r}; choose of {', '.join(PARTS)}")
+            raise ValueError(f"there is no part {name!r}; choose of {', '.join(PARTS)}")
         if colon and (part not in {"disk", "pfs"} or not folder):
-            raise CalibrationError(f"{word!r}: disk and pfs alone have a folder, as in disk:/mnt/nvme; leave it out")
+            raise ValueError(f"{word!r}: disk and pfs alone have a folder, as in disk:/mnt/nvme; leave it out")
         if part == "pfs" and not folder:
-            raise CalibrationError("pfs needs a folder of the shared file system, as in pfs:/scratch/me")
+            raise ValueError("pfs needs a folder of the shared file system, as in pfs:/scratch/me")
         found[part] = Path(folder) if folder else None
     return found
 

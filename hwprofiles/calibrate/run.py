@@ -17,7 +17,6 @@ from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import Disk, open_disk
 from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
 from hwprofiles.calibrate.options import (
-    CalibrationError,
     CalibrationOptions,
     CpuAdamW,
     Kernels,
@@ -101,14 +100,14 @@ def calibrate(
         The profile with the provenance of every measured value, and how activities slow each other down.
 
     Raises:
-        CalibrationError: the options do not fit the machine, or a disk cannot be measured.
+        ValueError: the options do not fit the machine, or a disk cannot be measured.
     """
     base = options.base if options.only is not None else None
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
-        raise CalibrationError("device is 'gpu', but torch finds no CUDA GPU; choose 'host'")
+        raise ValueError("device is 'gpu', but torch finds no CUDA GPU; choose 'host'")
     if base is not None and base.device.kind != ("gpu" if on_gpu else "host"):
-        raise CalibrationError(
+        raise ValueError(
             f"profile {base.name} is of a {base.device.kind} device, but {'a' if on_gpu else 'no'} CUDA GPU is found "
             "here; measure all parts anew, or choose another profile to renew"
         )
@@ -269,7 +268,7 @@ class _Run:
 
     def _fabric(self, budget_s: float) -> None:
         if self.num_devices < 2 and self.options.only is not None:
-            raise CalibrationError(
+            raise ValueError(
                 "fabric: nothing joins a single device; start several ranks, `torchrun --nproc-per-node N -m ullage "
                 "calibrate --only fabric`"
             )
@@ -350,7 +349,7 @@ def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_g
     known = options.base.device.num_cores if options.only is not None and options.base is not None else None
     device_cores = options.device_cores or known or max(cores // 2, 1)
     if device_cores > cores:
-        raise CalibrationError(f"device_cores is {device_cores}, but only {cores} cores may be used; give fewer")
+        raise ValueError(f"device_cores is {device_cores}, but only {cores} cores may be used; give fewer")
     return HostBackend(device_cores, memory_bytes, quick=options.quick)
 
 
@@ -363,7 +362,7 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     capacity = torch.cuda.mem_get_info()[0] if on_gpu else usable - 1
     if requested is not None and not margin < requested <= capacity:
         least = f", and {margin} of them are for libraries" if margin else ""
-        raise CalibrationError(
+        raise ValueError(
             f"device_memory_bytes is {requested}, but at most {capacity} are free for it{least}; give another number"
         )
     if on_gpu:
@@ -386,7 +385,7 @@ def _scratch_folder() -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix="ullage-", dir=cache)
     except OSError as error:
-        raise CalibrationError(f"disk probe: cannot write in {cache} ({error}); choose another folder") from error
+        raise ValueError(f"disk probe: cannot write in {cache} ({error}); choose another folder") from error
     with scratch as folder:
         yield Path(folder)
 

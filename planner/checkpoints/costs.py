@@ -12,7 +12,7 @@ from hwprofiles.profile import Host
 from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import COPY_WEIGHT, HASH_BYTES_PER_S, NUM_THREADS
-from planner.checkpoints.stores import Store, Traffic, storage_of
+from planner.checkpoints.stores import Store, storage_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.schedule.tasks import Lane, Op, Task
@@ -103,29 +103,33 @@ class CheckpointCosts:
     def _write(self, num_bytes: int) -> Price:
         """Price a write: threads hash while others wait for a drive. Into memory they copy by themselves."""
         stored, hashed = self.store.write(num_bytes, NUM_THREADS), self._hashed(num_bytes)
-        core_s = (hashed.core_s + stored.core_s) / min(NUM_THREADS, self._training[Resource.CORES])
+        core_s = (_core_s(hashed) + _core_s(stored)) / min(NUM_THREADS, self._training[Resource.CORES])
         return self._shared(max(stored.duration_s, core_s), (hashed, stored))
 
-    def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Traffic]) -> Price:
+    def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Price]) -> Price:
         """Price the work of one thread for all ranks of a node: it takes chunks in turn and hashes each one."""
         threads = 1 / self.cost.ranks_per_node
         parts = [way(num_bytes, threads) for way in ways]
         hashed = self._hashed(len(ways) * num_bytes)
-        duration_s = sum(part.duration_s for part in parts) + hashed.core_s / threads
+        duration_s = sum(part.duration_s for part in parts) + _core_s(hashed) / threads
         return self._shared(duration_s, (hashed, *parts))
 
-    def _hashed(self, num_bytes: int) -> Traffic:
-        """Return the traffic of one core that hashes ``num_bytes``."""
+    def _hashed(self, num_bytes: int) -> Price:
+        """Price one core that hashes ``num_bytes``."""
         rate = hash_bytes_per_s(self.cost.profile.host).value
-        return Traffic(num_bytes / rate, num_bytes / rate, ((Resource.DRAM, _HASHED_PASSES * rate),))
+        return Price(0.0, num_bytes / rate, ((Resource.CORES, 1.0), (Resource.DRAM, _HASHED_PASSES * rate)))
 
-    def _shared(self, duration_s: float, parts: Iterable[Traffic]) -> Price:
+    def _shared(self, duration_s: float, parts: Iterable[Price]) -> Price:
         """Price parts that take ``duration_s`` together; no demand exceeds its capacity."""
         totals: dict[Resource, float] = defaultdict(float)
         for part in parts:
-            totals[Resource.CORES] += part.core_s
             for resource, amount in part.uses:
                 totals[resource] += amount * part.duration_s
         capacities = self.capacities()
         rates = {resource: min(totals[resource] / duration_s, capacities[resource]) for resource in sorted(totals)}
         return Price(0.0, duration_s, tuple(rates.items()))
+
+
+def _core_s(price: Price) -> float:
+    """Return the time of cores in a price."""
+    return dict(price.uses).get(Resource.CORES, 0.0) * price.duration_s

@@ -13,6 +13,7 @@ What waited for the snapshot waits for them, except for as much as the ring hold
 """
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -28,28 +29,8 @@ _NOTHING = Shard(0, Tier.HOST, 0)
 _OWN = frozenset({Op.SNAPSHOT, Op.GATE})
 
 
-@dataclasses.dataclass(frozen=True)
 class Run:
-    """The schedule of a whole run with checkpoints.
-
-    Attributes:
-        schedule: all iterations and checkpoints, as one.
-        origin: for each task, the index of its original in the schedule of one iteration; -1 for checkpoint tasks.
-        checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
-    """
-
-    schedule: Schedule
-    origin: tuple[int, ...]
-    checkpoint: tuple[int, ...]
-
-    @property
-    def num_checkpoints(self) -> int:
-        """Number of checkpoints."""
-        return max(self.checkpoint, default=-1) + 1
-
-
-class Repeated:
-    """Appends iterations, and checkpoints between them, to one list of tasks.
+    """Iterations, and checkpoints between them, as one list of tasks.
 
     Args:
         one: the iteration, with snapshots.
@@ -57,6 +38,8 @@ class Repeated:
     Attributes:
         one: the iteration.
         tasks: of all iterations and checkpoints.
+        origin: for each task, the index of its original in ``one``; -1 for checkpoint tasks.
+        checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
         where: indices of the latest iteration's tasks, by their index in ``one``.
     """
 
@@ -65,9 +48,9 @@ class Repeated:
         # The fields of tasks that all iterations share; dataclasses.replace would take several times as long.
         names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
         self._same = [{name: getattr(task, name) for name in sorted(names)} for task in one.tasks]
-        self._origin: list[int] = []
-        self._checkpoint: list[int] = []
         self.tasks: list[Task] = []
+        self.origin: list[int] = []
+        self.checkpoint: list[int] = []
         self.where: dict[int, int] = {}
 
     def iterate(self, savers: Sequence["Saver"]) -> None:
@@ -83,16 +66,21 @@ class Repeated:
             self.where[task.index] = self.append(now, task.index, -1)
 
     def append(self, task: Task, origin: int, checkpoint: int) -> int:
-        """Append a task, and return its index; see :class:`Run`."""
+        """Append a task, and return its index."""
         self.tasks.append(task)
-        self._origin.append(origin)
-        self._checkpoint.append(checkpoint)
+        self.origin.append(origin)
+        self.checkpoint.append(checkpoint)
         return task.index
 
-    def run(self) -> Run:
-        """Return the run of all appended tasks."""
-        schedule = Schedule(tuple(self.tasks), description=f"{self.one.description}, with checkpoints")
-        return Run(schedule, tuple(self._origin), tuple(self._checkpoint))
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """All tasks, when all are appended."""
+        return Schedule(tuple(self.tasks), description=f"{self.one.description}, with checkpoints")
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints."""
+        return max(self.checkpoint, default=-1) + 1
 
 
 class Saver:
@@ -120,7 +108,7 @@ class Saver:
 
     def __init__(
         self,
-        run: Repeated,
+        run: Run,
         stage: int,
         state: Sequence[Shard],
         *,
@@ -228,7 +216,7 @@ class Saver:
         return self.run.append(task, -1, self.number)
 
 
-MakeSaver = Callable[[Repeated, int, Sequence[Shard]], Saver]
+MakeSaver = Callable[[Run, int, Sequence[Shard]], Saver]
 """Makes the saver of a stage, which saves this state."""
 
 
@@ -263,7 +251,7 @@ def with_checkpoints(
                 f"state of {shard.unit or 'the model'} ({shard.num_bytes} B) is changed by task {shard.changed_by}; "
                 f"the schedule has tasks 0 to {len(taken.tasks) - 1}, and sizes cannot be negative"
             )
-    run = Repeated(taken)
+    run = Run(taken)
     of_stage: list[list[Shard]] = [[] for _ in range(taken.num_stages)]
     for shard in state:
         of_stage[taken.tasks[shard.changed_by].stage].append(shard)
@@ -283,7 +271,7 @@ def with_checkpoints(
             saver.safe = {}
             if iteration in made_after:
                 saver.checkpoint()
-    return run.run()
+    return run
 
 
 def with_promotion(taken: Schedule, num_bytes: Sequence[int], *, num_iterations: int) -> Run:
@@ -296,14 +284,14 @@ def with_promotion(taken: Schedule, num_bytes: Sequence[int], *, num_iterations:
         num_bytes: bytes of one rank's share of the checkpoint, for each pipeline stage.
         num_iterations: of the run.
     """
-    run = Repeated(taken)
+    run = Run(taken)
     savers = [Saver(run, stage, (), buffer_bytes=1) for stage in range(taken.num_stages)]
     run.iterate(savers)
     for saver, of_rank in zip(savers, num_bytes, strict=True):
         saver.promote(of_rank)
     for _ in range(num_iterations - 1):
         run.iterate(savers)
-    return run.run()
+    return run
 
 
 def _cut(state: Iterable[Shard], chunk_bytes: int) -> Iterable[Shard]:

@@ -1,32 +1,14 @@
 """Storage for checkpoints, as one rank sees it while all ranks write or read at the same time."""
 
-import dataclasses
 from typing import final
 
 from hwprofiles.profile import Storage
 from planner.costs.model import CostModel
-from planner.costs.resources import Resource
+from planner.costs.resources import Price, Resource
 from planner.terms import Level
-
-Uses = tuple[tuple[Resource, float], ...]
 
 # Passes over memory of a copy: it reads and writes, through caches.
 _COPY_PASSES = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Traffic:
-    """The time and resources to read or write some bytes of one rank while all ranks do the same.
-
-    Attributes:
-        duration_s: time, if nothing else runs.
-        core_s: time of cores in it.
-        uses: amounts per second of other shared resources.
-    """
-
-    duration_s: float
-    core_s: float
-    uses: Uses
 
 
 @final
@@ -49,8 +31,8 @@ class Store:
         self._cost = cost
         self._capacity = cost.capacities()
 
-    def write(self, num_bytes: int, num_threads: float) -> Traffic:
-        """Return the traffic to write ``num_bytes`` of one rank with ``num_threads`` threads.
+    def write(self, num_bytes: int, num_threads: float) -> Price:
+        """Price writing ``num_bytes`` of one rank with ``num_threads`` threads, while all ranks do the same.
 
         Drives take the longer of the time of the node's disk or network, and of the job's share.
         """
@@ -61,8 +43,8 @@ class Store:
         duration_s = max(self._storage.write.time_s(num_bytes * self._cost.ranks_per_node), share_s)
         return self._move(self._storage, num_bytes, duration_s, Resource.NVME_WRITE)
 
-    def read(self, num_bytes: int, num_threads: float) -> Traffic:
-        """Return the traffic to read ``num_bytes`` of one rank with ``num_threads`` threads."""
+    def read(self, num_bytes: int, num_threads: float) -> Price:
+        """Price reading ``num_bytes`` of one rank with ``num_threads`` threads, while all ranks do the same."""
         if self._storage is None:
             return self._copy(num_bytes, num_threads, 0.0)
         duration_s = self._storage.read.time_s(num_bytes * self._cost.ranks_per_node)
@@ -74,21 +56,21 @@ class Store:
             return {}
         return {Resource.PFS: self._share_bytes_per_s(self._storage)}
 
-    def _copy(self, num_bytes: int, num_threads: float, more_s_per_byte: float) -> Traffic:
+    def _copy(self, num_bytes: int, num_threads: float, more_s_per_byte: float) -> Price:
         host = self._cost.profile.host
         thread_bytes_per_s = host.elementwise_bytes_per_s.value / host.num_optimizer_cores / _COPY_PASSES
         threads = min(num_threads, self._capacity[Resource.CORES])
         least_s = _COPY_PASSES * num_bytes / self._capacity[Resource.DRAM]
         duration_s = max(num_bytes / (threads * thread_bytes_per_s) + num_bytes * more_s_per_byte, least_s)
         dram = min(_COPY_PASSES * num_bytes / duration_s, self._capacity[Resource.DRAM])
-        return Traffic(duration_s, threads * duration_s, ((Resource.DRAM, dram),))
+        return Price(0.0, duration_s, ((Resource.CORES, threads), (Resource.DRAM, dram)))
 
-    def _move(self, storage: Storage, num_bytes: int, duration_s: float, direction: Resource) -> Traffic:
+    def _move(self, storage: Storage, num_bytes: int, duration_s: float, direction: Resource) -> Price:
         rate = num_bytes / duration_s if duration_s else 0.0
         if self._is_shared:
-            return Traffic(duration_s, 0.0, ((Resource.PFS, min(rate, self._share_bytes_per_s(storage))),))
+            return Price(0.0, duration_s, ((Resource.PFS, min(rate, self._share_bytes_per_s(storage))),))
         both = min(rate, self._capacity[Resource.NVME])
-        return Traffic(duration_s, 0.0, ((direction, rate), (Resource.NVME, both)))
+        return Price(0.0, duration_s, ((direction, rate), (Resource.NVME, both)))
 
     def _share_bytes_per_s(self, storage: Storage) -> float:
         """Return one rank's write rate while all ranks write."""

@@ -77,15 +77,10 @@ class Request(Asked):
     def _check_precision(self, precision: Precision) -> None:
         if precision.can_be_kept(self.optimizer):
             return
-        if precision.without_fp8 == Precision(weights="bf16", master="bf16"):
-            known = " or ".join(name for name, row in OPTIMIZERS.items() if row.rounded)
-            raise ValueError(
-                f"the master copy is bf16, but {self.optimizer} keeps only one in fp32; choose optimizer {known}, or "
-                "leave master out"
-            )
+        known = " or ".join(name for name, row in OPTIMIZERS.items() if row.rounded)
         raise ValueError(
-            f"precision is {precision!r}, but types of state or gradients can only be simulated so far; give "
-            "'bf16' or 'fp32'"
+            f"the master copy is bf16, but {self.optimizer} keeps only one in fp32; choose optimizer {known}, or leave "
+            "master out"
         )
 
     @property

@@ -72,12 +72,6 @@ class Decisions(Sharding):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _consistent_gradients(self) -> Self:
-        if self.precision.gradients:
-            _check_gradients(self)
-        return self
-
     @property
     def uses_storage(self) -> bool:
         """Whether anything lives on NVMe, or activations leave the device."""
@@ -166,15 +160,6 @@ def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
 
 def _check_fp8_weights(decisions: Decisions) -> None:
     check_fp8_weights(decisions.precision, decisions.optimizer)
-
-
-def _check_gradients(decisions: Decisions) -> None:
-    for name, unit in decisions.units.items():
-        if places := set(unit.update) - {Place.GPU}:
-            raise ValueError(
-                f"unit {name}: gradients in {decisions.precision.gradients} stay on the device, but an update is on "
-                f"{str(min(places))!r}; choose 'gpu'"
-            )
 
 
 def _check_pipeline(decisions: Decisions) -> None:

@@ -1,4 +1,4 @@
-"""Types of weights, gradients and optimizer state."""
+"""Types of weights and optimizer state."""
 
 from typing import Literal, Self
 
@@ -7,8 +7,6 @@ from pydantic import model_validator
 from hwprofiles.quantity import Frozen
 from planner.optimizers import OPTIMIZERS, Optimizer, OptimizerState
 
-# Over gradients in buffers: read for the check and for the norm, read and written to scale, written to clear.
-_GRADIENT_PASSES = 5
 TIE_PARAMS = 256
 """Parameters that share a tie of 16 bits, see [Note: Split masters] in :mod:`executor.optimizer.split`."""
 
@@ -18,15 +16,11 @@ scaled gradient included, per parameter that is updated at once; see [Note: Oper
 
 
 class Precision(Frozen):
-    """Types of weights, gradients and optimizer state.
+    """Types of weights, which gradients have too, and of master copies. Other state has those of the optimizer's row.
 
     Attributes:
-        weights: the type of weights and activations.
-        state: the type of all optimizer state; ``None`` is fp32, and that of the optimizer's row for its buffers, the
-            only one that our executor has.
-        gradients: the type in which gradients are summed over micro-batches and ranks; ``None`` is that of weights, the
-            only one that our executor has.
-        master: the form of the master copy; ``None`` is fp32, or the type of ``state``. ``split`` has the values of
+        weights: the type of weights, gradients and activations.
+        master: the form of the master copy; ``None`` is fp32. ``split`` has the values of
             fp32: wherever it is not resident on the device, it is the weight in bf16 and a remainder of 16 bits, see
             [Note: Split masters] in :mod:`executor.optimizer.split`. A master copy in bf16 is the weight itself. Our
             executor has it for optimizers that round it stochastically.
@@ -35,20 +29,13 @@ class Precision(Frozen):
     """
 
     weights: Literal["bf16", "fp32"]
-    state: Literal["bf16"] | None = None
-    gradients: Literal["fp32"] | None = None
     master: Literal["bf16", "split"] | None = None
     products: Literal["fp8"] | None = None
 
     @model_validator(mode="after")
-    def _state_fits(self) -> Self:
-        for name, found in (("state", self.state), ("master", self.master)):
-            if found and self.weights != "bf16":
-                raise ValueError(f"{name} {found} needs weights in bf16, not {self.weights}; change one")
-        if self.splits and self.state:
-            raise ValueError(
-                f"master split has the values of fp32, but the state is {self.state}; leave one of them out"
-            )
+    def _master_fits(self) -> Self:
+        if self.master and self.weights != "bf16":
+            raise ValueError(f"master {self.master} needs weights in bf16, not {self.weights}; change one")
         return self
 
     @property
@@ -64,12 +51,12 @@ class Precision(Frozen):
     @property
     def gradient_bytes(self) -> Literal[2, 4]:
         """Bytes of one gradient."""
-        return 4 if self.gradients else self.weight_bytes
+        return self.weight_bytes
 
     @property
     def master_bytes(self) -> Literal[2, 4]:
         """Bytes of one value of the master copy."""
-        return 2 if self.state or self.rounds else 4
+        return 2 if self.rounds else 4
 
     @property
     def rounds(self) -> bool:
@@ -84,7 +71,7 @@ class Precision(Frozen):
     @property
     def split(self) -> Self:
         """The same values, with master copies split if they can be."""
-        can = self.weights == "bf16" and not (self.state or self.gradients or self.master)
+        can = self.weights == "bf16" and not self.master
         return self.model_copy(update={"master": "split"}) if can else self
 
     @property
@@ -109,25 +96,19 @@ class Precision(Frozen):
 
     def can_be_kept(self, optimizer: Optimizer) -> bool:
         """Return whether our executor can keep what an optimizer needs in these types."""
-        known_master = not self.rounds or OPTIMIZERS[optimizer].rounded is not None
-        return self.state is None and self.gradients is None and known_master
+        return not self.rounds or OPTIMIZERS[optimizer].rounded is not None
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> float:
         """Return the bytes of optimizer state per parameter, the master copy included, without ties of split ones."""
-        row = OPTIMIZERS[optimizer]
-        return self.master_bytes + (2 * row.num_buffers if self.state else row.buffer_bytes_per_param)
+        return self.master_bytes + OPTIMIZERS[optimizer].buffer_bytes_per_param
 
     def update_bytes_per_param(self, optimizer: Optimizer, *, splits: bool = False) -> float:
         """Return the bytes that an update moves: gradient and state in; state and weight (unless it is in it) out.
 
         The state has the weight if the master copy is the weight, or ``splits``.
-
-        Where gradients have a type of their own, they have buffers, which are checked, clipped and cleared in passes
-        of their own (Megatron-Core's ``param_and_grad_buffer.py`` and ``clip_grads.py``).
         """
         weight_bytes = 0 if splits or self.master_is_weight else self.weight_bytes
-        passes = _GRADIENT_PASSES * self.gradient_bytes if self.gradients else 0
-        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + weight_bytes + passes
+        return self.gradient_bytes + 2 * self.state_bytes_per_param(optimizer) + weight_bytes
 
 
 BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")

@@ -22,7 +22,7 @@ from planner.models.formulas.ends import with_loss_of
 from planner.models.formulas.kernel_sets import in_compiled_blocks, in_liger_modules
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
-from planner.models.operators import Batch, Graph, Operator
+from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.models.quantization import Quantization
@@ -341,8 +341,8 @@ class CapturedModel(Frozen):
             ]
         return tuple(result)
 
-    def graph(self, batch: Batch) -> Graph:
-        """Return the operators as a chain; see :func:`planner.graph.build_graph`.
+    def graph(self, batch: Batch) -> tuple[Operator, ...]:
+        """Return the operators at a batch; see :func:`planner.graph.build_graph`.
 
         Raises:
             ModelConfigError: it was not captured for the batch, and cannot be; or products in fp8 are wanted, of which
@@ -350,8 +350,6 @@ class CapturedModel(Frozen):
         """
         if (batch.dtype_bytes, batch.tensor_parallel) != (self.batch.dtype_bytes, 1):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, batch)}")
-        graph = Graph()
-        source: tuple[str, ...] = ()
         operators = self.at(batch).operators()
         if batch.kernels != "transformers":
             self._check_kernels(batch)
@@ -361,9 +359,9 @@ class CapturedModel(Frozen):
             operators = tuple(in_liger_modules(operators, batch.dtype_bytes))
         if batch.kernels != "transformers" and self.num_logits is not None and batch.loss_tile_tokens is None:
             operators = with_loss_of(operators, batch.kernels, self.num_logits, batch.dtype_bytes)
-        for operator in with_fp8_products(self.name, operators, batch) if batch.fp8_products else operators:
-            source = (graph.add(_with_scratch(operator, batch) if batch.attention_scratch else operator, *source),)
-        return graph
+        if batch.fp8_products:
+            operators = with_fp8_products(self.name, operators, batch)
+        return tuple(_with_scratch(operator, batch) for operator in operators) if batch.attention_scratch else operators
 
     def _check_kernels(self, batch: Batch) -> None:
         tiled = batch.layer_tile_tokens is not None or (batch.kernels == "liger" and batch.loss_tile_tokens is not None)

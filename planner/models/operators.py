@@ -1,9 +1,9 @@
-"""The graph of a model: its batch, its operators, and which operator uses whose output."""
+"""A model's batch, and its operators."""
 
 import dataclasses
 from typing import Final, Literal
 
-from planner.models.kernels import Kernels
+from planner.models.kernels import Kernels, Work
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.terms import KernelChoice
@@ -22,10 +22,10 @@ class Batch:
         dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         attention_scratch: whether its backward takes the scratch memory of CUDA's kernels.
-        tensor_parallel: ranks that share every layer; the graph is then that of one of them.
+        tensor_parallel: ranks that share every layer; operators are then those of one of them.
         kernels: the implementation that runs; see [Note: Kernel lists], and [Note: Kernel sets] in
             :mod:`planner.models.formulas.kernel_sets`.
-        expert_parallel: ranks that share the experts of every layer; the graph is that of the rank with most tokens.
+        expert_parallel: ranks that share the experts of every layer; operators are those of the rank with most tokens.
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
@@ -74,7 +74,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operator:
-    """One node of the graph.
+    """One operator of a model's forward, with its backward.
 
     Attributes:
         name: path of the module in ``transformers``; joint operators such as ``self_attn.qkv_proj`` have a path of
@@ -126,6 +126,21 @@ class Operator:
     writes: bool = False
 
     @property
+    def work(self) -> Work:
+        """What it does."""
+        return Work(self.forward, self.backward, self.saved_bytes, self.workspace_bytes, self.copies_input)
+
+    def doing(self, work: Work) -> "Operator":
+        """Return the same operator with other kernels and memory."""
+        return dataclasses.replace(
+            self,
+            forward=work.forward,
+            backward=work.backward,
+            saved_bytes=work.saved_bytes,
+            workspace_bytes=work.workspace_bytes,
+        )
+
+    @property
     def path(self) -> str:
         """Path of its module."""
         return self.name.partition("@")[0].partition("#")[0]
@@ -139,26 +154,6 @@ class Operator:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of its own parameters, in order of use, and of those that it shares."""
         return (*(spec.name for spec in self.parameters), *self.shared_parameters)
-
-
-class Graph:
-    """The operators of one forward, and which of them use the output of which others.
-
-    Attributes:
-        operators: in order of execution, by name.
-        sources: by name, the names of the operators whose outputs it uses.
-    """
-
-    def __init__(self) -> None:
-        self.operators: dict[str, Operator] = {}
-        self.sources: dict[str, tuple[str, ...]] = {}
-
-    def add(self, operator: Operator, *sources: str) -> str:
-        """Add an operator that uses the outputs of earlier ones; return its name."""
-        assert all(source in self.operators for source in sources), "operators are added in order of execution"
-        self.operators[operator.name] = operator
-        self.sources[operator.name] = sources
-        return operator.name
 
 
 def weight_of(operator: Operator) -> str:

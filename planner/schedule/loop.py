@@ -1,8 +1,9 @@
-"""The one loop that walks a schedule, simulated or real.
+"""The one loop that walks a schedule while a model runs.
 
-A *machine* runs the tasks: in virtual time (:class:`planner.simulate.SimulatedMachine`), with threads and ordinary
-memory, or with CUDA streams (:mod:`executor.devices.lanes`). The loop decides only the order of issue. Everything else
-follows from [Note: Semantics] in :mod:`planner.schedule.tasks`, which every machine obeys.
+A *machine* runs the tasks, with threads and ordinary memory, or with CUDA streams (:mod:`executor.devices.lanes`). The
+loop decides only when tasks are issued, in their order. Everything else follows from [Note: Semantics] in
+:mod:`planner.schedule.tasks`, which machines obey, and the simulator too (:mod:`planner.simulate.machine`): there, all
+tasks are issued at once.
 """
 
 from collections.abc import Sequence

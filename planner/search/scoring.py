@@ -142,9 +142,9 @@ class Scorer:
         workload = Workload(variant.setup.units, variant.request.seq_len)
         return cls(workload, variant.cost, deadline_s, lower, whole=whole)
 
-    def separate(self, *, whole: bool = False) -> "Scorer":
-        """Return a scorer for the same work on the same machine, with a count of its own and no end."""
-        return Scorer(self._workload, self.cost, lower=self._lower, whole=whole or self._whole)
+    def whole(self) -> "Scorer":
+        """Return a scorer of whole iterations for the same work, with a count of its own and no end."""
+        return Scorer(self._workload, self.cost, lower=self._lower)
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""

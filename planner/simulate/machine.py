@@ -1,4 +1,4 @@
-"""The simulated machine: runs a schedule in virtual time."""
+"""The simulator of schedules: runs them in virtual time."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import LANES, Phase, Task
+from planner.schedule.tasks import LANES, Phase
 from planner.schedule.timeline import Phases, Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle
@@ -52,81 +52,62 @@ class Simulation:
         return Phases(*(sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase))
 
 
-class SimulatedMachine:
-    """Collects issued tasks; :meth:`run` then simulates them.
+def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
+    """Run iterations of a schedule in virtual time. To issue tasks takes none: what it costs the host is a task too.
 
     Args:
         schedule: the schedule.
         prices: the price of each task (see :meth:`planner.costs.model.CostModel.prices`), or its measured duration.
         capacities: the capacity of each resource.
+        num_iterations: how many.
     """
+    result = simulate(system_of(schedule, prices, capacities, num_iterations))
+    shape = (num_iterations, schedule.num_tasks)
+    return Timeline(schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
-    def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: Capacities) -> None:
-        self._schedule = schedule
-        self._prices = prices
-        self._capacities = capacities
-        self._issued = 0
 
-    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
-        """Append tasks to their lanes."""
-        for task in tasks:
-            assert self._issued == iteration * self._schedule.num_tasks + task.index, "the loop issues in order"
-            self._issued += 1
+def system_of(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> FluidSystem:
+    """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources."""
+    arrays, count, stages = schedule.arrays, schedule.num_tasks, range(schedule.num_stages)
+    # Tasks of one kind have one price, and there are few kinds.
+    identities = np.fromiter(map(id, prices), np.int64, count)
+    _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
+    kinds = [prices[first] for first in firsts.tolist()]
+    amounts = np.array([(p.latency_s, p.duration_s, p.weight) for p in kinds]).reshape(-1, 3)[price]
+    num_uses, uses = _uses(kinds, price)
+    stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
+    pred_ptr, pred = _predecessors(schedule, num_iterations)
+    return FluidSystem(
+        lane=np.tile(arrays.lane.astype(np.int32), num_iterations),
+        latency_s=np.tile(amounts[:, 0], num_iterations),
+        duration_s=np.tile(amounts[:, 1], num_iterations),
+        weight=np.tile(amounts[:, 2], num_iterations),
+        pred_ptr=pred_ptr,
+        pred=pred.astype(np.int32),
+        use_ptr=pointers(np.tile(num_uses, num_iterations)),
+        use_resource=np.tile((stage_of_use * len(Resource) + uses[:, 0]).astype(np.int32), num_iterations),
+        use_rate=np.tile(uses[:, 1], num_iterations),
+        capacity=capacity_rows(
+            [capacities[resource] for _ in stages for resource in Resource], _RESOURCE_NAMES * len(stages)
+        ),
+        lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in LANES),
+        resource_names=_RESOURCE_NAMES * len(stages),
+        task_name=lambda i: schedule.tasks[i % count].name,
+    )
 
-    def run(self) -> Timeline:
-        """Simulate the whole iterations issued so far."""
-        num_iterations, rest = divmod(self._issued, self._schedule.num_tasks)
-        assert not rest, "the last iteration was not finished"
-        return self.simulated(num_iterations)
 
-    def simulated(self, num_iterations: int) -> Timeline:
-        """Simulate ``num_iterations`` as if a loop had issued them, which takes no virtual time."""
-        result = simulate(self.system(num_iterations))
-        shape = (num_iterations, self._schedule.num_tasks)
-        return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
-
-    def system(self, num_iterations: int) -> FluidSystem:
-        """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources."""
-        schedule, stages = self._schedule, range(self._schedule.num_stages)
-        arrays, count = schedule.arrays, schedule.num_tasks
-        # Tasks of one kind have one price, and there are few kinds.
-        identities = np.fromiter(map(id, self._prices), np.int64, count)
-        _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
-        prices = [self._prices[first] for first in firsts.tolist()]
-        amounts = np.array([(p.latency_s, p.duration_s, p.weight) for p in prices]).reshape(-1, 3)[price]
-        num_uses, uses = _uses(prices, price)
-        stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
-        pred_ptr, pred = self._predecessors(num_iterations)
-        return FluidSystem(
-            lane=np.tile(arrays.lane.astype(np.int32), num_iterations),
-            latency_s=np.tile(amounts[:, 0], num_iterations),
-            duration_s=np.tile(amounts[:, 1], num_iterations),
-            weight=np.tile(amounts[:, 2], num_iterations),
-            pred_ptr=pred_ptr,
-            pred=pred.astype(np.int32),
-            use_ptr=pointers(np.tile(num_uses, num_iterations)),
-            use_resource=np.tile((stage_of_use * len(Resource) + uses[:, 0]).astype(np.int32), num_iterations),
-            use_rate=np.tile(uses[:, 1], num_iterations),
-            capacity=capacity_rows(
-                [self._capacities[resource] for _ in stages for resource in Resource], _RESOURCE_NAMES * len(stages)
-            ),
-            lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in LANES),
-            resource_names=_RESOURCE_NAMES * len(stages),
-            task_name=lambda i: schedule.tasks[i % count].name,
-        )
-
-    def _predecessors(self, num_iterations: int) -> tuple[Ints, Ints]:
-        """Return CSR pointers and indices; the first iteration does not wait for a previous one."""
-        arrays, count = self._schedule.arrays, self._schedule.num_tasks
-        first, first_counts = arrays.after, arrays.num_after
-        previous, previous_counts = arrays.after_previous, arrays.num_after_previous
-        owner = np.concatenate([np.repeat(np.arange(count), n) for n in (first_counts, previous_counts)])
-        later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
-        again = range(1, num_iterations)
-        return (
-            pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
-            np.concatenate([first, *(later + count * iteration for iteration in again)]),
-        )
+def _predecessors(schedule: Schedule, num_iterations: int) -> tuple[Ints, Ints]:
+    """Return CSR pointers and indices; the first iteration does not wait for a previous one."""
+    arrays, count = schedule.arrays, schedule.num_tasks
+    first, first_counts = arrays.after, arrays.num_after
+    previous, previous_counts = arrays.after_previous, arrays.num_after_previous
+    owner = np.concatenate([np.repeat(np.arange(count), n) for n in (first_counts, previous_counts)])
+    later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
+    again = range(1, num_iterations)
+    return (
+        pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
+        np.concatenate([first, *(later + count * iteration for iteration in again)]),
+    )
 
 
 def _uses(prices: Sequence[Price], price: Ints) -> tuple[Ints, Floats]:
@@ -141,11 +122,6 @@ def _uses(prices: Sequence[Price], price: Ints) -> tuple[Ints, Floats]:
     num_uses = sizes[price]
     begins, ends = pointers(sizes)[price], np.cumsum(num_uses)
     return num_uses, uses[np.arange(num_uses.sum()) + np.repeat(begins - ends + num_uses, num_uses)]
-
-
-def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
-    """Run ``num_iterations`` of a schedule in virtual time."""
-    return SimulatedMachine(schedule, prices, capacities).simulated(num_iterations)
 
 
 def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False) -> Simulation:

@@ -10,7 +10,7 @@ from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate
-from planner.simulate.machine import SimulatedMachine
+from planner.simulate.machine import system_of
 
 Seconds = npt.NDArray[np.float64]
 
@@ -23,8 +23,8 @@ def replayed(schedule: Schedule) -> Callable[[Seconds], float]:
 
     The schedule's arrays are built once, for many sets of durations.
     """
-    machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * schedule.num_tasks, dict.fromkeys(Resource, 1.0))
-    system, shape = machine.system(_NUM), (_NUM, schedule.num_tasks)
+    free, shape = [Price(0.0, 0.0)] * schedule.num_tasks, (_NUM, schedule.num_tasks)
+    system = system_of(schedule, free, dict.fromkeys(Resource, 1.0), _NUM)
 
     def period_s(durations_s: Seconds) -> float:
         result = simulate(dataclasses.replace(system, duration_s=np.tile(durations_s, _NUM)))

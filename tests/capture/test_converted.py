@@ -19,7 +19,7 @@ from executor.options import Options
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.decisions import Decisions, Place, Precision, UnitDecision
-from planner.graph import Batch, Graph, Unit, build_graph, units
+from planner.graph import Batch, Operator, Unit, build_graph, units
 from planner.models import from_hf_config
 from planner.models.config import ModelConfigError
 from planner.models.formulas.float8 import Products
@@ -51,7 +51,7 @@ def made(family: str) -> nn.Module:
     return model.train()
 
 
-def graph_of(family: str, **options: Any) -> Graph:
+def operators_of(family: str, **options: Any) -> tuple[Operator, ...]:
     captured = capture_module(made(family), INPUTS, "bf16", as_on_gpu=False)
     return build_graph(captured, Batch(2, 32, fp8_products="device", **options))
 
@@ -63,27 +63,27 @@ def in_fp8(found: tuple[Unit, ...]) -> set[str]:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_products_and_casts_are_those_of_the_formulas(family: str) -> None:
     """Of forward, backward and what a recomputation runs again, with casts of weights and without."""
-    graphs = (
-        graph_of(family),
+    both = (
+        operators_of(family),
         build_graph(from_hf_config(config_of(family).to_dict(), family), Batch(2, 32, fp8_products="device")),
     )
     for way in (lambda o: o, lambda o: o.fp8_twin or o):
         for part in ("forward", "backward", "again"):
-            captured, formulas = (Counter(kernels_in(graph, part, way)) for graph in graphs)
+            captured, formulas = (Counter(kernels_in(operators, part, way)) for operators in both)
             assert formulas[Elementwise(6)] > 0  # the last kernels of casts: of one value
             assert captured == formulas
 
 
 def test_a_bias_is_added_behind_the_product() -> None:
-    operator = graph_of("qwen2").operators["model.layers.0.self_attn.q_proj"]
+    (operator,) = (each for each in operators_of("qwen2") if each.name == "model.layers.0.self_attn.q_proj")
     expected = Products.of(64, 64, 64, 2, bias=True, casts_weights=True)
     assert operator.forward == expected.forward
     assert expected.forward != Products.of(64, 64, 64, 2, bias=False, casts_weights=True).forward
 
 
-def kernels_in(graph: Graph, part: str, way: Any) -> Iterator[Any]:
+def kernels_in(operators: tuple[Operator, ...], part: str, way: Any) -> Iterator[Any]:
     """Yield the products of layers, and their kernels on scales."""
-    for operator in (way(o) for o in graph.operators.values() if "layers" in o.unit):
+    for operator in (way(o) for o in operators if "layers" in o.unit):
         again = operator.forward[: len(operator.forward) - operator.num_skipped]
         for kernel in {"forward": operator.forward, "backward": operator.backward, "again": again}[part]:
             if isinstance(kernel, Gemm):
@@ -94,10 +94,10 @@ def kernels_in(graph: Graph, part: str, way: Any) -> Iterator[Any]:
 
 def test_which_layers_are_converted() -> None:
     """Not heads, routers and adapters, nor what is no linear layer."""
-    fused = {name.partition("layers.0.")[2] for name in in_fp8(units(graph_of("phi3"))) if "layers.0." in name}
+    fused = {name.partition("layers.0.")[2] for name in in_fp8(units(operators_of("phi3"))) if "layers.0." in name}
     parts = {"mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"}
     assert fused == {f"{part}.weight" for part in parts}
-    experts = in_fp8(units(graph_of("olmoe")))
+    experts = in_fp8(units(operators_of("olmoe")))
     assert experts
     assert all("self_attn" in name for name in experts)
     named = {name: nn.Linear(64, 64) for name in ("up", "gate", "router", "gate_proj")}
@@ -108,9 +108,9 @@ def test_which_layers_are_converted() -> None:
     with pytest.raises(
         ModelConfigError, match=r"has no torch.nn.Linear in a hidden layer .*, or leave out --precision products=fp8$"
     ):
-        graph_of("gpt2")
+        operators_of("gpt2")
     with pytest.raises(ModelConfigError, match="layer_tile_tokens is 32, but in fp8 each part"):
-        graph_of("llama", layer_tile_tokens=32)
+        operators_of("llama", layer_tile_tokens=32)
 
 
 def test_rows_that_are_no_multiple_of_16_leave_a_layer_as_it_is() -> None:

@@ -32,7 +32,6 @@ def curves(draw, min_points=1):
 def test_a_curve_passes_through_its_points(curve):
     for point in curve.points:
         assert curve.time_s(point.size) == pytest.approx(point.median_s, rel=1e-9)
-        assert curve.covers(point.size)
 
 
 @given(curves(min_points=2), st.floats(0.0, 1.0))
@@ -50,11 +49,9 @@ def test_more_never_takes_less_time(curve, one, other):
 
 
 @given(curves(), st.floats(1.001, 1e6))
-def test_outside_its_sizes_a_curve_says_so_and_stays_between_constant_and_proportional(curve, factor):
+def test_outside_its_sizes_a_curve_stays_between_constant_and_proportional(curve, factor):
     first, last = curve.points[0], curve.points[-1]
     below, above = first.size / factor, last.size * factor
-    assert not curve.covers(below)
-    assert not curve.covers(above)
     assert first.median_s / factor <= curve.time_s(below) * (1 + 1e-9)
     assert curve.time_s(below) <= first.median_s * (1 + 1e-9)
     assert curve.time_s(above) == pytest.approx(last.median_s * factor)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from planner.search import Setup
 from planner.search.pipelines import staged
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
 from ullage.rivals.lowering import lower
+from ullage.rivals.precision import RivalPrecision
 
 MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 
@@ -47,13 +48,13 @@ def small_units(
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
     products = "device" if in_fp8 else None
     batch = Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel, fp8_products=products)
-    graph = build_graph(config, batch)
-    for name, operator in graph.operators.items():
+    operators = []
+    for operator in build_graph(config, batch):
         specs = tuple(
             dataclasses.replace(spec, frozen="plain" if spec.name in frozen else None) for spec in operator.parameters
         )
-        graph.operators[name] = dataclasses.replace(operator, parameters=specs)
-    return units(graph)
+        operators.append(dataclasses.replace(operator, parameters=specs))
+    return units(operators)
 
 
 def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:
@@ -81,7 +82,8 @@ def as_rival(decided: Decisions) -> RivalDecisions:
     return decided if isinstance(decided, RivalDecisions) else RivalDecisions.model_validate(dict(decided))
 
 
-NARROW_TYPES: tuple[dict[str, Any], ...] = ({"state": "bf16"}, {"master": "bf16"})
+TYPES = (BF16, FP32, Precision(weights="bf16", master="bf16"))
+TYPES_OF_OTHERS = (*TYPES, RivalPrecision(weights="bf16", state="bf16"))
 
 
 @st.composite
@@ -94,9 +96,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = 
     on_device, fsdp2 = gradient_path is GradientPath.ON_DEVICE, gradient_path is GradientPath.FSDP2
     ranks = 1 if on_device else draw(st.sampled_from([1, 1, 2, 4]))
     options = {
-        "precision": draw(
-            st.sampled_from([BF16, FP32, *(Precision(weights="bf16", **types) for types in NARROW_TYPES)])
-        ),
+        "precision": draw(st.sampled_from(TYPES if ours else TYPES_OF_OTHERS)),
         "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
         "num_micro_batches": draw(st.integers(1, 3)),
         "data_parallel": ranks,

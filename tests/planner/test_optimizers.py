@@ -355,8 +355,6 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
         ValueError, match=f"{optimizer} keeps only one in fp32; choose optimizer adamw-bf16 or adamw-8bit"
     ):
         dataclasses.replace(request, optimizer=optimizer, precision=ROUNDED)
-    with pytest.raises(ValueError, match="can only be simulated so far"):
-        dataclasses.replace(request, optimizer=optimizer, precision=Precision(weights="bf16", state="bf16"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
@@ -370,9 +368,7 @@ def test_plans_of_every_optimizer_are_verified(plans, name):
 def test_master_copies_are_split_where_weights_are_in_bf16_and_their_values_in_fp32():
     assert SPLIT.master == "split"
     assert SPLIT.whole == BF16
-    for precision in (FP32, ROUNDED, SPLIT, Precision(weights="bf16", gradients="fp32")):
+    for precision in (FP32, ROUNDED, SPLIT):
         assert precision.split == precision
     with pytest.raises(ValueError, match="master split needs weights in bf16, not fp32; change one"):
         Precision(weights="fp32", master="split")
-    with pytest.raises(ValueError, match="master split has the values of fp32, but"):
-        Precision(weights="bf16", master="split", state="bf16")

@@ -22,10 +22,12 @@ from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
 from ullage.rivals.cases.in_memory import DeepSeekModel
 from ullage.rivals.cases.training import Model
+from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.kernels.megatron_core import Batch, build_graph
 from ullage.rivals.lowering import lower
+from ullage.rivals.precision import RivalPrecision
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 LLAMA = Model.model_validate(
@@ -172,7 +174,7 @@ def test_every_rank_of_a_ring_adds_its_step_to_the_latency() -> None:
         assert took_s[0] - took_s[1] == pytest.approx(steps * 1e-3)
 
 
-FP32_GRADIENTS = Precision(weights="bf16", gradients="fp32")
+FP32_GRADIENTS = RivalPrecision(weights="bf16", gradients="fp32")
 
 
 def lowered(found: tuple[Unit, ...], precision: Precision, pipeline: int = 1, **options: Any) -> tuple[Any, Decisions]:
@@ -199,7 +201,8 @@ def test_gradients_of_their_own_type_are_held_and_reduced_in_it() -> None:
 def test_gradients_of_their_own_type_stay_on_the_device() -> None:
     unit = {"unit": UnitDecision(params="gpu", activations="keep", update=(Place.CPU,))}
     with pytest.raises(ValidationError, match="gradients in fp32 stay on the device, but an update is on 'cpu'"):
-        Decisions(policy="test", precision=FP32_GRADIENTS, units=unit)
+        RivalDecisions(policy="test", precision=FP32_GRADIENTS, units=unit)
+    assert FP32_GRADIENTS.split == FP32_GRADIENTS
     assert not FP32_GRADIENTS.can_be_kept("adamw")
 
 

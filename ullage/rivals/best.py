@@ -55,7 +55,7 @@ def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits. The
     time is that of one iteration of the user's batch, also where a schedule stands for several.
     """
-    scorer = scorer.separate(whole=True) if name in _IN_BREADTH else scorer
+    scorer = scorer.whole() if name in _IN_BREADTH else scorer
     found = scorer.exact(_best_of_engine(setup, scorer, name))
     assert isinstance(found.decisions, RivalDecisions)
     return dataclasses.replace(found, iteration_s=found.iteration_s / found.decisions.num_steps)

@@ -5,9 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from planner.decisions import Decisions, Place
+from planner.decisions import BF16, Decisions, Place, Precision
 from planner.graph import Unit
 from ullage.rivals.habits import Habits
+from ullage.rivals.precision import RivalPrecision
 
 LAYERS_IN_TURN = "layers in turn"
 """How a row says that layers move from device to device, which no plan of ours does."""
@@ -111,6 +112,7 @@ class RivalDecisions(Decisions):
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
     """
 
+    precision: Precision | RivalPrecision = BF16
     pinned_reads: bool = True
     reduce_start: Literal["step", "backward"] = "backward"
     host_update: HostUpdate = HostUpdate.FUSED
@@ -141,6 +143,8 @@ class RivalDecisions(Decisions):
             _check_fsdp2(self)
         if self.gradient_path is GradientPath.ON_DEVICE:
             _check_on_device(self)
+        if isinstance(self.precision, RivalPrecision) and self.precision.gradients:
+            _check_gradients(self, self.precision.gradients)
         return self
 
     @property
@@ -237,6 +241,15 @@ def _check_on_device(decisions: RivalDecisions) -> None:
             raise ValueError(
                 f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
                 f"{str(min(places))!r}; choose 'gpu' or 'stream'"
+            )
+
+
+def _check_gradients(decisions: RivalDecisions, gradients: str) -> None:
+    for name, unit in decisions.units.items():
+        if places := set(unit.update) - {Place.GPU}:
+            raise ValueError(
+                f"unit {name}: gradients in {gradients} stay on the device, but an update is on {str(min(places))!r}; "
+                "choose 'gpu'"
             )
 
 

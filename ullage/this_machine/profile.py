@@ -19,7 +19,7 @@ def profile_here() -> HardwareProfile:
 
     Raises:
         ProfileError: the saved profile cannot be read.
-        CalibrationError: this machine cannot be measured.
+        ValueError: this machine cannot be measured.
     """
     path = local_profile_path()
     why = "this machine has no profile"

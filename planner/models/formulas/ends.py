@@ -13,38 +13,31 @@ from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Maker:
-    """Makes the operators of one unit; ``specs`` holds the model's parameters by name."""
-
-    unit: str
-    specs: Mapping[str, ParameterSpec]
-
-    def __call__(
-        self, name: str, kind: str, pattern: Pattern, effort: Work, output_bytes: int, *owned: str, shared: str = ""
-    ) -> Operator:
-        return Operator(
-            name,
-            kind,
-            self.unit,
-            self.unit,
-            tuple(self.specs[parameter] for parameter in owned),
-            pattern,
-            effort.forward,
-            effort.backward,
-            effort.saved_bytes,
-            output_bytes,
-            effort.workspace_bytes,
-            (shared,) if shared else (),
-        )
+_Specs = Mapping[str, ParameterSpec]
 
 
-def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def _operator(
+    unit: str,
+    specs: _Specs,
+    name: str,
+    kind: str,
+    pattern: Pattern,
+    effort: Work,
+    output_bytes: int,
+    *owned: str,
+    shared: str = "",
+) -> Operator:
+    """Return an operator of a unit that is its own segment; ``specs`` are the model's parameters by name."""
+    parameters, others = tuple(specs[parameter] for parameter in owned), (shared,) if shared else ()
+    made = Operator(name, kind, unit, unit, parameters, pattern, (), (), 0, output_bytes, 0, others)
+    return made.doing(effort)
+
+
+def embedding_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Operator]:
     """Return token embedding and positions; the hidden state comes from the last operator that is not ``rotary``."""
     rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
     hidden, width = config.hidden_size, config.word_embed_proj_dim
-    make = _Maker("embed", specs)
+    make = functools.partial(_operator, "embed", specs)
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
@@ -54,7 +47,7 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     weight = _token_weight(config)
     operators = [
         make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),
-        _positions(config, batch, make),
+        _positions(config, batch, specs),
     ]
     if width != hidden:
         name = f"{path}.project_in"
@@ -63,7 +56,8 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     return operators
 
 
-def _positions(config: ModelConfig, batch: Batch, make: _Maker) -> Operator:
+def _positions(config: ModelConfig, batch: Batch, specs: _Specs) -> Operator:
+    make = functools.partial(_operator, "embed", specs)
     rows, hidden, e, path = batch.num_tokens, config.hidden_size, batch.dtype_bytes, root(config)
     if not has_learned_positions(config):
         factors = batch.seq_len * config.head_dim
@@ -72,16 +66,16 @@ def _positions(config: ModelConfig, batch: Batch, make: _Maker) -> Operator:
     once = config.family == "gpt2"  # GPT-2 looks positions up once for all sequences
     name = f"{path}.{'wpe' if once else 'embed_positions'}"
     weight = f"{name}.weight"
-    place = work.embedding(batch.seq_len if once else rows, make.specs[weight].shape[0], hidden, e)
+    place = work.embedding(batch.seq_len if once else rows, specs[weight].shape[0], hidden, e)
     place += Work(each(rows * hidden, 3 * e), each(rows * hidden, e) if once else ())
     return make(name, "embedding", Pattern.REPLICATE, place, rows * hidden * e, weight)
 
 
-def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Operator]:
     """Return final norm, head and loss."""
     rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
     hidden, width, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
-    make, kernels = _Maker("head", specs), kernel_set(batch, outside=True)
+    make, kernels = functools.partial(_operator, "head", specs), kernel_set(batch, outside=True)
     operators = []
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
@@ -170,13 +164,7 @@ def with_loss_of(operators: Iterable[Operator], kernels: str, vocab: int, e: int
         both = with_gradients(product.m, product.k, vocab, e, frozen=num_products == 1)
         made = dict(zip((number, number + 1), both, strict=True))
     for index, done in made.items():
-        found[index] = dataclasses.replace(
-            found[index],
-            forward=done.forward,
-            backward=done.backward,
-            saved_bytes=done.saved_bytes,
-            workspace_bytes=done.workspace_bytes,
-        )
+        found[index] = found[index].doing(done)
     return tuple(found)
 
 

@@ -222,28 +222,18 @@ def in_liger_modules(operators: Iterable["Operator"], e: int) -> Iterator["Opera
     for operator in operators:
         size, made = operator.output_bytes // e, operator
         if operator.kind.endswith("RMSNorm"):
-            made = _with(operator, ours.norm(size, 1, e))
+            norm = ours.norm(size, 1, e)
+            made = operator.doing(dataclasses.replace(norm, saved_bytes=norm.saved_bytes or operator.saved_bytes))
         elif operator.kind.endswith(("SiLU", "SiLUActivation")):
             made = dataclasses.replace(operator, forward=(), backward=())  # part of the MLP's kernel; the gate is saved
         elif operator.kind.endswith("MLP") and any(isinstance(kernel, Elementwise) for kernel in operator.forward):
             gated = ours.activations["swiglu"].work(size, e)
-            made = dataclasses.replace(
-                _with(operator, gated), saved_bytes=max(operator.saved_bytes - operator.output_bytes, 0)
-            )
+            saved_bytes = max(operator.saved_bytes - operator.output_bytes, 0)
+            made = operator.doing(dataclasses.replace(gated, saved_bytes=saved_bytes))
         elif any(isinstance(kernel, Attention) for kernel in operator.forward):
             (forward,), (backward,) = _in_runs([operator.forward]), _in_runs([operator.backward])
             made = dataclasses.replace(operator, forward=forward, backward=backward)
         yield made
-
-
-def _with(operator: "Operator", work: Work) -> "Operator":
-    return dataclasses.replace(
-        operator,
-        forward=work.forward,
-        backward=work.backward,
-        saved_bytes=work.saved_bytes or operator.saved_bytes,
-        workspace_bytes=work.workspace_bytes,
-    )
 
 
 def _in_runs(lists: Sequence[Kernels]) -> list[Kernels]:

@@ -20,7 +20,6 @@ class Part:
         name: path within the layer.
         unit: ``attn``, ``mlp`` or ``experts.3``.
         modules: modules that own its parameters, in order of use.
-        sources: parts whose outputs it uses; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
         experts: the first expert whose parameters it owns, and the number of them, out of those in its modules.
         in_tiles: whether it computes a tile of tokens at a time.
     """
@@ -32,7 +31,6 @@ class Part:
     work: Work
     output_bytes: int
     modules: tuple[str, ...]
-    sources: tuple[str, ...]
     num_skipped: int = 0
     product_bytes: int = 0
     experts: tuple[int, int] | None = None
@@ -84,30 +82,25 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     names, hidden_bytes = _names(config), batch.num_tokens * config.hidden_size * batch.dtype_bytes
     before = config.norm_before
 
-    def norm(name: str, unit: str, source: str) -> Part:
+    def norm(name: str, unit: str) -> Part:
         effort, in_tiles = norm_work(config, batch), batch.layer_tile_tokens is not None
         if batch.layer_tile_tokens is not None:
             effort = tiled.rms_norm(batch.num_tokens, config.hidden_size, batch.dtype_bytes, batch.layer_tile_tokens)
-        return Part(name, "norm", unit, Pattern.REPLICATE, effort, hidden_bytes, (name,), (source,), in_tiles=in_tiles)
+        return Part(name, "norm", unit, Pattern.REPLICATE, effort, hidden_bytes, (name,), in_tiles=in_tiles)
 
     parts: list[Part] = []
     if before:
-        parts.append(norm(names.first_norm, "attn", ""))
-    parts += _attention_parts(config, batch, names, names.first_norm if before else "")
+        parts.append(norm(names.first_norm, "attn"))
+    parts += _attention_parts(config, batch, names)
     if not before:
-        parts.append(norm(names.first_norm, "attn", names.output))
-    middle = names.output if before else names.first_norm
-    if before:
+        parts.append(norm(names.first_norm, "attn"))
+    else:
         separate_experts = config.has_experts(layer) and batch.separate_experts
-        parts.append(norm(names.second_norm, "attn" if separate_experts else "mlp", middle))
-    source = names.second_norm if before else middle
-    parts += (
-        _expert_parts(config, batch, layer, source, middle)
-        if config.has_experts(layer)
-        else _mlp_parts(config, batch, names, source, middle)
-    )
+        parts.append(norm(names.second_norm, "attn" if separate_experts else "mlp"))
+    has_experts = config.has_experts(layer)
+    parts += _expert_parts(config, batch, layer) if has_experts else _mlp_parts(config, batch, names)
     if not before:
-        parts.append(norm(names.second_norm, "mlp", names.down))
+        parts.append(norm(names.second_norm, "mlp"))
     else:
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
@@ -189,7 +182,7 @@ def _residual(batch: Batch, width: int) -> Work:
     return RESIDUAL.work(batch.num_tokens * width, batch.dtype_bytes)
 
 
-def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
+def _attention_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Part]:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key = config.query_size, config.key_value_size
     yield Part(
@@ -200,10 +193,8 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
         _qkv_work(config, batch),
         rows * (query + 2 * key) * e,
         names.qkv_modules,
-        (source,),
         product_bytes=rows * (query + 2 * key) * e,
     )
-    sources = (names.qkv,) if has_learned_positions(config) else (names.qkv, "rotary")
     per_head = 4 if batch.flash_attention else batch.seq_len * e  # a logarithm of each row's sum, or all its scores
     yield Part(
         names.core,
@@ -213,7 +204,6 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
         _core_work(config, batch),
         rows * query * e,
         (),
-        sources,
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
     output = linear(batch, query, hidden, bias=config.output_bias)
@@ -227,7 +217,6 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
         output,
         rows * hidden * e,
         (names.output,),
-        (names.core, ""),
         product_bytes=rows * hidden * e,
     )
 
@@ -282,14 +271,14 @@ def attend(config: ModelConfig, batch: Batch) -> Work:
     return work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
 
 
-def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
+def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
     hidden_bytes, kernels = rows * hidden * e, kernel_set(batch)
     if (tile := batch.layer_tile_tokens) is not None:
         effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
         effort += _residual(batch, hidden)
         modules = (*names.up_modules, names.down)
-        yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, (source, skip), in_tiles=True)
+        yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, in_tiles=True)
         return
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
@@ -301,9 +290,9 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
     up = work.with_memory(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
-    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
+    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, product_bytes=up_bytes)
     activate = kernels.activations[config.mlp].work(rows * ffn, e)
-    yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
+    yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, ())
     down = (
         linear(batch, ffn, hidden, bias=config.mlp_bias)
         + sum_output(batch, hidden)
@@ -318,12 +307,11 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         down,
         hidden_bytes,
         (names.down,),
-        (names.activation, skip),
         product_bytes=0 if config.norm_before else hidden_bytes,
     )
 
 
-def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterable[Part]:
+def _expert_parts(config: ModelConfig, batch: Batch, layer: int) -> Iterable[Part]:
     """Yield router, dispatch, the experts unit by unit, and the weighted sum of their outputs.
 
     If experts are units of their own, router and dispatch belong to the unit before them, and the sum to their last
@@ -345,41 +333,37 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
         route,
         chosen_bytes,
         ("mlp.gate",),
-        (source,),
         product_bytes=rows * num * e,
     )
     visit_bytes = rows * top * hidden * e
     # A rank that has a share of every expert computes partial gradients, of tokens and of routing weights alike.
     share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
     send = share + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
-    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
+    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, ())
     sums = (
         exchange(batch, visit_bytes)
         + work.combine(rows, hidden, top, e, weight_bytes)
         + sum_output(batch, hidden)
         + _residual(batch, hidden)
     )
-    names, unit = [], "mlp"
+    unit = "mlp"
     sizes = experts.tokens(config, batch, layer)
     for first, count in experts.groups(config, batch):
         bank, ffn = sizes[first : first + count], config.expert_ffn_hidden_size
         label = "" if whole else f".{first}" if count == 1 else f".{first}-{first + count - 1}"
         unit = "mlp" if whole else f"experts{label}"
-        names.append(f"mlp.experts{label}")
         yield Part(
-            names[-1],
+            f"mlp.experts{label}",
             "experts",
             unit,
             Pattern.EXPERT,
             work.experts(bank, hidden, ffn, e, one_kernel=whole),
             sum(bank) * hidden * e,
             ("mlp.experts",),
-            ("mlp.dispatch",),
             product_bytes=sum(bank) * (2 * ffn + hidden) * e,
             experts=(first, count),
         )
-    sources = (*names, "mlp.gate", skip)
-    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, sums, rows * hidden * e, (), sources)
+    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, sums, rows * hidden * e, ())
 
 
 def _routing_bytes(config: ModelConfig, batch: Batch) -> int:

@@ -311,15 +311,15 @@ def test_predicted_gates_are_those_that_are_executed(case, seed):
     assert trained == [(t.lane, t.op, t.unit, t.piece) for t in case.schedule.tasks]
 
     predicted = with_checkpoints(taken, state, saver(OURS, 10**12, 10**10), num_iterations=3, every=1)
-    count, tasks = len(taken.tasks), []
+    count, whole = len(taken.tasks), Run(taken)
     for number in range(3):
         for task in taken.tasks:
             after = {number * count + i for i in task.after}
             after |= {(number - 1) * count + i for i in task.after_previous} if number else set()
             # In the first iteration, when nothing has been asked for yet, gates do nothing.
             after = after if number or task.op is not Op.GATE else set()
-            tasks.append(dataclasses.replace(task, index=len(tasks), after=tuple(sorted(after)), after_previous=()))
-    whole = Run(Schedule(tuple(tasks)), tuple(range(count)) * 3, (-1,) * len(tasks))
+            again = dataclasses.replace(task, index=len(whole.tasks), after=tuple(sorted(after)), after_previous=())
+            whole.append(again, task.index, -1)
     plain, capacities = random_prices(case.schedule, seed)
     rng = np.random.default_rng(seed)
     copied_s = {

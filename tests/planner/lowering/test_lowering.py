@@ -25,6 +25,7 @@ from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
 from ullage.rivals.habits import Habits
 from ullage.rivals.lowering import lower
 from ullage.rivals.passes.gradients import SWAPPER_SLOTS
+from ullage.rivals.precision import RivalPrecision
 
 ALL_POLICIES = POLICIES | STORAGE_POLICIES
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -240,8 +241,12 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params, state = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
-    master = 2 if decisions.precision.state or decisions.precision.master else 4
-    saved = SAVED_IN_BF16 if decisions.precision.state else {name: n - 4 + master for name, n in SAVED.items()}
+    master = 2 if isinstance(decisions.precision, RivalPrecision) or decisions.precision.master else 4
+    saved = (
+        SAVED_IN_BF16
+        if isinstance(decisions.precision, RivalPrecision)
+        else {name: n - 4 + master for name, n in SAVED.items()}
+    )
     uploaded = stored_weights = read = leaving = host_gradients = 0
     for unit in case.units:
         decided = decisions.units[unit.name]

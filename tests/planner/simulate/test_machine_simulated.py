@@ -17,7 +17,7 @@ from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
-from planner.simulate.machine import SimulatedMachine, run, run_until_steady
+from planner.simulate.machine import run, run_until_steady
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FREE = dict.fromkeys(Resource, 1.0)
@@ -86,16 +86,6 @@ def test_an_iteration_waits_for_the_previous_one_only_where_it_says_so() -> None
     timeline = run(Schedule(tasks), [Price(0.0, 1.0), Price(0.0, 2.0), Price(0.0, 0.5)], FREE, 3)
     np.testing.assert_allclose(timeline.start_s, [[0, 1, 0], [3, 4, 0.5], [6, 7, 1.0]])
     assert timeline.period_s(0) == 3.0
-
-
-def test_tasks_are_issued_in_order_and_whole_iterations() -> None:
-    schedule = Schedule((Task(0, Lane.CPU, Op.PASS, Phase.UPDATE), Task(1, Lane.CPU, Op.PASS, Phase.UPDATE)))
-    simulated = SimulatedMachine(schedule, [Price(0.0, 1.0)] * 2, FREE)
-    with pytest.raises(AssertionError, match="issues in order"):
-        simulated.issue([schedule.tasks[1]], 0)
-    simulated.issue([schedule.tasks[0]], 0)
-    with pytest.raises(AssertionError, match="not finished"):
-        simulated.run()
 
 
 @pytest.mark.parametrize("place", list(Place))

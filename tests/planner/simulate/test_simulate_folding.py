@@ -18,7 +18,7 @@ from planner.costs.resources import Resource
 from planner.decisions import Place, Sharding
 from planner.lowering import lower
 from planner.simulate import FluidSystem, simulate
-from planner.simulate.machine import SimulatedMachine
+from planner.simulate.machine import system_of
 from planner.simulate.system import Capacity, capacity_rows
 
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.1, 10.0)
@@ -168,5 +168,4 @@ def test_a_lowered_schedule(name: str, num_ranks: int, place: Place, clip: bool,
     folded = dict(zip(Resource, fold(capacity, sharers), strict=True))
     # Three times what they use, so that they compete wherever they meet.
     prices = [dataclasses.replace(p, uses=tuple((r, 3 * a) for r, a in p.uses)) for p in cost.prices(schedule)]
-    machine = SimulatedMachine(schedule, prices, folded)
-    check(machine.system(3), capacity, num_ranks, sharers)
+    check(system_of(schedule, prices, folded, 3), capacity, num_ranks, sharers)

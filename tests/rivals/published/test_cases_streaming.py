@@ -16,9 +16,8 @@ from machines import machine
 from torch.utils.flop_counter import FlopCounterMode
 
 from hwprofiles.registry import load_profile
-from planner.choices.request import Request
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Place, Precision, Sharding
+from planner.decisions import BF16, Place, Sharding
 from planner.graph import Batch, Elementwise, Gemm, build_graph, units
 from planner.models import ModelConfigError, resolve_model
 from planner.models.formulas.work import newton_schulz
@@ -33,6 +32,7 @@ from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.streaming import best_streaming, streaming
 from ullage.rivals.kernels import dataflow
 from ullage.rivals.lowering import lower
+from ullage.rivals.precision import RivalPrecision
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published" / "streamed_h100.json"
 RUNS = {case.id: case for case in load_cases(PUBLISHED)}
@@ -41,7 +41,7 @@ RUNS = {case.id: case for case in load_cases(PUBLISHED)}
 def setup(num_rounds: int = 2, **options: Any) -> Setup:
     model_units = small_units("demo-llama", 4)
     largest = max(unit.num_params for unit in model_units)
-    precision = Precision(weights="bf16", state="bf16")
+    precision = RivalPrecision(weights="bf16", state="bf16")
     given = {"num_micro_batches": num_rounds, "precision": precision, "clip": False, "subgroup_params": largest}
     return Setup(model_units, Sharding(**{**given, **options}))
 
@@ -188,15 +188,14 @@ def test_sums_on_the_device_are_updated_there(changes: dict[str, Any], message: 
         RivalDecisions.model_validate(plain | changes)
 
 
-def test_what_can_only_be_simulated_is_refused_by_name() -> None:
-    model, profile = resolve_model("demo-llama"), machine()
-    with pytest.raises(ValueError, match="only be simulated so far; give 'bf16' or 'fp32'"):
-        Request(model, profile, precision=_BF16)
-    with pytest.raises(ValueError, match="state bf16 needs weights in bf16"):
-        Precision(weights="fp32", state="bf16")
+def test_state_in_bf16_is_beside_weights_in_bf16() -> None:
+    assert not _BF16.can_be_kept("adamw")
+    for other in ({"weights": "fp32"}, {"weights": "bf16", "master": "split"}):
+        with pytest.raises(ValueError, match="state bf16 needs weights in bf16 and its own master copies"):
+            RivalPrecision(**other, state="bf16")
 
 
-_BF16 = Precision(weights="bf16", state="bf16")
+_BF16 = RivalPrecision(weights="bf16", state="bf16")
 
 
 def test_state_in_bf16_is_half_and_weights_are_their_own_master() -> None:

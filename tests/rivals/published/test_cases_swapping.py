@@ -128,7 +128,7 @@ def test_a_model_too_large_for_the_drives_misses_bytes_there() -> None:
     (decisions,) = ratel(setup, (0,))
     whole = load_profile(case.hardware)
     assert whole.nvme is not None
-    small = whole.model_copy(update={"nvme": whole.nvme.with_drives(1)})
+    small = whole.model_copy(update={"nvme": whole.nvme.striped(1)})
     cost = CostModel(small, setup.units, decisions)
     simulation = run_until_steady(lower(setup.units, decisions, asynchronous=True), cost)
     nvme = memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.NVME]

@@ -82,7 +82,6 @@ ERRORS = {
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
-    "CalibrationError",
     "CaseError",
     "CertificateError",
     "CheckpointsError",

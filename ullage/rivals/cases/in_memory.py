@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
-from planner.decisions import Precision, Sharding
+from planner.decisions import Sharding
 from planner.graph import units
 from planner.models.config import LatentAttention, ModelConfig
 from planner.setup import Setup
@@ -15,6 +15,7 @@ from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Ou
 from ullage.rivals.cases.training import simulated
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels.megatron_core import Batch, build_graph, share
+from ullage.rivals.precision import RivalPrecision
 
 
 class LlamaModel(training.Model):
@@ -195,7 +196,7 @@ class InMemoryCase(Case):
                 data_parallel=replicas,
                 micro_batch=self.micro_batch,
                 num_micro_batches=self.num_micro_batches,
-                precision=Precision(weights="bf16", gradients="fp32"),
+                precision=RivalPrecision(weights="bf16", gradients="fp32"),
                 tensor_parallel=parallel.tensor_parallel,
                 expert_parallel=max(parallel.expert_parallel // parallel.tensor_parallel, 1),
             ),

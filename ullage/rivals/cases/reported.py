@@ -16,8 +16,8 @@ from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variant
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Choice, Precision
-from planner.graph import Batch, Graph, units
+from planner.decisions import Choice
+from planner.graph import Batch, Operator, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
 from planner.models.config import ModelConfig, NoFormulasError
@@ -36,14 +36,15 @@ from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
 from ullage.rivals.kernels import dataflow, megatron_core
+from ullage.rivals.precision import RivalPrecision
 
 
-def _megatron_core(config: ModelConfig, batch: Batch) -> Graph:
+def _megatron_core(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
     sizes = batch.micro_batch, batch.seq_len
     return megatron_core.build_graph(config, megatron_core.Batch(*sizes, tensor_parallel=batch.tensor_parallel))
 
 
-_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], Graph]]] = {
+_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], tuple[Operator, ...]]]] = {
     "megatron-core": _megatron_core,
     "dataflow": dataflow.build_graph,
 }
@@ -101,7 +102,7 @@ class ReportedCase(Case):
     kernels: KernelChoice | Literal["megatron-core", "dataflow"] = "transformers"
     attention: AttentionKernel | None = None
     loss_tile: Number | None = None
-    precision: Precision = BF16
+    precision: RivalPrecision = RivalPrecision(weights="bf16")
     optimizer: Optimizer = "adamw"
     clip: bool = True
     activations: Literal["keep", "recompute"] | None = None

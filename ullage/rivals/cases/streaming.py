@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
-from planner.decisions import Precision, Sharding
+from planner.decisions import Sharding
 from planner.graph import Batch, units
 from planner.search.scoring import Scorer
 from planner.setup import Setup
@@ -17,6 +17,7 @@ from ullage.rivals.cases.training import DEFAULT_POSITIONS, Model
 from ullage.rivals.engines.streaming import best_streaming
 from ullage.rivals.kernels.dataflow import build_graph
 from ullage.rivals.lowering import lower
+from ullage.rivals.precision import RivalPrecision
 
 # The search for the engine's decisions simulates at most so many rounds: further ones change all of them alike.
 _ROUNDS = 4
@@ -110,7 +111,7 @@ class StreamingCase(Case):
                 micro_batch=batch.micro_batch,
                 num_micro_batches=num_rounds,
                 clip=False,
-                precision=Precision(weights="bf16", state="bf16"),
+                precision=RivalPrecision(weights="bf16", state="bf16"),
                 optimizer=self.engine.optimizer,
                 subgroup_params=max(unit.num_params for unit in model_units if unit.can_swap),
             ),

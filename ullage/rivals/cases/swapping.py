@@ -100,7 +100,7 @@ class SwappingCase(Case):
             raise CaseError(
                 f"case {self.id}: ssds is {self.ssds}, but {profile.name} has {nvme.num_drives}; correct it"
             )
-        return profile.model_copy(update={"nvme": nvme.with_drives(self.ssds)})
+        return profile.model_copy(update={"nvme": nvme.striped(self.ssds)})
 
     def _setup(self) -> Setup:
         num_layers, num_heads, hidden_size = MODEL_SIZES[self.model]

@@ -51,7 +51,8 @@ class EngineCosts(CheckpointCosts):
             duration_s = max(duration_s, num_bytes / (writers * self._rate("serialise_bytes_per_s")))
         price = self._on_cores(num_bytes, num_bytes / duration_s, writers)
         slower = stored.duration_s / duration_s
-        uses = (*price.uses, *((resource, amount * slower) for resource, amount in stored.uses))
+        own = ((resource, amount * slower) for resource, amount in stored.uses if resource is not Resource.CORES)
+        uses = (*price.uses, *own)
         if policy.holds_interpreter:
             uses = (*uses, (Resource.INTERPRETER, 1.0))
         return dataclasses.replace(price, uses=uses)

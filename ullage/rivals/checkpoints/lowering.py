@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from planner.checkpoints.lowering import Repeated, Saver
+from planner.checkpoints.lowering import Run, Saver
 from planner.checkpoints.state import Shard
 from planner.schedule.tasks import Lane, Op, Task, Tier
 from ullage.rivals.checkpoints.policy import BlocksUntil, CheckpointPolicy, Staging
@@ -17,7 +17,7 @@ class EngineSaver(Saver):
     """The tasks with which another engine saves one rank's state; see :class:`planner.checkpoints.lowering.Saver`."""
 
     def __init__(
-        self, policy: CheckpointPolicy, run: Repeated, stage: int, state: Sequence[Shard], *, buffer_bytes: int
+        self, policy: CheckpointPolicy, run: Run, stage: int, state: Sequence[Shard], *, buffer_bytes: int
     ) -> None:
         room_bytes = buffer_bytes if policy.bounded else sys.maxsize
         super().__init__(run, stage, state, buffer_bytes=room_bytes, chunk_bytes=policy.chunk_bytes)

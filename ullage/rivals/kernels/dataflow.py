@@ -8,7 +8,7 @@ gradients and their accumulation are part of the products (``addmm``). The loss 
 import dataclasses
 from typing import Final
 
-from planner.graph import Graph, assemble
+from planner.graph import assemble
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import work
 from planner.models.formulas.ends import embedding_operators, head_operators
@@ -17,7 +17,6 @@ from planner.models.formulas.layers import Part, attend, layer_parts, linear
 from planner.models.kernels import Work
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import parameters
-from ullage.rivals.kernels import with_work
 
 _SET: Final = KernelSet(rms_norm=Passes((2,), (2, 4), 1, 2), rotary=Passes((2,), (2,)))
 _SWIGLU: Final = Passes((3,), (3, 5), 2, 1)
@@ -26,7 +25,7 @@ _LOSS_TILE_TOKENS = 4096
 _SKIPPED = frozenset({"activation", "down"})
 
 
-def build_graph(config: ModelConfig, batch: Batch) -> Graph:
+def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
     """Return the operators of one forward; see :func:`planner.graph.build_graph`.
 
     Raises:
@@ -73,4 +72,4 @@ def _at_end(config: ModelConfig, batch: Batch, operator: Operator) -> Operator:
         "head": work.with_memory(work.linear(rows, hidden, vocab, e, bias=False), 0, tile_bytes + rows * hidden * e),
         "loss": loss_with_gradient(rows, vocab, e, 1),
     }
-    return with_work(operator, own[operator.kind])
+    return operator.doing(own[operator.kind])

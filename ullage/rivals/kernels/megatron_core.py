@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from planner.graph import Graph, assemble
+from planner.graph import assemble
 from planner.models import sharding
 from planner.models.config import LatentAttention, ModelConfig
 from planner.models.formulas import experts, work
@@ -33,7 +33,6 @@ from planner.models.operators import Batch as _Batch
 from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
-from ullage.rivals.kernels import with_work, work_of
 
 _FP32 = 4
 _OUTPUT = "self_attn.o_proj"
@@ -67,7 +66,7 @@ class Batch(_Batch):
         return self.micro_batch * self.seq_len // self.context_parallel
 
 
-def build_graph(config: ModelConfig, batch: Batch) -> Graph:
+def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
     """Return the operators of one forward in Megatron-Core; see :func:`planner.graph.build_graph`.
 
     Raises:
@@ -95,7 +94,7 @@ def _first(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]
     look_up, *others = embedding_operators(config, alone, specs)
     tokens = pass_tokens(batch, config.hidden_size)
     added = add_gradient(config.vocab_size * config.hidden_size, batch.dtype_bytes)
-    return [with_work(look_up, work_of(look_up) + Work(tokens, tokens) + added), *others]
+    return [look_up.doing(look_up.work + Work(tokens, tokens) + added), *others]
 
 
 def _last(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
@@ -106,7 +105,7 @@ def _last(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec])
         "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
         "loss": loss(rows, vocab, e, batch.tensor_parallel),
     }
-    return [with_work(operator, own[operator.kind]) for operator in head_operators(config, batch, specs)]
+    return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, specs)]
 
 
 def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
@@ -117,19 +116,13 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     first, second = "input_layernorm", "post_attention_layernorm"
     normalize = _SET.norm(rows, config.hidden_size, e)
 
-    def norm_part(name: str, unit: str, source: str) -> Part:
-        return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,), (source,))
+    def norm_part(name: str, unit: str) -> Part:
+        return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,))
 
-    if config.latent:
-        attention = _latent_attention(config, config.latent, batch, first)
-    else:
-        attention = _attention(config, batch, first)
-    if has_experts:
-        mlp = _experts(config, batch, layer, second, _OUTPUT)
-    else:
-        mlp = _gated(config, batch, "mlp", config.ffn_hidden_size, second, _OUTPUT)
+    attention = _latent_attention(config, config.latent, batch) if config.latent else _attention(config, batch)
+    mlp = _experts(config, batch, layer) if has_experts else _gated(config, batch, "mlp", config.ffn_hidden_size)
     unit = "attn" if has_experts and batch.separate_experts else "mlp"
-    return norm_part(first, "attn", ""), *attention, norm_part(second, unit, _OUTPUT), *mlp
+    return norm_part(first, "attn"), *attention, norm_part(second, unit), *mlp
 
 
 def linear(rows: int, inputs: int, outputs: int, e: int, beside: tuple[Kernels, Kernels] = ((), ())) -> Work:
@@ -180,21 +173,19 @@ def add_gradient(size: int, e: int) -> Work:
     return Work((), each(size, e + 2 * _FP32))
 
 
-def _attention(config: ModelConfig, batch: Batch, source: str) -> Iterator[Part]:
+def _attention(config: ModelConfig, batch: Batch) -> Iterator[Part]:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key = config.query_size, config.key_value_size
     joint = "self_attn.qkv_proj"
     modules = tuple(f"self_attn.{side}_proj" for side in "qkv")
     out_bytes = rows * (query + 2 * key) * e
     project = column(batch, hidden, query + 2 * key)
-    yield Part(joint, "qkv", "attn", Pattern.COLUMN, project, out_bytes, modules, (source,), product_bytes=out_bytes)
+    yield Part(joint, "qkv", "attn", Pattern.COLUMN, project, out_bytes, modules, product_bytes=out_bytes)
     core = _core(config, batch, config.head_dim)
     turn = _SET.turn(rows * query, rows * key, e)
     # The gradients of query, key and value are written where the joint projection's gradient is read.
     attend = turn + _ring(batch, core, rows * query, rows * 2 * key)
-    yield Part(
-        "self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * query * e, (), (joint, "rotary")
-    )  # fmt: skip
+    yield Part("self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * query * e, ())
     yield _output(config, batch, query)
 
 
@@ -203,12 +194,11 @@ def _output(config: ModelConfig, batch: Batch, width: int) -> Part:
     hidden_bytes = batch.num_tokens // batch.tensor_parallel * hidden * e
     product = row(batch, width, hidden)
     return Part(
-        _OUTPUT, "output", "attn", Pattern.ROW, product, hidden_bytes, (_OUTPUT,), ("self_attn.core", ""),
-        product_bytes=hidden_bytes,
+        _OUTPUT, "output", "attn", Pattern.ROW, product, hidden_bytes, (_OUTPUT,), product_bytes=hidden_bytes
     )  # fmt: skip
 
 
-def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch, source: str) -> Iterator[Part]:
+def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch) -> Iterator[Part]:
     """Yield multi-head latent attention: queries, keys and values come from narrow vectors with norms of their own.
 
     Ranks make the narrow vectors of their own tokens, and gather those. Keys of all heads share their rotated part, so
@@ -220,27 +210,24 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch
     query, value = config.query_size, heads * latent.v_head_dim
     keys = heads * (config.head_dim - turned) + value
 
-    def part(name: str, work: Work, width: int, modules: tuple[str, ...], source: str) -> Part:
-        return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules, (source,))
+    def part(name: str, work: Work, width: int, modules: tuple[str, ...]) -> Part:
+        return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules)
 
     own = rows // batch.tensor_parallel
     down = linear(own, hidden, rank, e) + linear(own, hidden, shared + turned, e)
     modules = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
-    yield part("down_proj", down, rank + shared + turned, modules, source)
+    yield part("down_proj", down, rank + shared + turned, modules)
     normalize = _SET.norm(own, rank, e) + _SET.norm(own, shared, e)
     modules = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
-    yield part("latent_norm", normalize, rank + shared, modules, "self_attn.down_proj")
+    yield part("latent_norm", normalize, rank + shared, modules)
     keys_turned = pass_tokens(batch, turned)
     up = column(batch, rank, query) + column(batch, shared, keys) + Work(keys_turned, keys_turned)
     modules = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
-    yield part("up_proj", up, query + keys, modules, "self_attn.latent_norm")
+    yield part("up_proj", up, query + keys, modules)
     turn = _SET.turn(rows * turned * heads, rows * turned, e)
     joined = Work(each(rows * query, 2 * e), each(rows * query, 2 * e))
     attend = turn + joined + _ring(batch, _core(config, batch, latent.v_head_dim), rows * value, rows * (query + value))
-    yield Part(
-        "self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * value * e, (),
-        ("self_attn.up_proj", "rotary"),
-    )  # fmt: skip
+    yield Part("self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * value * e, ())
     yield _output(config, batch, value)
 
 
@@ -276,23 +263,21 @@ def _ring(batch: Batch, core: Attention, outputs: int, keys_and_values: int) -> 
     return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
 
 
-def _gated(
-    config: ModelConfig, batch: Batch, path: str, ffn: int, source: str, skip: str, unit: str = "mlp"
-) -> Iterator[Part]:
+def _gated(config: ModelConfig, batch: Batch, path: str, ffn: int, unit: str = "mlp") -> Iterator[Part]:
     """Yield a gated MLP; the first product writes the gate's input and the other side by side."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
     up_bytes, modules = 2 * rows * ffn * e, (f"{path}.gate_proj", f"{path}.up_proj")
     project = column(batch, hidden, 2 * ffn)
-    yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, (source,), product_bytes=up_bytes)
+    yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, product_bytes=up_bytes)
     activate = _SWIGLU.work(rows * ffn, e)
-    yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, (), (up,))
+    yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, ())
     hidden_bytes = rows // batch.tensor_parallel * hidden * e
     product = row(batch, ffn, hidden)
-    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (down,), (activation, skip))
+    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (down,))
 
 
-def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterator[Part]:
+def _experts(config: ModelConfig, batch: Batch, layer: int) -> Iterator[Part]:
     """Yield router, shared expert, dispatch, the bank of experts and the sum of their outputs.
 
     Counted in ``token_dispatcher.py`` (all-to-all) and ``moe_utils.py`` with the fused permutation of
@@ -307,30 +292,28 @@ def _experts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: s
     scores = each(rows * num, e + 4, 8, 8, 8)
     route = linear(rows, hidden, num, e) + Work(scores, scores, 8 * rows * num)
     visit_bytes = visits * hidden * e
-    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, 8 * visits, ("mlp.gate",), (source,))
+    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, 8 * visits, ("mlp.gate",))
     if ffn := config.shared_expert_ffn_hidden_size:
-        yield from _gated(config, batch, "mlp.shared_experts", ffn, source, skip, before)
+        yield from _gated(config, batch, "mlp.shared_experts", ffn, before)
     swap: Kernels = ()
     if batch.expert_parallel > 1:
         exchange = Collective(visit_bytes, batch.expert_parallel, kind="all-to-all", over_tensor=True)
         swap = (exchange, *each(visits * hidden, 2 * e))
     copy = each(visits * hidden, 2 * e)
     send = Work((*copy, *swap), (*swap, *copy), 8 * visits)
-    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
-    sizes, unit, names = experts.tokens(config, own, layer), "mlp", []
+    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, ())
+    sizes, unit = experts.tokens(config, own, layer), "mlp"
     for first, count in experts.groups(config, batch):
         label = f".{first}-{first + count - 1}" if batch.separate_experts else ""
         unit = f"experts{label}" if batch.separate_experts else "mlp"
-        names.append(f"mlp.experts{label}")
         bank = sizes[first : first + count]
         work = _bank(bank, hidden, config.expert_ffn_hidden_size, e)
         yield Part(
-            names[-1], "experts", unit, Pattern.EXPERT, work, sum(bank) * hidden * e, ("mlp.experts",),
-            ("mlp.dispatch",), experts=(first, count),
+            f"mlp.experts{label}", "experts", unit, Pattern.EXPERT, work, sum(bank) * hidden * e, ("mlp.experts",),
+            experts=(first, count),
         )  # fmt: skip
     gather = Work((*swap, *copy, *each(rows * hidden, 3 * e)), (*each(rows * hidden, 3 * e), *copy, *swap))
-    sources = (*names, "mlp.gate", *(["mlp.shared_experts.down_proj"] if config.shared_expert_ffn_hidden_size else []))
-    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, gather, rows * hidden * e, (), (*sources, skip))
+    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, gather, rows * hidden * e, ())
 
 
 def _bank(sizes: tuple[int, ...], hidden: int, ffn: int, e: int) -> Work:

@@ -10,7 +10,7 @@ they do not. Arguments are those of :mod:`planner.models.formulas.work`.
 import dataclasses
 from typing import Final
 
-from planner.graph import Graph, assemble
+from planner.graph import assemble
 from planner.models import sharding
 from planner.models.config import ModelConfig
 from planner.models.formulas import work
@@ -27,14 +27,13 @@ from planner.models.formulas.layers import (
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import parameters
-from ullage.rivals.kernels import with_work, work_of
 
 # What ``get_batch`` (broadcast, masks, positions), ``loss_func`` and the loss scale launch for one micro-batch.
 _BATCH_KERNELS = 27
 _SET: Final = KernelSet(rms_norm=Passes((2,), (3, 2), 1, 2))
 
 
-def build_graph(config: ModelConfig, batch: Batch, *, adds_gradients: bool = True) -> Graph:
+def build_graph(config: ModelConfig, batch: Batch, *, adds_gradients: bool = True) -> tuple[Operator, ...]:
     """Return the operators of one forward in Megatron-LM; see :func:`planner.graph.build_graph`.
 
     Args:
@@ -76,9 +75,9 @@ class _Layers:
         alone = dataclasses.replace(batch, tensor_parallel=1)  # what ranks add is added below
         look_up, *others = embedding_operators(config, alone, self._specs)
         width = config.word_embed_proj_dim
-        effort = work_of(look_up) + sum_output(batch, width) + self._accumulate(config.vocab_size * width)
+        effort = look_up.work + sum_output(batch, width) + self._accumulate(config.vocab_size * width)
         effort += embedding(batch.num_tokens, width, e, dropout=self._drops)
-        return [with_work(look_up, effort), *others]
+        return [look_up.doing(effort), *others]
 
     def last(self) -> list[Operator]:
         """Return the operators behind the layers."""
@@ -86,7 +85,7 @@ class _Layers:
         operators = head_operators(config, batch, self._specs)
         losses = loss(batch.num_tokens, config.vocab_size, batch.dtype_bytes, batch.tensor_parallel)
         own = {"norm": self._norm(), "loss": losses}
-        return [with_work(made, own[made.kind]) if made.kind in own else made for made in operators]
+        return [made.doing(own[made.kind]) if made.kind in own else made for made in operators]
 
     def parts(self, layer: int) -> tuple[Part, ...]:
         """Return the operators of a layer. Reentrant checkpoints run its whole forward again."""
