@@ -71,7 +71,7 @@ def with_compiled_kernels(bench: Bench) -> Trial | None:
         return None
     if any(unit.offloads for unit in bench.decisions.units.values()):  # compiled blocks offload no activations
         return None
-    with suppress(ModelConfigError, ValueError):  # not known of the model, or not beside another choice of the plan
+    with suppress(ValueError):  # not known of the model, or not beside another choice of the plan
         return bench.trial(changed(bench.decisions, kernels="compiled"))
     return None
 

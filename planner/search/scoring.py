@@ -176,7 +176,7 @@ class Scorer:
             known = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
         _, key = known
         if key not in self._seen:
-            self._seen[key] = found = self._extrapolated(decisions) or self._scored(decisions)
+            self._seen[key] = found = self._extrapolated(decisions) or self._scored(decisions, key)
             overload, iteration_s = self._best
             if found.order < (overload, iteration_s * (1 - _WORTH)):
                 self._best, self._gained_at = found.order, self.num_simulations
@@ -198,13 +198,13 @@ class Scorer:
 
     def _extrapolated(self, decisions: Decisions) -> Candidate | None:
         """Return the candidate of decisions with many micro-batches from few; see [Note: Few micro-batches]."""
-        count = decisions.num_micro_batches
         if not self._shortens(decisions):
             return None
         begun = self.num_simulations
-        more, fewer = (self._scored(decisions.model_copy(update={"num_micro_batches": few})) for few in _FEW)
+        shorter = [decisions.model_copy(update={"num_micro_batches": few}) for few in _FEW]
+        more, fewer = (self._scored(few, few.model_dump_json()) for few in shorter)
         self.num_simulations = min(self.num_simulations, begun + 1)
-        times = (count - _FEW[0]) / (_FEW[0] - _FEW[1])
+        times = (decisions.num_micro_batches - _FEW[0]) / (_FEW[0] - _FEW[1])
 
         def at_count(of_more: float, of_fewer: float) -> float:
             return of_more if of_more == math.inf else of_more + times * (of_more - of_fewer)
@@ -222,13 +222,13 @@ class Scorer:
 
     def exact(self, candidate: Candidate) -> Candidate:
         """Return the candidate, simulated whole."""
-        return self._scored(candidate.decisions) if self._shortens(candidate.decisions) else candidate
+        decisions = candidate.decisions
+        return self._scored(decisions, decisions.model_dump_json()) if self._shortens(decisions) else candidate
 
-    def _scored(self, decisions: Decisions) -> Candidate:
-        """Simulate the schedule of decisions."""
+    def _scored(self, decisions: Decisions, key: str) -> Candidate:
+        """Simulate the schedule of decisions, which as JSON are ``key``."""
         units, asynchronous = self._workload.units, self.cost.asynchronous
-        key = id(units), asynchronous, decisions.model_dump_json()
-        schedule = _LOWERED.get(key, units, lambda: self.schedule(decisions))
+        schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
         cost = self._priced(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)

@@ -137,6 +137,11 @@ def choice(*known: str) -> Callable[[str], str]:
     return read
 
 
+def saved_weights(text: str) -> dict[str, Any]:
+    """Return the folder (by ``""``) and the type of weights in ``DIR[,dtype=TYPE]``; see :func:`parts`."""
+    return parts(text, {"": Path, "dtype": choice(*WEIGHT_BYTES)})
+
+
 def data(text: str) -> dict[str, Any]:
     """Return what to train on, from a text such as ``corpus.npy`` or ``corpus.bin,dtype=uint16,skip=8000``.
 

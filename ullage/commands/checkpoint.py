@@ -12,7 +12,7 @@ from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.locating import checkpoint_at, located, place_at
 from executor.checkpoint.places.place import newest_of, parse_name
 from planner.terms import MIN_CHECKPOINTS
-from ullage.cli.arguments import WEIGHT_BYTES, choice, parts, positive_int
+from ullage.cli.arguments import positive_int, saved_weights
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
@@ -46,7 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--save",
-        type=lambda text: parts(text, {"": Path, "dtype": choice(*WEIGHT_BYTES)}),
+        type=saved_weights,
         default={},
         metavar="DIR[,dtype=TYPE]",
         help="export: a new folder for the weights, in the format of from_pretrained(). dtype: their type, bfloat16 "

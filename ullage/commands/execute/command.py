@@ -6,15 +6,14 @@ from pathlib import Path
 from planner.plan.document import load_plan
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import (
-    WEIGHT_BYTES,
     audit,
-    choice,
     cores,
     data,
     non_negative_int,
     parts,
     positive_float,
     positive_int,
+    saved_weights,
 )
 from ullage.commands import Subparsers, command_parser
 
@@ -83,7 +82,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--save",
-        type=lambda text: parts(text, {"": Path, "dtype": choice(*WEIGHT_BYTES)}),
+        type=saved_weights,
         default={},
         metavar="DIR[,dtype=TYPE]",
         help="at the end, save the model in a new folder, in the format of from_pretrained(). dtype: type of its "
