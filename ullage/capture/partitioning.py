@@ -239,11 +239,7 @@ def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tup
         if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
             first, last = ranges.get((visit.module, visit.call), (number, number))
             ranges[visit.module, visit.call] = (min(first, number), max(last, number))
-    for first, last in ranges.values():
-        if places[first].segment != places[last].segment:  # whole segments, which are then no longer segments
-            yield _whole(places, first, last)
-        elif first != last:
-            yield first, last
+    yield from ((first, last) for first, last in ranges.values() if first != last)
 
 
 def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
@@ -263,7 +259,9 @@ def _used_in_several(recording: Recording, places: list[UnitVisits]) -> Iterator
 def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list[UnitVisits]:
     graph: nx.Graph[int] = nx.empty_graph(len(places))
     for first, last in ranges:
-        nx.add_path(graph, range(first, last + 1))
+        # Whole segments, which are then no longer segments: a part of one cannot be recomputed without the rest.
+        ends = (first, last) if places[first].segment == places[last].segment else _whole(places, first, last)
+        nx.add_path(graph, range(ends[0], ends[1] + 1))
     result = []
     for numbers in sorted(nx.connected_components(graph), key=min):
         members = [places[number] for number in sorted(numbers)]
