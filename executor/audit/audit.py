@@ -59,8 +59,9 @@ _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2
 _AT_ONCE: Final = 1 << 24  # values that are compared at a time: each takes 20 bytes beside the plan's own memory
 _LOOSEST: Final = 6e-2  # of bf16 and smaller types
 _OUTSIDE: Final = (
-    "its forward is not the same twice. Usual causes: random numbers or state that no attribute of the module leads to "
-    "(a global variable, a closure, a file). Hold them as attributes, buffers or generators of the module"
+    "its forward is not the same twice. Usual causes: random numbers or state that neither attributes nor variables of "
+    "its functions lead to (an iterator, a file, variables of a library). Hold them as attributes, buffers or "
+    "generators of the module"
 )
 _PLAN: Final = (
     "Usual causes: a forward that depends on state outside of the module, a write that PyTorch does not notice (to "

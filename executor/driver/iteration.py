@@ -76,7 +76,6 @@ class IterationDriver:
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
-        self._has_no_gradients = False  # since zero_grad(); as in torch, a step does nothing then
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
@@ -110,7 +109,8 @@ class IterationDriver:
             on_output=self.on_output if self._stays else None,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
-        self.gradients = UserGradients(decisions, parameters, self._norms, self._end_early, self.collector.edited)
+        used = {id(parameter) for group in groups for parameter in group["params"]}
+        self.gradients = UserGradients(decisions, parameters, used, self._norms, self._end_early, self.collector.edited)
         runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
 
     @property
@@ -385,7 +385,7 @@ class IterationDriver:
         if self.progress.is_broken_off:
             self.gradients.drop_arrived(self._loop.iteration)
             self.progress.forget_backward()
-        self._has_no_gradients = True
+        self.gradients.drop_all()
         expected = self._loop.expected()
         if expected is None or expected.op is Op.CLIP or not expected.micro_batch or self._on_demand is not None:
             return
@@ -398,20 +398,21 @@ class IterationDriver:
     def step(self) -> None:
         """Issue the rest of the iteration (mainly updates), and return while it runs.
 
-        Micro-batches that have not run by then are skipped, as at the end of a user's data. If nothing has run since
-        ``zero_grad()``, a step does nothing.
+        Micro-batches that have not run by then are skipped, as at the end of a user's data. Without gradients a step
+        does nothing.
 
         Raises:
-            OutOfOrderError: no micro-batch has run, or one is under way.
+            GradientError: a gradient was used up by a step before, and was not dropped since.
+            OutOfOrderError: a micro-batch is under way.
             LaneError: a task failed on some lane.
         """
         self._runtime.machine.check()
         own_checkpoints.enter(-self._depth)  # a signal may have ended a forward without its hooks
         self._depth = 0
         self.visibility.check_unmodified()
-        if self._has_no_gradients and not (self._runtime.inside_iteration or self.gradients.replaced()):
+        self.gradients.check_fresh(self._loop.iteration)
+        if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
-        self._has_no_gradients = False
         for group in self._groups:
             self._entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
@@ -506,6 +507,7 @@ class IterationDriver:
             )
         self.gradients.clear()
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
+            self.gradients.check_fresh(self._loop.iteration)
             self._begin_updates()
 
     def _backward_ended(self, micro_batch: int) -> None:

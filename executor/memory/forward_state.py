@@ -2,19 +2,22 @@
 
 [Note: The same forward twice] Recomputation runs a block's forward a second time. It must compute with the same values
 as the first time, and must leave no trace. But forward may draw random numbers, and may change buffers and attributes:
-moving averages, codebooks, counters, queues. So a snapshot is taken before the first pass, and the second pass runs on
-it. Afterwards everything is put back as it was: the generators of Python, NumPy and torch, those that the modules hold
-or that their forward names, and the modules' attributes and buffers. ``torch.utils.checkpoint`` could do it for torch's
-global generators, but goes a longer way than to ask a generator for its state.
+moving averages, codebooks, counters, queues. The loop may change what forward reads before backward runs. So a
+snapshot is taken before the first pass, and the second pass runs on it. Afterwards everything is put back as it was:
+the generators of Python, NumPy and torch, and those that the modules hold; the modules' attributes and buffers; the
+variables that their methods, hooks and functions use (:mod:`executor.memory.variables`); context variables, and which
+kernels ``sdpa_kernel`` allows. ``torch.utils.checkpoint`` could do it for torch's global generators, but goes a longer
+way than to ask a generator for its state.
 
 Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
 copied: small ones always, large ones only if the first forward of all changed them. If a large one changes for the
-first time later, its old values are gone, and an error is raised before any weight changes. What no attribute leads to
-(a global counter, an open file) is not seen here: :mod:`executor.audit` finds it.
+first time later, its old values are gone, and an error is raised before any weight changes. What neither attributes nor
+variables lead to (an open file, an iterator) is not seen here: :mod:`executor.audit` finds it.
 """
 
 import collections
 import contextlib
+import contextvars
 import ctypes
 import operator
 import random
@@ -26,6 +29,7 @@ import torch
 from torch import nn
 
 from executor.memory.recompute_cache import ActivationError
+from executor.memory.variables import Used, Variables
 
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
@@ -54,11 +58,12 @@ class ForwardState:
         # The first forward of quantized layers moves what decodes their weights from the parameter to the module.
         self._modules = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in _QUANTIZERS]
         self._name = name
-        functions = list(_functions(self._modules))
-        self._generators = [random, *(_of_torch() if torch_too else ()), *_named_generators(functions)]
+        used = Used(self._modules)
+        self._variables, self._values = used.variables, used.values
+        self._generators = [random, _Attention, *(_of_torch() if torch_too else ())]
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
         # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
-        self._draws_from_numpy = any("random" in function.__code__.co_names for function in functions)
+        self._draws_from_numpy = any("random" in code.co_names for code in used.codes)
 
     def save(self, given: Any = (), *, whole: bool = False) -> "Snapshot":
         """Return a snapshot of the current state, to take before the first pass.
@@ -67,11 +72,9 @@ class ForwardState:
             given: arguments of the forward. It may change lists and objects in them, but not their tensors.
             whole: whether to copy large tensors that do not change, too.
         """
-        visit = _Visit(self._generators)
+        visit = self._visit(self._generators)
         if self._draws_from_numpy or self._changing is None:
             visit.generators.append(np.random)
-        for module in self._modules:
-            visit.module(module)
         of_modules = dict(visit.tensors)
         visit.values(given)
         visit.tensors = of_modules
@@ -81,7 +84,8 @@ class ForwardState:
             if known and id(tensor) not in copies:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
-        return Snapshot(visit.holders, visit.tensors, _versions(visit.tensors), copies, random_states, _numpy_bits())
+        versions, context = _versions(visit.tensors), contextvars.copy_context()
+        return Snapshot(visit.holders, visit.tensors, versions, copies, random_states, _numpy_bits(), context)
 
     def made(self, given: Any, begun: int) -> list[torch.Tensor]:
         """Return the tensors that a forward has left in attributes and arguments, with a gradient, in a fixed order.
@@ -90,11 +94,18 @@ class ForwardState:
             given: arguments of the forward.
             begun: autograd's next number when the forward began.
         """
-        visit = _Visit([])
-        for module in self._modules:
-            visit.module(module)
+        visit = self._visit([])
         visit.values(given)
         return [tensor for tensor in visit.differentiable if _is_made_after(tensor, begun)]
+
+    def _visit(self, generators: list[Any]) -> "_Visit":
+        visit = _Visit(generators)
+        for module in self._modules:
+            visit.module(module)
+        for variables in self._variables:
+            visit.variables(variables)
+        visit.values(self._values)
+        return visit
 
     def check(self, before: "Snapshot") -> None:
         """Check, after the first pass, that the snapshot has everything that this pass has changed.
@@ -148,6 +159,8 @@ class ForwardState:
         """Return a context for the second pass. Inside it, the state is that of the snapshot."""
         holders = [(holder, contents, _copied(holder)) for holder, contents in before.holders]
         now = [(generator, _get_state(generator)) for generator, _ in before.random]
+        set_by_with = [(one, value) for one, value in before.context.items() if one.get(None) is not value]
+        tokens = [(one, one.set(value)) for one, value in set_by_with]
         try:
             copies = {number: tensor.clone() for number, tensor in before.copies.items()}  # it may run more than twice
             for holder, contents, _ in holders:
@@ -160,19 +173,27 @@ class ForwardState:
                 _assign(holder, contents)
             for generator, state in now:
                 _set_state(generator, state)
+            for one, token in tokens:
+                one.reset(token)
 
 
 @contextlib.contextmanager
-def kept_generators(model: nn.Module) -> Iterator[None]:
-    """Return a context after which the random number generators that a model holds or names are as before it."""
+def kept_outside(model: nn.Module) -> Iterator[None]:
+    """Return a context after which random number generators and variables that a model uses are as before it."""
     modules = list(model.modules())
-    visit = _Visit([random, np.random, *_named_generators(list(_functions(modules)))])
+    visit = _Visit([random, np.random])
     for module in modules:
         visit.module(module)
+    used = Used(modules)
+    for variables in used.variables:
+        visit.variables(variables)
+    visit.values(used.values)
     before = [(generator, _get_state(generator)) for generator in visit.generators]
     try:
         yield
     finally:
+        for holder, contents in visit.holders:
+            _assign(holder, contents)
         for generator, state in before:
             _set_state(generator, state)
 
@@ -187,6 +208,7 @@ class Snapshot(NamedTuple):
         copies: copies of some of them, by ``id``.
         random: random number generators with their states.
         numpy: the bits of NumPy's global generator.
+        context: the context variables.
     """
 
     holders: list[tuple[Any, Any]]
@@ -195,6 +217,7 @@ class Snapshot(NamedTuple):
     copies: dict[int, torch.Tensor]
     random: list[tuple[Any, Any]]
     numpy: bytes
+    context: contextvars.Context
 
 
 class _Visit:
@@ -216,6 +239,10 @@ class _Visit:
         if buffers := own.get("_buffers"):
             self._hold(buffers, buffers, depth)
 
+    def variables(self, variables: Variables) -> None:
+        """Note variables, and what they hold."""
+        self._hold(variables, dict(variables), 0)
+
     def values(self, given: Any) -> None:
         """Note lists, dicts and objects among arguments."""
         self._sequence(None, None, tuple(given), 0)
@@ -235,6 +262,11 @@ class _Visit:
 
     def _generator(self, _holder: Any, _key: Any, generator: Any, _depth: int) -> None:
         self.generators.append(generator)
+
+    def _array(self, _holder: Any, _key: Any, array: Any, _depth: int) -> None:
+        if array.nbytes <= SMALL_BYTES and array.flags.writeable and id(array) not in self._seen:
+            self._seen.add(id(array))
+            self.holders.append((array, array.copy()))
 
     def _module(self, _holder: Any, _key: Any, module: nn.Module, depth: int) -> None:
         if depth <= _DEEPEST:
@@ -272,7 +304,8 @@ def _kind(of: type) -> _Follow | None:
 
 def _found_kind(of: type) -> _Follow | None:
     for kinds, follow in (
-        ((torch.Tensor, np.ndarray), _Visit._tensor if issubclass(of, torch.Tensor) else None),
+        ((torch.Tensor,), _Visit._tensor),
+        ((np.ndarray,), _Visit._array),
         ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _Visit._generator),
         ((nn.Module,), _Visit._module),
         ((dict,), _Visit._mapping if of in _MAPPINGS else None),
@@ -282,16 +315,21 @@ def _found_kind(of: type) -> _Follow | None:
             return follow
     # Configurations do not change in forward, and lead to much.
     is_plain = getattr(of, "__dictoffset__", 0) and not issubclass(of, type)
-    library = of.__module__.partition(".")[0] in {"torch", "builtins", "functools", "inspect", "typing", "enum"}
+    library = of.__module__.partition(".")[0] in _NOT_FOLLOWED
     return _Visit._object if is_plain and not library and not of.__name__.endswith("Config") else None
 
 
+_NOT_FOLLOWED: Final = frozenset(
+    {"torch", "builtins", "functools", "inspect", "typing", "enum", "logging", "threading"}
+)
 _MAPPINGS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _copied(holder: Any) -> Any:
     """Return a shallow copy of a container, or of a module's own attributes."""
-    if not isinstance(holder, dict):
+    if isinstance(holder, np.ndarray):
+        return holder.copy()
+    if not isinstance(holder, MutableMapping):
         return list(holder)
     copied = dict(holder)
     if "_parameters" in copied:  # of a module
@@ -302,6 +340,8 @@ def _copied(holder: Any) -> Any:
 
 def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return contents with copies in place of the tensors that have them."""
+    if isinstance(contents, np.ndarray):
+        return contents
     if isinstance(contents, dict):
         return {key: copies.get(id(value), value) for key, value in contents.items()}
     return [copies.get(id(value), value) for value in contents]
@@ -310,7 +350,9 @@ def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
 def _differs(holder: Any, contents: Any) -> bool:
     """Return whether a container holds something else now."""
     now = _copied(holder)
-    if isinstance(holder, dict):
+    if isinstance(holder, np.ndarray):
+        return bool(now.tobytes() != contents.tobytes())
+    if isinstance(holder, MutableMapping):
         return list(now) != list(contents) or any(map(operator.is_not, now.values(), contents.values()))
     return len(now) != len(contents) or any(map(operator.is_not, now, contents))
 
@@ -319,7 +361,9 @@ def _assign(holder: Any, contents: Any) -> None:
     """Make a container hold this, and nothing else. Containers that hold it already are not touched."""
     if not _differs(holder, contents):
         return
-    if isinstance(holder, dict):
+    if isinstance(holder, np.ndarray):
+        np.copyto(holder, contents)
+    elif isinstance(holder, MutableMapping):
         added = _copied(holder).keys() - contents.keys()
         holder.update(contents)
         for key in added:
@@ -343,26 +387,29 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else a.equal(b)
 
 
-def _functions(modules: list[nn.Module]) -> Iterator[Any]:
-    """Yield the methods of modules."""
-    for kind in {type(module) for module in modules}:
-        yield from (function for function in vars(kind).values() if hasattr(function, "__code__"))
-
-
 def _of_torch() -> Iterator[torch.Generator]:
     yield torch.default_generator
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def _named_generators(functions: list[Any]) -> Iterator[Any]:
-    """Yield the random number generators that functions name as global variables, or as variables around them."""
-    for function in functions:
-        values = [function.__globals__.get(name) for name in function.__code__.co_names]
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                values.append(cell.cell_contents)
-        yield from (value for value in values if _kind(type(value)) is _Visit._generator)
+class _Attention:
+    """Which kernels of attention may run, as ``sdpa_kernel`` sets it; read and set like a generator's state."""
+
+    @staticmethod
+    def getstate() -> list[bool]:
+        return [is_enabled() for is_enabled, _ in _ATTENTION]
+
+    @staticmethod
+    def setstate(states: list[bool]) -> None:
+        for (_, enable), state in zip(_ATTENTION, states, strict=True):
+            enable(state)
+
+
+_ATTENTION: Final = [
+    (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
 
 
 def _numpy_bits() -> bytes:

@@ -3,8 +3,7 @@
 Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol, final
 
 import torch
@@ -30,6 +29,7 @@ class UserGradients:
     """The user's view of all gradients between backward and step.
 
     Args:
+        used: the ``id`` of each parameter that the optimizer has.
         norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
         edit: leaves the plan, and returns what reads and replaces gradients.
@@ -39,6 +39,7 @@ class UserGradients:
         self,
         decisions: Decisions,
         parameters: Iterable[ParameterState],
+        used: Collection[int],
         norms: Callable[[], dict[str, torch.Tensor]],
         complete: Callable[[], None],
         edit: Callable[[], GradientEditor],
@@ -48,6 +49,7 @@ class UserGradients:
         self._parts: dict[str, list[ParameterState]] = {}
         for parameter in parameters:
             self._parts.setdefault(parameter.shard.name, []).append(parameter)
+        self._of_optimizer = {name for name, parts in self._parts.items() if id(parts[0].shard.whole) in used}
         self._find_norms = norms
         self._complete, self._edit = complete, edit
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
@@ -59,7 +61,6 @@ class UserGradients:
         self._num_added = 0
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
-        self._has_warned = False
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
@@ -179,6 +180,10 @@ class UserGradients:
         arrived = self._arrived(iteration)
         return (not arrived or self._waits) and arrived <= self.dropped(iteration)
 
+    def drop_all(self) -> None:
+        """Note that ``zero_grad()`` drops the gradients that were used up, which no parameter shows any more."""
+        self._stale.clear()
+
     def drop_arrived(self, iteration: int) -> None:
         """Drop the gradients of a backward that an exception has ended."""
         self._dropped_early |= self._arrived(iteration)
@@ -236,7 +241,6 @@ class UserGradients:
         Raises:
             GradientError: a gradient was dropped after its update had begun.
         """
-        self._warn_of_stale(iteration)
         with unguarded():
             for parts in self._parts.values():
                 for part in parts:
@@ -246,18 +250,25 @@ class UserGradients:
             self._open.clear()
             self._zeroed.clear()
 
-    def _warn_of_stale(self, iteration: int) -> None:
-        """Say once that the loop never drops gradients: these are then not the sum that plain PyTorch would have."""
-        if self._has_warned or self.are_gone(iteration) or not (stale := self._stale - self.dropped(iteration)):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"the gradient of {min(stale)} was not dropped between optimizer.step() and the next backward(): plain "
-            "PyTorch would add the new gradient to the old one, but here a step uses gradients up, and this step takes "
-            "the new one alone; call optimizer.zero_grad() after each step()",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    def check_fresh(self, iteration: int) -> None:
+        """Check that a step takes no gradient that a step before it has used up, because its values are gone.
+
+        Raises:
+            GradientError: plain PyTorch would add a new gradient to an old one, or use the old one again.
+        """
+        used = self._stale - self.dropped(iteration)
+        if self.are_gone(iteration):
+            with unguarded():
+                wholes = {name: parts[0].shard.whole for name, parts in self._parts.items()}
+                used |= {name for name, whole in wholes.items() if not self._num_added and whole.grad is not None}
+            how = "was used up by the last optimizer.step(), and there is no new one: plain PyTorch would use it again"
+        else:
+            how = (
+                "was not dropped between optimizer.step() and the next backward(): plain PyTorch would add the new "
+                "gradient to it, but here a step uses gradients up"
+            )
+        if used := used & self._of_optimizer:
+            raise GradientError(f"the gradient of {min(used)} {how}; call optimizer.zero_grad() after each step()")
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

@@ -186,6 +186,7 @@ def test_a_loop_that_is_left_in_the_middle_has_the_weights_of_the_last_step(plan
         if task.max_norm is not None:
             ours.optimizer.clip_grad_norm_(task.max_norm)
         ours.optimizer.step()
+        ours.optimizer.zero_grad()
         theirs = ours.weights()
         leave_in(ours, task, moment, number)
     left = weights(ours.model)

@@ -15,6 +15,7 @@ from training import (
     session_options,
     train,
     uniform,
+    weights,
 )
 
 from executor.devices.lanes import LaneError
@@ -47,11 +48,35 @@ def loss_of(model, tokens):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def test_a_step_before_any_micro_batch():
-    task = Task("gpt2", num_micro_batches=2)
-    _, optimizer = prepare(task, decide(task, KEEP))
-    with optimizer.session, pytest.raises(OutOfOrderError, match="2 forward and backward"):
+def test_steps_without_gradients_do_nothing_as_in_torch(started):
+    model, optimizer, tokens = started
+    before = weights(model)
+    optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = weights(model)
+    optimizer.step()
+    assert all(torch.equal(weight, after[name]) for name, weight in weights(model).items())
+    assert optimizer.session.num_left == 0
+
+
+@pytest.mark.parametrize("runs_forward", [False, True])
+def test_a_step_with_used_gradients_is_refused(runs_forward, started):
+    """Plain PyTorch would use them again."""
+    model, optimizer, tokens = started
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    before = weights(model)
+    if runs_forward:
+        loss_of(model, tokens)
+    with pytest.raises(GradientError, match=r"used up by the last optimizer.step\(\).*call optimizer.zero_grad"):
         optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, tokens).backward()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())
+    optimizer.step()
 
 
 def test_weights_are_read_between_steps(started):
@@ -213,6 +238,7 @@ def test_a_gradient_that_was_replaced(started):
     weight.grad = None
     optimizer.step()
     assert torch.equal(weight, before)
+    optimizer.zero_grad()
     loss_of(model, tokens).backward()
     weight.grad = torch.ones_like(weight)
     optimizer.step()

@@ -92,6 +92,7 @@ class Training:
         self.forward(number)
         self.backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def evaluate(self) -> float:
         tokens = batches(TASK)[3, 0]

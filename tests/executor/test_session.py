@@ -62,6 +62,7 @@ def test_evaluation_between_steps_sees_the_latest_weights_and_changes_nothing(ch
             loss.backward()
             seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
             optimizer.step()
+            optimizer.zero_grad()
             evaluate()
         constant = Task("llama", torch.bfloat16, iterations=3, schedule=False)
         assert_same((seen, optimizer.session.full_parameters()), reference(constant))

@@ -21,7 +21,18 @@ PLACE: Final = SimpleNamespace(device="cpu")
 Trained = tuple[list[float], nn.Module | dict[str, Tensor]]
 """What a program returns: losses, and the trained model, or some models' weights by name."""
 
-KINDS: Final = ("loops", "edits", "modules", "operators", "models", "diffusion", "adapters", "trainers", "optimizers")
+KINDS: Final = (
+    "loops",
+    "edits",
+    "state",
+    "modules",
+    "operators",
+    "models",
+    "diffusion",
+    "adapters",
+    "trainers",
+    "optimizers",
+)
 _CHANGED: Final = re.compile(r"\bullage\.")
 
 IN_MEMORY: Final = SimpleNamespace(

@@ -16,6 +16,10 @@ TRIED = {
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
         "thawed_before_backward",
     ),
+    "state": (
+        "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
+        "features_in_the_loss", "numpy_counts", "helper_object",
+    ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
@@ -30,7 +34,7 @@ TRIED = {
     "program", [p for kind, names in TRIED.items() for p in programs(kind) if p.name in names], ids=lambda p: p.name
 )
 def test_programs_train_as_in_memory(program: Program) -> None:
-    found = outcome(program, trained(program, IN_MEMORY), tight=ALL or program.kind == "edits")
+    found = outcome(program, trained(program, IN_MEMORY), tight=ALL or program.kind in ("edits", "state"))
     assert (found.refused, found.failed) == ("", "")
     assert found.off is not None
     assert found.off <= CPU.bound

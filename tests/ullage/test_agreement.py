@@ -100,6 +100,7 @@ def measure() -> Run:
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             offloaded.clip_grad_norm_(1.0)
             offloaded.step()
+            offloaded.zero_grad()
         timeline = session.timeline()
         waited = (waiting_s() - waited_s) / (time.perf_counter() - began_s)
     torch.set_num_threads(threads)

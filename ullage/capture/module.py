@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.distributed.adapters import bind_adapted_parameters
-from executor.memory.forward_state import SMALL_BYTES, kept_generators
+from executor.memory.forward_state import SMALL_BYTES, kept_outside
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
@@ -217,7 +217,7 @@ class _Capture:
             _faked(model, dtype, trained, example.step) as fake,
             _unchanged(model),
             contextlib.ExitStack() as adapted,
-            kept_generators(model),
+            kept_outside(model),
             passing_through(),
             Untracked(trained),
         ):

@@ -125,6 +125,7 @@ def test_between_steps_everything_has_ended(place, update_start, tmp_path, monke
         if task.max_norm is not None:
             optimizer.clip_grad_norm_(task.max_norm)
         optimizer.step()
+        optimizer.zero_grad()
 
     with watched() as races:
         model, optimizer = prepare(task, decisions, device="cuda", checkpoint_buffer_bytes=6 * 4096)

@@ -24,7 +24,7 @@ def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):
     zero_stage, choose = PLANS[plan]
     decisions = decide(TASK, choose, data_parallel=2, zero_stage=zero_stage, clip=True)
     for found, expected, off in processes.call(2, edited, TASK, decisions, name):
-        if name == "read_between":  # in memory, a mean is found as a difference
+        if name in {"read_between", "sharpness_aware"}:  # in memory, a mean is found as a difference
             assert list(itertools.chain(*found)) == pytest.approx(list(itertools.chain(*expected)), rel=1e-4)
             assert off < 1e-4
         else:

@@ -141,6 +141,7 @@ def test_a_model_whose_forward_calls_the_model_follows_the_plan():
             model.forward = step
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
         assert session.num_left == 0
 
 

@@ -385,6 +385,7 @@ def test_a_gradient_is_divided_by_a_number(divide, number, exact):
                     divide(list(model.parameters()), scale)
                 norm = optimizer.clip_grad_norm_(0.5)
                 optimizer.step()
+                optimizer.zero_grad()
             results.append([norm, *(w.clone() for w in optimizer.session.full_parameters().values())])
     for plain, divided in zip(*results, strict=True):
         if exact:
@@ -460,6 +461,7 @@ def test_a_step_that_was_left_out_has_begun_where_updates_begin_during_backward(
         with pytest.raises(OutOfOrderError, match=r"expects optimizer\.step\(\)\. Updates .* clip=True"):
             backward(model)
         optimizer.step()
+        optimizer.zero_grad()
         backward(model)
 
 

@@ -373,6 +373,7 @@ def test_the_ledger_has_the_memory_of_a_quantized_base(
             with metered():
                 model(input_ids=tokens, labels=tokens).loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 session.synchronize()
         measured, schedule = session.memory()[Tier.GPU], session.schedule
     cost = CostModel.of(load_profile("epyc-turin-2c"), planned_units(quantization, torch.bfloat16), session.decisions)

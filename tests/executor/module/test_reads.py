@@ -196,6 +196,7 @@ def test_reads_after_backward_are_those_of_the_iteration_or_refused(place, start
             )
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         expected = in_memory(task, session)
         loss = model(input_ids=tokens, labels=tokens).loss
         if place == "resident":

@@ -209,6 +209,7 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
             model(input_ids=tokens, labels=tokens).loss.backward()
             ours.clip_grad_norm_(1.0)
             ours.step()
+            ours.zero_grad()
         session.synchronize()
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     in_pieces = sum(trained.values())

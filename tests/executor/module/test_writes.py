@@ -95,6 +95,7 @@ def step(model, optimizer, number=0):
     loss.backward()
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
+    optimizer.zero_grad()
     return loss.item()
 
 

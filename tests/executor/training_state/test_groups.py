@@ -60,6 +60,7 @@ def step(model, optimizer, number):
     loss = model(input_ids=(tokens := batches(TASK)[number, 0]), labels=tokens).loss
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     return {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
 
 

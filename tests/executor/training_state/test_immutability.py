@@ -149,6 +149,7 @@ def iterations(task, model, optimizer, seen):
         if task.max_norm is not None:
             seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
         optimizer.step()
+        optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
         yield step

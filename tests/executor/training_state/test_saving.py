@@ -88,6 +88,7 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
             if task.max_norm is not None:
                 seen[iteration].append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
+            optimizer.zero_grad()
             scheduler.step()
             if (iteration + 1) % every == 0:
                 saved.save(iteration + 1, {"scheduler": scheduler.state_dict()})

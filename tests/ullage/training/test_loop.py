@@ -81,6 +81,7 @@ def test_it_trains_as_a_loop_around_prepare_does(plan: Plan, tokens: Tokens) -> 
                 total += loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             prepared_one.step()
+            prepared_one.zero_grad()
             scheduler.step()
             expected.append(float(total))
     assert found == expected

@@ -73,6 +73,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 4) -> 
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            optimizer.zero_grad()
             result.append(loss.item())
     return result
 
@@ -379,6 +380,7 @@ def test_more_micro_batches_than_planned_are_told_with_how_to_plan_them() -> Non
                 net(*BATCH).backward()
                 net(*BATCH).backward()
                 optimizer.step()
+                optimizer.zero_grad()
             assert session.num_left == 2
     assert said.getvalue().count("left the plan: the model reached forward") == 1
 

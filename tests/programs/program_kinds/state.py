@@ -1,0 +1,364 @@
+"""What forward reads and changes besides inputs and weights, where no attribute of a module leads to it."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from program_catalogue import Trained, registry, seeded
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PROGRAMS, program = registry()
+NUM_STEPS = 4
+count, strength, centre = 0, 1.0, torch.zeros(64)
+tables: dict[str, torch.Tensor] = {}
+settings = SimpleNamespace(scale=1.0)
+shared = {"calls": [0], "centre": torch.zeros(64)}
+chosen = contextvars.ContextVar("chosen", default=1.0)
+
+
+class Block(nn.Module):
+    """A block whose ``factor`` is one, unless a class derived from it says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def factor(self) -> float | torch.Tensor:
+        return 1.0
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x)) * self.factor()))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 8)
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def loop(ullage, block, *, around=lambda _step: contextlib.nullcontext(), between=lambda _step, _x: None) -> Trained:
+    """Train, with the forward inside ``around``, and call ``between`` before backward."""
+    model = Net(block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (torch.ones(32, 16),))
+    losses = []
+    for step in range(NUM_STEPS):
+        x = torch.randn(32, 16, generator=seeded(step))
+        with around(step):
+            loss = model(x).square().mean()
+        between(step, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def global_counter(ullage) -> Trained:
+    """Blocks count their calls in a global variable, and compute with the count."""
+    global count
+    count = 0
+
+    class Counting(Block):
+        def factor(self):
+            global count
+            count += 1
+            return 1 + 0.05 * (count % 7)
+
+    losses, model = loop(ullage, Counting)
+    return [*losses, count], model
+
+
+@program
+def global_set_by_the_loop(ullage) -> Trained:
+    """The loop sets a global number between forward and backward."""
+    global strength
+    strength = 1.0
+
+    class Strong(Block):
+        def factor(self):
+            return strength
+
+    def between(step: int, _x) -> None:
+        global strength
+        strength = 0.5 + step
+
+    return loop(ullage, Strong, between=between)
+
+
+@program
+def global_centre(ullage) -> Trained:
+    """DINO: a moving average in a global tensor, updated in place between forward and backward."""
+    centre.zero_()
+
+    class Centred(Block):
+        def factor(self):
+            return 1 + F.pad(centre, (0, 192))
+
+    return loop(ullage, Centred, between=lambda _step, x: centre.mul_(0.5).add_(x.mean()))
+
+
+@program
+def settings_of_a_module(ullage) -> Trained:
+    """A namespace of settings, which the loop changes between forward and backward."""
+    settings.scale = 1.0
+
+    class Set(Block):
+        def factor(self):
+            return settings.scale
+
+    def between(step: int, _x) -> None:
+        settings.scale = 1.0 + step
+
+    return loop(ullage, Set, between=between)
+
+
+def called() -> int:
+    shared["calls"][0] += 1
+    return shared["calls"][0]
+
+
+@program
+def helper_with_a_global_list(ullage) -> Trained:
+    """A function of the program counts in a list of a global dictionary."""
+    shared["calls"][0] = 0
+
+    class Helped(Block):
+        def factor(self):
+            return 1 + 0.05 * (called() % 7)
+
+    losses, model = loop(ullage, Helped)
+    return [*losses, shared["calls"][0]], model
+
+
+@program
+def closures(ullage) -> Trained:
+    """A function around the class has the counter, and the loop has a number."""
+    seen, at = 0, 1.0
+
+    class Closed(Block):
+        def factor(self):
+            nonlocal seen
+            seen += 1
+            return at + 0.05 * (seen % 7)
+
+    def between(step: int, _x) -> None:
+        nonlocal at
+        at = 1.0 + step
+
+    losses, model = loop(ullage, Closed, between=between)
+    return [*losses, seen], model
+
+
+@program
+def function_that_a_block_is_given(ullage) -> Trained:
+    """A block has a function as attribute, whose variables change."""
+    seen, at = 0, {"scale": 1.0}
+
+    def factor() -> float:
+        nonlocal seen
+        seen += 1
+        return at["scale"] + 0.05 * (seen % 7)
+
+    def block() -> Block:
+        made = Block()
+        made.factor = factor
+        return made
+
+    return loop(ullage, block, between=lambda step, _x: at.update(scale=1.0 + step))
+
+
+@program
+def counters_of_a_class(ullage) -> Trained:
+    """Blocks share counters that are attributes of their class."""
+
+    class Counted(Block):
+        calls, each = 0, [0]
+
+        def factor(self):
+            type(self).calls += 1
+            self.each[0] += 1
+            return 1 + 0.05 * (self.calls % 7) + 0.01 * (self.each[0] % 3)
+
+    losses, model = loop(ullage, Counted)
+    return [*losses, Counted.calls, Counted.each[0]], model
+
+
+@program
+def mutable_default(ullage) -> Trained:
+    """An argument's default value is a list that counts."""
+
+    class Defaulting(Block):
+        def factor(self, seen=[0]):  # noqa: B006 - what this is about
+            seen[0] += 1
+            return 1 + 0.05 * (seen[0] % 7)
+
+    return loop(ullage, Defaulting)
+
+
+@program
+def inherited_counter(ullage) -> Trained:
+    """The method that counts in a closure is that of a parent class."""
+    seen = 0
+
+    class Parent(Block):
+        def factor(self):
+            nonlocal seen
+            seen += 1
+            return 1 + 0.05 * (seen % 7)
+
+    class Child(Parent):
+        pass
+
+    return loop(ullage, Child)
+
+
+@program
+def context_variable(ullage) -> Trained:
+    """A context variable is set around forward alone."""
+
+    class Chosen(Block):
+        def factor(self):
+            return chosen.get()
+
+    @contextlib.contextmanager
+    def around(step: int):
+        token = chosen.set(0.5 + step)
+        yield
+        chosen.reset(token)
+
+    return loop(ullage, Chosen, around=around)
+
+
+@program
+def attention_chosen_around_forward(ullage) -> Trained:
+    """``sdpa_kernel`` stands around forward alone."""
+
+    class Attending(Block):
+        def forward(self, x):
+            heads = self.norm(x).view(4, 8, 4, 16).transpose(1, 2)
+            return super().forward(x + F.scaled_dot_product_attention(heads, heads, heads).reshape(x.shape))
+
+    return loop(ullage, Attending, around=lambda _step: sdpa_kernel(SDPBackend.MATH))
+
+
+@program
+def features_collected_by_hooks(ullage) -> Trained:
+    """Forward hooks of a user collect features in a list, and change what a layer gives by a number of theirs."""
+    collected, seen = [], 0
+
+    def collect(_module, _args, output):
+        nonlocal seen
+        seen += 1
+        collected.append(output.detach().mean())
+        return output * (1 + 0.05 * (seen % 7))
+
+    def block() -> Block:
+        made = Block()
+        made.up.register_forward_hook(collect)
+        return made
+
+    losses, model = loop(ullage, block)
+    return [*losses, len(collected), seen, *map(float, collected)], model
+
+
+class Recorder:
+    """Keeps what layers give, as libraries that look into networks do."""
+
+    def __init__(self) -> None:
+        self.features: dict[str, list[torch.Tensor]] = {}
+
+    def keep(self, name: str, _module, _args, output) -> None:
+        self.features.setdefault(name, []).append(output)
+
+
+@program
+def features_in_the_loss(ullage) -> Trained:
+    """A recorder's method is the hook; the loss has the features that it kept, with their gradients."""
+    recorder, model = Recorder(), Net(Block)
+    for number, block in enumerate(model.blocks):
+        block.up.register_forward_hook(functools.partial(recorder.keep, f"up{number}"))
+        block.register_forward_hook(functools.partial(recorder.keep, f"block{number}"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (torch.ones(32, 16),))
+    losses = []
+    for step in range(NUM_STEPS):
+        recorder.features.clear()
+        loss = model(torch.randn(32, 16, generator=seeded(step))).square().mean()
+        loss = loss + sum(f.abs().mean() for kept in recorder.features.values() for f in kept)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), sum(map(len, recorder.features.values()))]
+    return losses, model
+
+
+@program
+def numpy_counts(ullage) -> Trained:
+    """Counts in NumPy arrays: of a file, and of the block."""
+    counts = np.zeros(3)
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = np.zeros(2, dtype=np.int64)
+
+        def factor(self):
+            counts[1] += 1
+            self.own[0] += 1
+            return 1 + 0.05 * float(counts[1] % 7) + 0.01 * int(self.own[0])
+
+    losses, model = loop(ullage, Counting)
+    return [*losses, *counts.tolist(), model.blocks[0].own[0]], model
+
+
+class Schedule:
+    """A helper that is no module, and counts outside of itself."""
+
+    total = 0
+
+    def __call__(self) -> float:
+        Schedule.total += 1
+        return 1 + 0.05 * (Schedule.total % 7) + 0.01 * (called() % 3)
+
+
+@program
+def helper_object(ullage) -> Trained:
+    """A block holds an object whose method counts in its class and in a file."""
+    Schedule.total, shared["calls"][0] = 0, 0
+
+    def block() -> Block:
+        made = Block()
+        made.factor = Schedule()
+        return made
+
+    return loop(ullage, block)
+
+
+@program
+def tables_made_once(ullage) -> Trained:
+    """A global dictionary has tables, which the first forward makes."""
+    tables.clear()
+
+    class Tabled(Block):
+        def factor(self):
+            if "wave" not in tables:
+                tables["wave"] = torch.linspace(0.5, 1.5, 256).sin()
+            return tables["wave"]
+
+    losses, model = loop(ullage, Tabled)
+    return [*losses, float(tables["wave"].sum())], model
