@@ -99,7 +99,7 @@ _IMPORTS = [node for node in ast.walk(ast.parse(Path(__file__).read_bytes())) if
 _MODULE_OF = {name.name: node.module or "" for node in _IMPORTS for name in node.names if name.asname}
 
 __all__ = list(_MODULE_OF)
-__all__.sort(key=str.lower)
+__all__.sort(key=lambda name: (name.lower(), name))
 
 
 def __getattr__(name: str) -> Any:
