@@ -66,7 +66,7 @@ class Jobs:
     ) -> None:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
         self.limits, self.most_waiting, self.most_s, self.cache_bytes = limits, most_waiting, most_s, cache_bytes
-        self.num_running = 0
+        self.num_running = self.num_started = 0
         self._slots = asyncio.Semaphore(self.num_workers)
         self._threads = ThreadPoolExecutor(2 * self.num_workers)
         self._running: dict[str, _Job] = {}
@@ -148,6 +148,7 @@ class Jobs:
         process = self._processes.Process(target=worker.run, args=(kind, asked, plan, self.limits, theirs), daemon=True)
         loop = asyncio.get_running_loop()
         self.num_running += 1
+        self.num_started += 1
         try:
             starting = loop.run_in_executor(self._threads, process.start)
             try:

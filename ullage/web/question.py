@@ -120,9 +120,9 @@ class Question(BaseModel):
     def _machine(self, folder: Path) -> str:
         if self.profile is None:
             return self.machine
-        profile = ullage.profile_of(self.profile, "the profile")
-        named = profile.model_copy(update={"name": _plain(self.machine)})
-        return _written(folder / "profiles" / f"{_plain(self.machine)}.json", named.model_dump(mode="json"))
+        name = _plain(self.machine).lower()
+        profile = ullage.profile_of(self.profile, "the profile").model_copy(update={"name": name})
+        return _written(folder / "profiles" / f"{name}.json", profile.model_dump(mode="json", exclude_none=True))
 
     def command(self) -> str:
         """Return the command that asks the same; files have the names that they were given with."""
@@ -146,7 +146,7 @@ class Question(BaseModel):
         return self.model if self.config is None else f"{_plain(self.model)}/config.json"
 
     def _named_machine(self) -> str:
-        return self.machine if self.profile is None else f"{_plain(self.machine)}.json"
+        return self.machine if self.profile is None else f"{_plain(self.machine).lower()}.json"
 
 
 def question_of(text: bytes, *, public: bool) -> Question:

@@ -76,7 +76,9 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
         os.chdir(folder / "empty")  # so that no name is that of a file here
         try:
             KINDS[kind](asked, asked.options(folder), known, send)
-        except MemoryError:
+        except ModuleNotFoundError as error:
+            send(error=f"this question needs {error.name}, which this server lacks; pip install 'ullage[execute]'")
+        except (MemoryError, ImportError):  # a library that finds no room is not imported
             send(error="this question needs more memory than the page may take; ask for less, or install Ullage")
         except ValueError as error:
             send(error=_line(error, folder))
