@@ -16,7 +16,7 @@ import ullage
 from ullage.web.question import Question, QuestionError, question_of
 
 ROOT = Path(__file__).parents[2]
-LLAMA = ullage.to_hf_config_dict(ullage.resolve_model("tinyllama-1.1b"))
+LLAMA = ullage.to_hf_config_dict(ullage.resolve_model("tinyllama-1.1b")) | {"num_hidden_layers": 3}
 PROFILE = ullage.load_profile("h100").model_dump(mode="json", exclude_none=True)
 
 
@@ -113,7 +113,7 @@ def test_files_of_visitors_are_planned(served: Served) -> None:
     found = result(served, model="my model.json", config=LLAMA, machine="Büro 1", profile=PROFILE)
     assert found["part"]["title"] == "my-model on 1 device of b-ro-1"
     assert "--model my-model/config.json --hardware b-ro-1.json" in found["command"]
-    same = result(served, model="tinyllama-1.1b")
+    same = result(served, model="my-model", config=LLAMA)
     assert found["numbers"]["iteration_s"] == same["numbers"]["iteration_s"]
     assert found["numbers"]["per_device_hour"] is None
 

@@ -46,7 +46,6 @@
     const form = $("ask");
     for (const [name, value] of Object.entries({ ...DEFAULTS, ...question })) {
       if (name in FILES) continue;
-      if (name === "machine" && !(value in choices.machines) && !question.profile) showError(`no machine is called '${value}'; choose one`);
       form.elements[name].value = value ?? "";
     }
     for (const name of Object.keys(FILES)) take(name, question[name] ?? null, question[FILES[name]]);
@@ -102,15 +101,18 @@
 
   async function fromAddress() {
     const text = location.hash.startsWith("#?") ? location.hash.slice(2) : "";
+    let damaged = "";
     try {
       write(await fromText(text));
       const others = new URLSearchParams(text).getAll("with").slice(0, MOST_BESIDE);
       beside = await Promise.all(others.map(async (other) => ({ question: await fromText(other), answer: null })));
     } catch {
       write(DEFAULTS);
-      showError("the address of this page is damaged; the question is the default one");
+      damaged = "the address of this page is damaged; the question is the default one";
     }
+    await keepAddress(false);
     await ask();
+    if (damaged) showError(damaged);
     for (const each of [...beside]) await fill(each);
   }
 
