@@ -1,6 +1,7 @@
 """``ullage web``: the page on this machine, or for others."""
 
 import argparse
+import socket
 import sys
 import webbrowser
 
@@ -43,10 +44,15 @@ def run(args: argparse.Namespace) -> int:
     if args.port > 65535:
         raise ValueError(f"--port {args.port} is no port; give a number of at most 65535")
     place = Place(LOCAL | {args.public.lower()}, public=True) if args.public else Place()
+    try:
+        opened = socket.create_server(("0.0.0.0" if args.public else "127.0.0.1", args.port))  # noqa: S104 - asked for
+    except OSError as error:
+        raise ValueError(f"--port {args.port}: {error.strerror}; give another one") from error
     address = f"http://{args.public or 'localhost'}:{args.port}/"
     sys.stderr.write(f"ullage web: the page is at {address} (Ctrl-C ends it)\n")
     if args.open and not webbrowser.open(address):
         sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
-    host = "0.0.0.0" if args.public else "127.0.0.1"  # noqa: S104 - asked for
-    uvicorn.run(make_app(place), host=host, port=args.port, log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(make_app(place), log_level="warning", timeout_graceful_shutdown=2)
+    with opened:
+        uvicorn.Server(config).run(sockets=[opened])
     return 0
