@@ -101,6 +101,8 @@ ERRORS = {
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
+    "BusyError",
+    "QuestionError",
     "CaseError",
     "CertificateError",
     "CheckpointsError",
