@@ -3,8 +3,13 @@
 import ast
 import copy
 import http.client
+import importlib
 import json
+import os
 import pickle
+import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +18,9 @@ import pytest
 from serving import QUICK, Served
 
 import ullage
-from ullage.web.question import Question, QuestionError, question_of
+from ullage.main import main
+from ullage.web.app import Place
+from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ullage.to_hf_config_dict(ullage.resolve_model("tinyllama-1.1b")) | {"num_hidden_layers": 3}
@@ -155,6 +162,12 @@ def test_what_takes_too_much_is_one_line(served: Served, monkeypatch: pytest.Mon
     monkeypatch.setattr(served.jobs, "most_s", 0.5)
     _, lines = served.ask("cheapest", {"model": "llama-3-70b", "seq_len": 384})
     assert "takes longer" in lines[-1]["error"]
+
+
+def test_a_question_that_is_too_long_is_not_read(served: Served) -> None:
+    status, lines = served.ask("answer", b" " * MOST_BYTES + b"{}")
+    assert status == 400
+    assert "is longer than" in lines[0]["error"]
 
 
 def test_too_many_at_once_are_asked_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +314,35 @@ def test_only_this_machines_user_names_models_on_its_disk() -> None:
         except QuestionError:
             continue
         assert not Path(found).exists()
+
+
+def test_the_command_serves_until_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["web", "--port", str(port)]) == 2
+        assert "give another one" in capsys.readouterr().err
+    command = [sys.executable, "-m", "ullage", "web", "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert f"http://localhost:{port}/" in process.stderr.readline()
+    connection = http.client.HTTPConnection("localhost", port)
+    connection.request("GET", "/")  # it listens already, and answers when it is ready
+    assert b"What would it take" in connection.getresponse().read()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait() == 130
+    assert process.stderr.readline() == "ullage web: interrupted\n"
+    os.killpg(process.pid, signal.SIGKILL)  # what jobs would have been forked from may still import
+
+
+def test_other_servers_know_the_page_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Place.of_environment() == Place()
+    monkeypatch.setenv("ULLAGE_WEB_HOSTS", "A.example, b.example")
+    place = Place.of_environment()
+    assert place.public
+    assert {"a.example", "b.example"} < place.hosts
+    monkeypatch.setenv("SPACE_HOST", "me-page.hf.space")
+    assert Place.of_environment().frames == "https://huggingface.co"
+    assert "me-page.hf.space" in Place.of_environment().hosts
+    assert callable(importlib.import_module("ullage.web.app").app)
 
 
 def test_hub_ids_of_packaged_models_are_their_names() -> None:

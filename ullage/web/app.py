@@ -5,15 +5,17 @@ page answers to this machine alone. ``SPACE_HOST`` is what Hugging Face's Spaces
 """
 
 import ast
+import asyncio
 import base64
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -26,9 +28,8 @@ try:
     from plotly.offline import get_plotlyjs
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
-    from starlette.middleware.gzip import GZipMiddleware
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the page needs more packages; pip install 'ullage[web]'", name=error.name) from error
@@ -38,7 +39,6 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 
 LOCAL: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_LINES: Final = "application/x-ndjson"
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
@@ -132,12 +132,12 @@ def _refused(words: str, status: int) -> JSONResponse:
 
 
 @functools.cache
-def _assets() -> Mapping[str, bytes]:
-    """Return the files of the page by their names; nothing else can be asked for."""
+def _assets() -> Mapping[str, tuple[bytes, bytes]]:
+    """Return the files of the page by their names, plain and compressed; nothing else can be asked for."""
     own, shared = files("ullage.web") / "assets", ullage.page_assets()
     texts = {name: (own / name).read_text(encoding="utf-8") for name in ("index.html", "web.css", "web.js")}
     texts |= {"report.css": shared["page.css"], "charts.js": shared["page.js"], "plotly.js": get_plotlyjs()}
-    return {name: text.encode() for name, text in texts.items()}
+    return {name: (text.encode(), gzip.compress(text.encode(), 6)) for name, text in texts.items()}
 
 
 def _asset(request: Request) -> Response:
@@ -145,7 +145,11 @@ def _asset(request: Request) -> Response:
     if name not in _assets():
         return _refused("there is no such page", 404)
     age = "max-age=3600" if name == "plotly.js" else "no-cache"
-    return Response(_assets()[name], media_type=_TYPES[name.rpartition(".")[2]], headers={"cache-control": age})
+    plain, small = _assets()[name]
+    headers = {"cache-control": age, "vary": "accept-encoding"}
+    if is_small := "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"] = "gzip"
+    return Response(small if is_small else plain, media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
 
 
 @functools.cache
@@ -189,6 +193,38 @@ async def _body(request: Request) -> bytes:
     return found
 
 
+class _Lines(Response):
+    """Lines as they come, until the visitor is gone: then what makes them ends at once, also while it says nothing."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type="application/x-ndjson", headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self.first, self.rest = first, rest
+
+    async def __call__(self, _scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Answer a request of ASGI."""
+        tasks = {asyncio.create_task(self._stream(send)), asyncio.create_task(_gone(receive))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, send: _Send) -> None:
+        async with contextlib.aclosing(self.rest) as rest:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self.first + b"\n", "more_body": True})
+            async for line in rest:
+                await send({"type": "http.response.body", "body": line + b"\n", "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _gone(receive: _Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
     """Return the application.
 
@@ -227,13 +263,7 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             busy.headers["retry-after"] = "60"
             return busy
 
-        async def sent() -> AsyncIterator[bytes]:
-            async with contextlib.aclosing(lines):
-                yield first + b"\n"
-                async for line in lines:
-                    yield line + b"\n"
-
-        return StreamingResponse(sent(), media_type=_LINES, headers={"cache-control": "no-store"})
+        return _Lines(first, lines)
 
     return Starlette(
         routes=[
@@ -242,7 +272,7 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             Route("/api/choices", choices),
             Route("/api/{kind}", ask, methods=["POST"]),
         ],
-        middleware=[Middleware(Guard, place), Middleware(GZipMiddleware, minimum_size=1000)],
+        middleware=[Middleware(Guard, place)],
         lifespan=life,
     )
 

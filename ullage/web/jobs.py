@@ -79,9 +79,10 @@ class Jobs:
         def start() -> None:
             _FORKS.set_forkserver_preload(["ullage.web.preloaded"])
             process = _FORKS.Process(target=os.getpid)
-            process.start()  # returns when everything is imported
-            process.join()
-            self._processes = _FORKS
+            with contextlib.suppress(OSError, EOFError):  # the page ends meanwhile
+                process.start()  # returns when everything is imported
+                process.join()
+                self._processes = _FORKS
 
         threading.Thread(target=start, daemon=True).start()
 

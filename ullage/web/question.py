@@ -159,8 +159,6 @@ def question_of(text: bytes, *, public: bool) -> Question:
     Raises:
         QuestionError: it is none, in one line.
     """
-    if len(text) > MOST_BYTES:
-        raise QuestionError(f"the question has {len(text):,} B with its files; at most {MOST_BYTES:,} are read")
     try:
         data = json.loads(text, parse_constant=_refuse)
         found = Question.model_validate(data)

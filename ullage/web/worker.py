@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
         limits: what this process may take.
         out: takes the lines.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page, which ends this too
     told_s = 0.0
 
     def send(**line: Any) -> None:
