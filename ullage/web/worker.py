@@ -24,6 +24,12 @@ _FILE_BYTES: Final = 1 << 26
 _EVERY_S: Final = 0.15  # between lines of progress
 Send = Callable[..., None]
 
+# By the tier that is too small, in the words of the page.
+_REMEDIES: Final = {
+    "gpu": "shorter sequences, fewer tokens per step, more GPUs, or GPUs with more memory may help",
+    "host": "more GPUs on more nodes, or hosts with more memory may help",
+    "nvme": "more nodes may help",
+}
 # Which parts of an explanation say why, by the name of the fact; and of which section.
 _WHY: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "fits": (("memory",), ("units",)),
@@ -119,7 +125,8 @@ def _answer(asked: Question, options: dict[str, Any], _known: str | None, send: 
         plan = ullage.plan(**options, progress=lambda words, *_: send(progress=words))
     except ullage.InfeasibleError as error:
         missing = {str(tier): count for tier, count in error.missing_bytes.items()}
-        refusal = {"fits": False, "error": str(error), "proven": error.proven, "missing_bytes": missing, **texts}
+        words = error.with_remedies({tier: _REMEDIES[str(tier)] for tier in error.missing_bytes})
+        refusal = {"fits": False, "error": str(words), "proven": error.proven, "missing_bytes": missing, **texts}
         send(first=refusal | {"remedies": []})
         send(progress="searching for changes with which it fits")
         remedies = []

@@ -111,8 +111,9 @@
       damaged = "the address of this page is damaged; the question is the default one";
     }
     await keepAddress(false);
-    await ask();
+    const answer = ask(); // which begins by removing what was wrong before
     if (damaged) showError(damaged);
+    await answer;
     for (const each of [...beside]) await fill(each);
   }
 
@@ -277,7 +278,7 @@
       place.replaceChildren(
         el("h2", null, "It does not fit"), el("p", { class: "sentence" }, answer.error),
         el("h3", null, answer.remedies?.length ? "It fits with" : "No change is found yet with which it fits"),
-        el("ul", null, ...(answer.remedies ?? []).map((each) => el("li", null, el("code", null, each.change), ` (${digits(each.iteration_s)} s an iteration)${each.effect ? `: ${each.effect}` : ""}`))),
+        el("ul", null, ...(answer.remedies ?? []).map((each) => el("li", null, el("code", null, each.change), ` (${digits(each.iteration_s)} s an iteration)${each.effect ? `: ${each.effect}` : ""} `, tryButton(each.change)))),
         actions(question, answer), ...same(answer));
     } else {
       const { part, numbers } = answer;
@@ -297,6 +298,21 @@
     $("sweep-result").replaceChildren();
     for (const id of ["iteration", "sweep"]) $(id).hidden = id === "iteration" && !answer.fits;
     renderBeside();
+  }
+
+  // A button that makes a change, if it is one of fields here.
+  function tryButton(change) {
+    const found = {};
+    for (const [, flag, value] of change.matchAll(/--(\S+) (\S+)/g)) {
+      if (flag === "storage" || flag === "gpus") found[flag] = value;
+      else if (flag === "lora" && value === "rank=16") Object.assign(found, { rank: 16, how: found.how ?? "lora" });
+      else if (flag === "quantize" && value === "nf4") found.how = "qlora";
+      else return null;
+    }
+    return Object.keys(found).length === 0 || change.includes(" and ") ? null : el("button", { type: "button", class: "why", onclick: () => {
+      write({ ...read(), ...found });
+      asking();
+    } }, "try it");
   }
 
   function actions(question, answer) {
