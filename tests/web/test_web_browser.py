@@ -192,7 +192,9 @@ def test_answers_are_compared_and_one_axis_is_swept(opened) -> None:
     page.page.click("#beside button >> nth=0")
     assert page.page.locator("#beside thead th").count() == 3
     page.page.click("#run-sweep")
-    page.until("document.querySelectorAll('#sweep-result tbody tr').length === 7")
+    page.until(
+        "document.querySelectorAll('#sweep-result tbody tr').length === 7 && document.getElementById('cancel').hidden"
+    )
     page.page.focus("#slider")
     page.page.keyboard.press("ArrowRight")
     assert page.page.inner_text("#sweep-result tr.chosen td >> nth=0") == "2"

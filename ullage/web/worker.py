@@ -237,21 +237,24 @@ def _cheapest(asked: Question, options: dict[str, Any], _known: str | None, send
 
 
 def _sweep(asked: Question, options: dict[str, Any], _known: str | None, send: Send) -> None:
-    """Send the first plan found at every value of an axis."""
+    """Send the first plan found at every value of an axis, each as soon as it is known."""
     axis = asked.axis or "gpus"
     decided = {axis, "global_batch"} if axis in {"seq_len", "micro_batch"} else {axis}
     fixed = {name: value for name, value in options.items() if name not in decided}
-    found = ullage.study(sweep={axis: AXES[axis]}, effort="fit", progress=_steps(send), **fixed)
-    points = [
-        {
-            "value": label,
-            "reason": point.result.reason,
-            "iteration_s": point.figures and point.figures.iteration_s,
-            "tokens_per_s": point.figures and point.figures.tokens_per_s,
-        }
-        for label, point in zip(AXES[axis].split(","), found.points, strict=True)
-    ]
-    send(result={"axis": axis, "words": found.axes[0].words, "points": points})
+    values, points = AXES[axis].split(","), list[dict[str, Any]]()
+    for value in values:
+        (point,) = ullage.study(sweep={axis: value}, effort="fit", **fixed).points
+        points.append(
+            {
+                "value": value,
+                "reason": point.result.reason,
+                "iteration_s": point.figures and point.figures.iteration_s,
+                "tokens_per_s": point.figures and point.figures.tokens_per_s,
+            }
+        )
+        send(progress="planning", done=len(points), total=len(values))
+        send(first={"axis": axis, "points": points})
+    send(result={"axis": axis, "points": points})
 
 
 KINDS: Final[dict[str, Callable[[Question, dict[str, Any], str | None, Send], None]]] = {

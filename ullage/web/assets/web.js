@@ -394,30 +394,36 @@
   }
 
   async function sweep() {
-    const axis = $("axis").value;
-    const found = await work("planning", "sweep", asked(read(), { axis }));
-    if (found === null) return;
-    const most = Math.max(...found.points.map((point) => point.tokens_per_s ?? 0), 1e-9);
-    const rows = found.points.map((point) => el("tr", null, el("td", null, point.value),
+    const name = $("axis").selectedOptions[0].text;
+    const found = await work("planning", "sweep", asked(read(), { axis: $("axis").value }), (points) => showSweep(points, name));
+    if (found !== null) showSweep(found, name);
+  }
+
+  function showSweep({ axis, points }, name) {
+    const at = Number($("slider")?.value ?? 0);
+    const most = Math.max(...points.map((point) => point.tokens_per_s ?? 0), 1e-9);
+    const rows = points.map((point) => el("tr", null, el("td", null, point.value),
       el("td", null, point.tokens_per_s ? el("progress", { max: most, value: point.tokens_per_s, "aria-hidden": "true" }) : ""),
-      el("td", null, point.tokens_per_s ? digits(point.tokens_per_s) : "-"), el("td", null, point.iteration_s ? `${digits(point.iteration_s)} s` : "-"), el("td", { class: "words" }, point.reason ?? "fits")));
+      el("td", null, point.tokens_per_s ? digits(point.tokens_per_s) : "-"), el("td", null, point.iteration_s ? `${digits(point.iteration_s)} s` : "-"), el("td", { class: "words" }, point.reason ?? "yes")));
     const words = el("output", { for: "slider" });
-    const slider = el("input", { type: "range", class: "slider", id: "slider", min: 0, max: rows.length - 1, value: 0, step: 1, "aria-label": `Value of ${$("axis").selectedOptions[0].text}` });
+    const slider = el("input", { type: "range", class: "slider", id: "slider", min: 0, max: rows.length - 1, value: at, step: 1, "aria-label": `Value of ${name}` });
     const apply = el("button", { type: "button", onclick: () => {
-      $("ask").elements[axis].value = found.points[slider.value].value;
+      $("ask").elements[axis].value = points[slider.value].value;
       asking();
     } }, "Ask this");
     const choose = () => {
-      const point = found.points[slider.value];
+      const point = points[slider.value];
       rows.forEach((row, n) => row.classList.toggle("chosen", n === Number(slider.value)));
       words.textContent = `${point.value}: ${point.tokens_per_s ? `${digits(point.tokens_per_s)} tokens/s` : point.reason}`;
       slider.setAttribute("aria-valuetext", words.textContent);
     };
     slider.addEventListener("input", choose);
+    const focused = document.activeElement?.id === "slider";
     $("sweep-result").replaceChildren(el("div", { class: "table" }, slider, el("div", { class: "line" }, words, axis in DEFAULTS ? apply : null),
-      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[$("axis").selectedOptions[0].text, "", "tokens/s", "iteration", "fits"].map((name) => el("th", { scope: "col" }, name)))), el("tbody", null, ...rows))),
+      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[name, "", "tokens/s", "iteration", "fits"].map((head) => el("th", { scope: "col" }, head)))), el("tbody", null, ...rows))),
       el("p", null, "Figures are of the first plan found at each value, which is a few percent slower than the best.")));
     choose();
+    if (focused) slider.focus();
   }
 
   function keepBeside() {
