@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     sys.stderr.write(f"ullage web: the page is at {address} (Ctrl-C ends it)\n")
     if args.open and not webbrowser.open(address):
         sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
-    config = uvicorn.Config(make_app(place), log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(make_app(place), log_level="warning", server_header=False, timeout_graceful_shutdown=2)
     with opened:
         uvicorn.Server(config).run(sockets=[opened])
     return 0
