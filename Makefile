@@ -6,7 +6,7 @@ OUT := out
 # Where it is set, every process that tests start would compile torch and all else again: 12 CPU seconds each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-executor test-ullage test-planner test-capture test-others lint mutation fuzz torture bench device-bundle docs clean
+.PHONY: demo browser test test-all test-executor test-ullage test-planner test-capture test-others lint mutation fuzz torture bench device-bundle docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -22,7 +22,16 @@ demo: $(VENV)/ready
 		--micro-batch 2 --seq-len 256 --output $(OUT)/demo.json
 	$(BIN)/ullage execute $(OUT)/demo.json --iterations 40 --output-dir $(OUT)
 
-test: $(VENV)/ready
+# Reports and the page are tested in a browser: Debian's, where root may install it.
+browser:
+	@[ -z "$$ULLAGE_BROWSER" ] || exit 0; \
+	for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		! command -v $$name > /dev/null || exit 0; done; \
+	[ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
+		|| { apt-get update -qq && apt-get install -qq --yes chromium > /dev/null && exit 0; }; \
+	echo "make: there is no browser, so tests of reports and of the page are skipped; install chromium, or name one in ULLAGE_BROWSER"
+
+test: $(VENV)/ready browser
 	$(BIN)/python -m pytest $(TIMED)
 	$(MAKE) --no-print-directory --keep-going --jobs 3 $(PARTS) lint
 

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from hwprofiles.machine import OtherMachineError as OtherMachineError
     from hwprofiles.profile import HardwareProfile as HardwareProfile
     from hwprofiles.registry import ProfileError as ProfileError
+    from hwprofiles.registry import list_profiles as list_profiles
     from hwprofiles.registry import load_profile as load_profile
+    from hwprofiles.registry import profile_of as profile_of
     from planner.choices.request import Request as Request
     from planner.decisions import Decisions as Decisions
     from planner.decisions import Precision as Precision
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
     from planner.models.config import ModelConfig as ModelConfig
     from planner.models.config import ModelConfigError as ModelConfigError
     from planner.models.config import UnknownModelError as UnknownModelError
+    from planner.models.huggingface import from_hf_config as from_hf_config
+    from planner.models.huggingface import to_hf_config_dict as to_hf_config_dict
+    from planner.models.registry import list_models as list_models
+    from planner.models.registry import packaged_names as packaged_names
     from planner.models.registry import resolve_model as resolve_model
     from planner.plan.document import Plan as Plan
     from planner.plan.document import PlanError as PlanError
@@ -62,14 +68,27 @@ if TYPE_CHECKING:
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture.module import capture_module as capture_module
     from ullage.capture.records import CaptureError as CaptureError
+    from ullage.cli.remedies import Remedy as Remedy
     from ullage.integrations.transformers_trainer import offloaded as offloaded
     from ullage.planning import plan as plan
+    from ullage.planning import what_would_fit as what_would_fit
+    from ullage.report.answers import details as details
+    from ullage.report.answers import explain as explain
+    from ullage.report.answers import page_assets as page_assets
+    from ullage.report.answers import page_data as page_data
+    from ullage.report.answers import report_html as report_html
+    from ullage.report.answers import summary as summary
+    from ullage.report.charts import Part as Part
     from ullage.this_machine.planning import Options as Options
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError
     from ullage.training.preparing import prepare as prepare
     from ullage.training.replanning import Replanned as Replanned
     from ullage.training.replanning import replan as replan
+    from ullage.whatif.asking import study as study
+    from ullage.whatif.prices import Prices as Prices
+    from ullage.whatif.prices import example_prices as example_prices
+    from ullage.whatif.study import Study as Study
 
 # `transformers` imports these, which then warn of kernels for other devices or versions. Nothing here needs them.
 for _noisy in ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree"):
@@ -80,7 +99,7 @@ _IMPORTS = [node for node in ast.walk(ast.parse(Path(__file__).read_bytes())) if
 _MODULE_OF = {name.name: node.module or "" for node in _IMPORTS for name in node.names if name.asname}
 
 __all__ = list(_MODULE_OF)
-__all__.sort(key=str.lower)
+__all__.sort(key=lambda name: (name.lower(), name))
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,8 +14,11 @@ from planner.decisions import Precision
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.plan.document import Plan
+from planner.plan.planning import make_plan as make_plan_alone
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import CHECKPOINTS, Options
+from ullage.cli.remedies import Remedy, remedies_of
+from ullage.output.progress import Report, search_words
 from ullage.rivals import make_plan
 from ullage.this_machine.request import request_here
 
@@ -30,6 +34,9 @@ def plan(
     gpus: int | None = None,
     precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
+    max_simulations: int | None = None,
+    engines: bool = True,
+    progress: Report | None = None,
     **options: Any,
 ) -> Plan:
     """Find the fastest way to train a model on a machine, and prove how far it can be from the best.
@@ -44,6 +51,10 @@ def plan(
             device that multiplies fp32 more than twice as fast. ``Precision(weights="bf16", master="bf16")``: the
             weight is the optimizer's master copy.
         budget_s: time limit of the search in seconds; by default a few seconds.
+        max_simulations: end the search after so many schedules. With 1, the first plan found is returned: the search
+            takes a fraction of the time, and the plan is a few percent slower.
+        engines: whether to compare with other engines, which takes as long as the search.
+        progress: called with the present step in words, the schedules simulated so far, and 0.
         options: what else ``ullage plan`` takes, by the names of studies: ``seq_len``, ``micro_batch``,
             ``num_micro_batches``, ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip``, ``storage``,
             ``kernels``, ``products="fp8"``, ``lora="rank=16"``, ``quantize="nf4"``, ``batches="masked"``,
@@ -61,6 +72,10 @@ def plan(
         )
     if budget_s is not None and (not isinstance(budget_s, int | float) or not 0 < budget_s < math.inf):
         raise ValueError(f"budget_s is {budget_s!r}, but must be a number of seconds above 0")
+    search: dict[str, Any] = {"max_simulations": max_simulations, "budget_s": budget_s}
+    if progress is not None:
+        search["progress"] = lambda best, count: progress(search_words(best, count), count, 0)
+    make = make_plan if engines else make_plan_alone
     named = {"hardware": hardware, "gpus": gpus, "precision": precision}
     given = {name: value for name, value in (named | options).items() if value is not None}
     if isinstance(model, Request):
@@ -69,14 +84,32 @@ def plan(
                 f"{', '.join(given)} cannot be combined with a Request; put them into the request, or give a model "
                 "instead"
             )
-        return make_plan(model, budget_s=budget_s)
-    if unknown := sorted(set(options) - _OPTIONS):
-        raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
-    if "gpus" in given:
-        given["num_devices"] = given.pop("gpus")
+        return make(model, **search)
+    asked = _options(model, given)
     if hardware is None and "memory" not in given:
         _warn_about_default()
-    return make_plan(request_here(Options(model=model, **given)), budget_s=budget_s)
+    return make(request_here(asked), **search)
+
+
+def what_would_fit(model: str | Path, **options: Any) -> Iterator[Remedy]:
+    """Yield changes with which a request that does not fit in memory would fit, as soon as each is found.
+
+    Args:
+        model: name, or path of a ``config.json``.
+        options: what else :func:`plan` takes, beside those of the search.
+
+    Raises:
+        ValueError: the model, machine or option does not exist.
+    """
+    asked = _options(model, {name: value for name, value in options.items() if value is not None})
+    return remedies_of(asked, request_here(asked))
+
+
+def _options(model: Any, given: dict[str, Any]) -> Options:
+    if unknown := sorted(set(given) - _OPTIONS - _OWN - {"gpus"}):
+        raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
+    renamed = {"num_devices" if name == "gpus" else name: value for name, value in given.items()}
+    return Options(model=model, **renamed)
 
 
 def _warn_about_default() -> None:

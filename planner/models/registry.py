@@ -145,6 +145,11 @@ def _entries(place: str) -> dict[str, dict[str, Any]]:
     return table
 
 
+def packaged_names() -> dict[str, str]:
+    """Return the alias of every packaged model by its aliases and hub ids, in lower case."""
+    return dict(_names())
+
+
 @functools.cache
 def _names() -> dict[str, str]:
     entries = (_table() | _captured()).items()

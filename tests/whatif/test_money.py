@@ -4,9 +4,8 @@ from hypothesis import strategies as st
 from made_figures import figures
 
 from hwprofiles.quantity import Provenance
-from ullage.whatif.command import load_example_prices
 from ullage.whatif.money import charged, pareto_front
-from ullage.whatif.prices import Extra, MachinePrice, Prices, load_prices
+from ullage.whatif.prices import Extra, MachinePrice, Prices, example_prices, load_prices
 from ullage.whatif.study import Checkpoints, Cost, Point, Result, StudyRequest, Varied
 from ullage.whatif.values import StudyError
 
@@ -74,7 +73,7 @@ def test_the_front_is_what_nothing_beats(pairs):
 
 
 def test_the_packaged_example_says_that_it_is_one():
-    prices = load_example_prices()
+    prices = example_prices()
     assert "to be replaced" in prices.description
     assert {price.provenance.origin for price in prices.machines.values()} == {"assumed"}
     assert all("to be replaced" in price.provenance.source for price in prices.machines.values())

@@ -9,9 +9,9 @@ from hwprofiles.registry import load_profile
 from planner.schedule.tasks import Lane
 from ullage.output.formatting import si
 from ullage.report.study import sensitivity_table
-from ullage.whatif.command import load_example_prices
 from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine
+from ullage.whatif.prices import example_prices
 from ullage.whatif.questions import answer
 from ullage.whatif.running.point import plan_point
 from ullage.whatif.running.runner import Evaluator
@@ -50,7 +50,7 @@ def test_fits_finds_the_least_that_fits(tiny, tmp_path):
 
 
 def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
-    prices, machine = load_example_prices(), {"hardware": "a100-80", "gpus": "8"}
+    prices, machine = example_prices(), {"hardware": "a100-80", "gpus": "8"}
     _, found = answered(tiny, "cheapest", tmp_path, prices, tokens=2.88e8, deadline_s=600.0, set_=machine)
     in_time = [point for point in found.points if point.cost and point.cost.in_time]
     assert 0 < len(in_time) < len([point for point in found.points if point.cost])
@@ -74,7 +74,7 @@ def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
 
 
 def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
-    _, found = answered(tiny, "upgrade", tmp_path, load_example_prices(), set_={"hardware": "a100-80"})
+    _, found = answered(tiny, "upgrade", tmp_path, example_prices(), set_={"hardware": "a100-80"})
     present, *changes = found.answer.points
     assert found.points[present].settings["change"] == "as it is", "what the others are held against"
     speeds = [found.points[at].figures.tokens_per_s for at in changes]

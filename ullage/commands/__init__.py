@@ -30,6 +30,7 @@ SUMMARIES = {
     "explain": "show what bounds a plan, and what each decision is worth",
     "compare": "compare a prediction with a run",
     "report": "show a plan, a run or a study as one HTML page",
+    "web": "serve a page that answers what training would take",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list, show, compare and check hardware profiles",

@@ -73,7 +73,12 @@ def search_progress() -> Iterator["Callable[[Candidate, int], None] | None"]:
 
         def show(best: "Candidate", num_simulations: int) -> None:
             assert update is not None
-            found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
-            update(f"{num_simulations} schedules simulated, {found}")
+            update(search_words(best, num_simulations))
 
         yield show if update else None
+
+
+def search_words(best: "Candidate", num_simulations: int) -> str:
+    """Return the state of a search in words."""
+    found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
+    return f"{num_simulations} schedules simulated, {found}"

@@ -7,13 +7,13 @@ digests of this page, and load nothing.
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
 
 from hwprofiles import __version__
-from ullage.report.charts import Gantt, Part, Picture, Table
-from ullage.report.interactive import figure, theme
+from ullage.report.charts import Part, Table
+from ullage.report.interactive import theme
+from ullage.report.parts import part_data, table_data
 
 try:
     from jinja2 import Environment, StrictUndefined
@@ -34,7 +34,7 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
     """
     own = files("ullage.report")
     scripts = [get_plotlyjs(), own.joinpath("assets", "page.js").read_text(encoding="utf-8")]
-    ids = [f"part{number}" for number in range(len(parts))]
+    shown = [part_data(part, f"part{number}") for number, part in enumerate(parts)]
     digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -47,15 +47,10 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
         title=titles[0] if len(titles) == 1 else f"{len(parts)} side by side",
         css=_trusted(own.joinpath("assets", "page.css").read_text(encoding="utf-8")),
         scripts=[_trusted(script) for script in scripts],
-        parts=[_part(part, part_id) for part, part_id in zip(parts, ids, strict=True)],
-        overview=overview and _table(overview),
+        parts=shown,
+        overview=overview and table_data(overview),
         themes={name: theme(dark=name == "dark") for name in ("light", "dark")},
-        figures=[
-            figure(picture) | {"id": f"{part_id}-chart-{picture.key}", "part": part_id}
-            for part, part_id in zip(parts, ids, strict=True)
-            for section in part.sections
-            for picture in section.pictures
-        ],
+        figures=[figure for part in shown for figure in part["figures"]],
     )
 
 
@@ -68,26 +63,3 @@ def _trusted(text: str) -> Markup:
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _part(part: Part, part_id: str) -> Mapping[str, Any]:
-    sections = [
-        vars(section) | {"parts": [_shown(shown, part_id) for shown in section.parts]} for section in part.sections
-    ]
-    return vars(part) | {"id": part_id, "sections": sections}
-
-
-def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
-    if isinstance(shown, Table):
-        return {"id": "", **_table(shown)}
-    return {
-        "id": f"{part_id}-chart-{shown.key}",
-        "wide": isinstance(shown, Gantt) or not shown.half,
-        "title": shown.title,
-        "note": shown.note,
-        "table": _table(shown.table),
-    }
-
-
-def _table(table: Table) -> Mapping[str, Any]:
-    return vars(table) | {"words": table.words}

@@ -1,7 +1,6 @@
 """Make and run a study from the options of ``ullage whatif``."""
 
 import argparse
-from importlib.resources import files
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
@@ -11,7 +10,7 @@ from ullage.cli.options import given_flags, known_options
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
-from ullage.whatif.prices import Prices, load_prices
+from ullage.whatif.prices import Prices, example_prices, load_prices
 from ullage.whatif.questions import COMPARES_MACHINES, answer
 from ullage.whatif.running.runner import Evaluator, run_study
 from ullage.whatif.running.store import Store
@@ -137,10 +136,5 @@ def _refuse_options_beside_file(args: argparse.Namespace) -> None:
         raise StudyError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
 
 
-def load_example_prices() -> Prices:
-    """Return the packaged example prices."""
-    return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
-
-
 def _prices(text: str) -> Prices:
-    return load_example_prices() if text == EXAMPLE_PRICES else load_prices(text)
+    return example_prices() if text == EXAMPLE_PRICES else load_prices(text)

@@ -61,8 +61,10 @@ class Space:
 
     Args:
         request: the request of the study.
+        effort: effort for each point. Default: a plan, with a proof if the request asks for one.
 
     Attributes:
+        effort: effort for each point.
         fields: all fields that can be varied.
         axes: the fields that vary.
 
@@ -70,8 +72,9 @@ class Space:
         ValueError: a field or value does not exist, or the values cannot be combined as the design says.
     """
 
-    def __init__(self, request: StudyRequest) -> None:
+    def __init__(self, request: StudyRequest, effort: Effort | None = None) -> None:
         self.request = request
+        self.effort: Effort = effort or ("certify" if request.certify else "plan")
         self._default_hardware = default_hardware()[0]
         self.fields = _fields(request, self._default_hardware)
         self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in request.set.items()}
@@ -96,11 +99,6 @@ class Space:
     def hardware(self) -> str:
         """Name of the machine of points that do not set another."""
         return str(self._set.get("hardware", self._default_hardware))
-
-    @property
-    def effort(self) -> Effort:
-        """Effort for each point."""
-        return "certify" if self.request.certify else "plan"
 
     def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
         """Return the point at some values of axes or other fields.

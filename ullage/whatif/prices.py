@@ -1,5 +1,6 @@
 """The schema of a prices file: the cost of machines."""
 
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -64,6 +65,11 @@ class Prices(Frozen):
     description: str = ""
     machines: dict[str, MachinePrice]
     extras: dict[str, Extra] = Field(default_factory=dict)
+
+
+def example_prices() -> Prices:
+    """Return the packaged example: round figures of rented machines, to be replaced by your own."""
+    return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
 
 
 def load_prices(path: Path | str) -> Prices:

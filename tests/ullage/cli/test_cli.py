@@ -40,6 +40,7 @@ REQUEST = {
     "--memory",
 }
 FLAGS = {
+    "web": {"--port", "--public", "--open"},
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}

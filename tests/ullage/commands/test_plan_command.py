@@ -171,7 +171,7 @@ def no_engines(monkeypatch):
 @pytest.fixture
 def no_remedies(monkeypatch):
     """Let nothing help, which takes long to find out: the planner's own tests do."""
-    monkeypatch.setattr("planner.plan.remedies.what_would_fit", lambda _request, _further: iter(()))
+    monkeypatch.setattr("ullage.cli.remedies.what_would_fit", lambda _request, _further: iter(()))
 
 
 @pytest.mark.usefixtures("no_engines", "no_remedies")
@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, t
             shown.append(capsys.readouterr().err)
             yield f"change {size}", 1.0
 
-    monkeypatch.setattr("planner.plan.remedies.what_would_fit", remedies)
+    monkeypatch.setattr("ullage.cli.remedies.what_would_fit", remedies)
     assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json")]) == 2
     verdict, first = shown
     assert re.fullmatch(r"ullage plan: error: gpt2 does not fit .* lacks .* it is proven .*--gpus.*\n", verdict)

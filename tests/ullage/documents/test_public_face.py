@@ -15,6 +15,21 @@ from executor.checkpoint.files.system_calls import Files
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = {
+    "details",
+    "example_prices",
+    "explain",
+    "from_hf_config",
+    "list_models",
+    "list_profiles",
+    "packaged_names",
+    "page_assets",
+    "page_data",
+    "profile_of",
+    "report_html",
+    "study",
+    "summary",
+    "to_hf_config_dict",
+    "what_would_fit",
     "capture_module",
     "checkpoint_at",
     "load",
@@ -31,6 +46,10 @@ FUNCTIONS = {
     "simulate",
 }
 CLASSES = {
+    "Part",
+    "Prices",
+    "Remedy",
+    "Study",
     "AdamW8bit",
     "AdamWBf16",
     "CapturedInput",
@@ -82,6 +101,8 @@ ERRORS = {
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
+    "BusyError",
+    "QuestionError",
     "CaseError",
     "CertificateError",
     "CheckpointsError",

@@ -199,9 +199,9 @@ def test_a_phone_has_no_need_to_scroll_sideways(browser, report):
 def test_on_paper_all_charts_are_light_and_fit(shown, tmp_path):
     every = "[...document.querySelectorAll('.plot')].every(each => each.layout.paper_bgcolor === '{}')"
     shown.page.emulate_media(color_scheme="dark")
-    shown.until(every.format(COLOURS["paper"].dark))
+    shown.until(every.format(COLOURS["paper"][1]))
     shown.page.emulate_media(media="print", color_scheme="dark")
-    shown.until(every.format(COLOURS["paper"].light))
+    shown.until(every.format(COLOURS["paper"][0]))
     assert shown.run("getComputedStyle(document.querySelector('.top')).display") == "none"
     widths = shown.run(
         "[...document.querySelectorAll('.plot .main-svg')].map(each => each.getBoundingClientRect().width)"
@@ -211,9 +211,9 @@ def test_on_paper_all_charts_are_light_and_fit(shown, tmp_path):
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000
     shown.page.emulate_media(media="screen", color_scheme="dark")
-    shown.until(every.format(COLOURS["paper"].dark))
+    shown.until(every.format(COLOURS["paper"][1]))
     shown.page.emulate_media(color_scheme="light")
-    shown.until(every.format(COLOURS["paper"].light))
+    shown.until(every.format(COLOURS["paper"][0]))
 
 
 def many_tasks() -> Part:

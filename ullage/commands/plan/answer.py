@@ -2,28 +2,22 @@
 
 import argparse
 import atexit
-import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
 from planner.choices.request import Request
-from planner.models.adapters import Lora
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError
 from planner.search import no_garbage_collection
 from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
-from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options, is_captured
-from ullage.cli.request import trained
+from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options
 from ullage.output.formatting import si
 from ullage.output.progress import search_progress, status
 from ullage.rivals import engine_rows, make_plan
@@ -81,17 +75,16 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
 
     Then print the same for every other engine.
     """
-    from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
+    from ullage.cli.remedies import remedies_of  # noqa: PLC0415 - only here
     from ullage.output.plans import engine_line  # noqa: PLC0415 - only here
 
     _print_line(f"error: {error}")
     found = []
     with status("searching for a plan that fits"):
-        for words, iteration_s in what_would_fit(request, functools.partial(_with_adapters, asked)):
-            effect = _effect_words(words)
-            found.append({"change": words, "iteration_s": iteration_s, "effect": effect})
-            time = f"({si(iteration_s, 's')} per iteration before any search)"
-            _print_line(f"it fits with {words} {time}{effect and f': {effect}'}")
+        for remedy in remedies_of(asked, request):
+            found.append(remedy._asdict())
+            time = f"({si(remedy.iteration_s, 's')} per iteration before any search)"
+            _print_line(f"it fits with {remedy.change} {time}{remedy.effect and f': {remedy.effect}'}")
     if not found:
         _print_line("no change that was tried makes it fit")
     rows = []
@@ -111,34 +104,6 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
         }
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return BAD_INPUT
-
-
-def _with_adapters(asked: Options, request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield requests with adapters in place of all weights, and then with quantized frozen weights, if not given."""
-    shared = (asked.tensor_parallel, asked.pipeline_parallel, asked.expert_parallel)
-    if (
-        is_captured(asked.model) or max(count or 1 for count in shared) > 1
-    ):  # models with adapters are captured, and a capture cannot be shared by ranks
-        return
-    ways: list[tuple[str, dict[str, Any]]] = [("--lora rank=16", {"lora": Lora(rank=16)})] if asked.lora is None else []
-    if asked.quantize in {None, "none"}:
-        ways.append((" ".join([*(words for words, _ in ways), "--quantize nf4"]), {"quantize": "nf4"}))
-    changed: dict[str, Any] = {}
-    on_gpu = request.hardware.device.kind == "gpu"
-    for words, options in ways:
-        changed |= options
-        with contextlib.suppress(ValueError):  # a library is missing, or the model has no projections
-            model, seq_len, _ = trained(dataclasses.replace(asked, **changed), request.types, as_on_gpu=on_gpu)
-            yield words, dataclasses.replace(request, model=model, seq_len=seq_len)
-
-
-def _effect_words(words: str) -> str:
-    """Return the effect of a change on training, beside memory; empty if it has none."""
-    if "--lora" in words:
-        return "only adapters are trained; all other weights stay as they are" + (
-            ", rounded to 4 bits" if "--quantize" in words else ""
-        )
-    return "the frozen weights are rounded to 4 bits" if "--quantize" in words else ""
 
 
 def _print_line(words: str) -> None:

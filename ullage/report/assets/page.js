@@ -1,9 +1,8 @@
 "use strict";
 // Draws the charts of a report: in the colours of the theme, linked along the time of the iteration, and on paper.
 (() => {
-  const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const figures = read("figures");
-  const themes = read("themes");
+  let figures = [];
+  let themes = {};
   const paper = window.matchMedia("print");
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const coarse = window.matchMedia("(pointer: coarse)").matches;
@@ -235,6 +234,7 @@
 
   // One after another, so that the page answers meanwhile.
   function drawInTurn(rest) {
+    if (rest.length > 0 && !figures.includes(rest[0])) return; // others took their place
     if (rest.length === 0) {
       document.documentElement.dataset.drawn = "yes";
       return;
@@ -287,5 +287,12 @@
   window.addEventListener("afterprint", () => print(false));
   paper.addEventListener("change", (event) => print(event.matches));
 
-  drawInTurn(figures);
+  // Draws figures in place of those before; their places are in the page.
+  window.ullageCharts = (newFigures, newThemes) => {
+    for (const id of Object.keys(state)) delete state[id];
+    [figures, themes] = [newFigures, newThemes];
+    drawInTurn(figures);
+  };
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  if (document.getElementById("figures")) window.ullageCharts(read("figures"), read("themes"));
 })();

@@ -27,7 +27,7 @@ _PACKAGES: Final = ("hwprofiles", "planner")
 
 Effort = Literal["plan", "certify", "fit"]
 """Effort for a point: a plan as by `ullage plan`; the same with a proof of its gap; or only the first plan that
-fits."""
+fits, without other engines."""
 
 
 def digest_of(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> str:
@@ -68,7 +68,7 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
             found, chosen = find(request, max_simulations=1 if effort == "fit" else None), None
         else:
             found, chosen = _with_checkpoints(request, checkpoints)
-        figures = _figures(request, found, certify=effort == "certify")
+        figures = _figures(request, found, certify=effort == "certify", engines=effort != "fit")
         return Result(status="fits", figures=figures.model_copy(update={"checkpoints": chosen}))
     except InfeasibleError as error:
         return Result(
@@ -82,9 +82,10 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointRequest 
         return Result(status="failed", reason=f"{type(error).__name__}: {_line(error)}")
 
 
-def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
+def _figures(request: Request, found: Found, *, certify: bool, engines: bool) -> Figures:
     seen, decided = found.prediction, found.decisions
     certificate = found.certificate() if certify else None
+    beside = engines_beside(found) if engines else {}
     return Figures(
         **dict(seen),
         tokens_per_iteration=Workload(found.own.setup.units, request.seq_len).tokens(decided),
@@ -92,9 +93,7 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
         num_nodes=-(-decided.num_devices // request.hardware.devices_per_node),
         choice=decided.words,
         placement=describe(decided, found.own.setup.units),
-        engines={
-            name: None if row.missing_bytes else row.iteration_s for name, (_, row) in engines_beside(found).items()
-        },
+        engines={name: None if row.missing_bytes else row.iteration_s for name, (_, row) in beside.items()},
         bound_s=certificate.bound_s if certificate else None,
         gap=certificate.gap(seen.iteration_s) if certificate else None,
         num_simulations=found.num_simulations,

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
     """Results in a file.
 
     Args:
-        path: path of the file, which is made if it does not exist.
+        path: path of the file, which is made if it does not exist; ``None``: a temporary file without a name.
 
     Attributes:
         results: the results of finished points by their keys.
@@ -37,9 +38,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("a+b", buffering=0)
+    def __init__(self, path: Path | None) -> None:
+        self.path = path or "a temporary file"
+        opened = tempfile.TemporaryFile("a+b", buffering=0) if path is None else path.open("a+b", buffering=0)  # noqa: SIM115
+        self._file = opened
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.look_again()

@@ -1,0 +1,350 @@
+"""The page without a browser: what it answers, what it refuses, and what it never does."""
+
+import ast
+import copy
+import http.client
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serving import QUICK, Served
+
+import ullage
+from ullage.main import main
+from ullage.web.app import Place
+from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ullage.to_hf_config_dict(ullage.resolve_model("tinyllama-1.1b")) | {"num_hidden_layers": 3}
+PROFILE = ullage.load_profile("h100").model_dump(mode="json", exclude_none=True)
+
+
+def result(served: Served, kind: str = "answer", **asked: object) -> dict:
+    status, lines = served.ask(kind, QUICK | asked)
+    assert status == 200
+    assert "result" in lines[-1], lines[-1]
+    return lines[-1]["result"]
+
+
+def test_only_public_names_are_used() -> None:
+    for path in (ROOT / "ullage" / "web").glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        imported = {
+            name
+            for node in ast.walk(tree)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        ours = {name for name in imported if name.split(".")[0] in {"ullage", "planner", "hwprofiles", "executor"}}
+        assert all(name == "ullage" or name.startswith("ullage.web") for name in ours), (path, ours)
+        used = {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ullage"
+        }
+        assert used <= set(ullage.__all__)
+
+
+def test_an_answer_is_that_of_the_command_line(served: Served) -> None:
+    found = result(served)
+    plan_text = result(served, "plan")
+    plan = ullage.Plan.model_validate_json(plan_text)
+    assert found["numbers"]["iteration_s"] == plan.prediction.iteration_s
+    assert found["command"] == "ullage plan --model opt-125m --hardware h100 --gpus 1"
+    assert found["part"]["sentence"] == ullage.summary(plan).sentence
+    call = ast.parse(found["python"]).body[1].value
+    assert ast.literal_eval(call.args[0]) == "opt-125m"
+    assert {each.arg: ast.literal_eval(each.value) for each in call.keywords} == {"hardware": "h100", "gpus": 1}
+
+
+def test_every_option_reaches_the_command_and_the_planner() -> None:
+    asked = Question(
+        **QUICK,
+        gpus=8,
+        seq_len=512,
+        step_tokens=8192,
+        how="qlora",
+        rank=4,
+        optimizer="lion",
+        precision="fp8",
+        storage="nvme",
+    )
+    words = asked.command()
+    for part in (
+        "--gpus 8",
+        "--seq-len 512",
+        "--global-batch 16",
+        "--lora rank=4",
+        "--quantize nf4",
+        "--optimizer lion",
+        "--storage nvme",
+        "--precision bf16,products=fp8",
+    ):
+        assert part in words
+    assert "global_batch=16" in asked.python()
+
+
+def test_reasons_details_reports_sweeps_and_remedies(served: Served) -> None:
+    result(served)
+    why = result(served, "why")
+    assert {"fits", "speed", "best", "peaks", "engines"} <= set(why)
+    assert why["best"]["about"]["proof"]
+    details = result(served, "details")
+    assert "gantt" in {figure["key"] for figure in details["figures"]}
+    report = result(served, "report")
+    assert report.startswith("<!doctype html>")
+    swept = result(served, "sweep", axis="gpus")
+    assert [point["value"] for point in swept["points"]] == ["1", "2", "4", "8", "16", "32", "64"]
+    speeds = [point["tokens_per_s"] for point in swept["points"] if point["tokens_per_s"]]
+    assert speeds == sorted(speeds)
+    misfit = result(served, model="opt-2.7b", machine="epyc-turin-2c")
+    assert not misfit["fits"]
+    assert misfit["missing_bytes"]
+    assert misfit["remedies"]
+
+
+def test_files_of_visitors_are_planned(served: Served) -> None:
+    found = result(served, model="my model.json", config=LLAMA, machine="Büro 1", profile=PROFILE)
+    assert found["part"]["title"] == "my-model on 1 device of b-ro-1"
+    assert "--model my-model/config.json --hardware b-ro-1.json" in found["command"]
+    same = result(served, model="my-model", config=LLAMA)
+    assert found["numbers"]["iteration_s"] == same["numbers"]["iteration_s"]
+    assert found["numbers"]["per_device_hour"] is None
+
+
+def test_equal_questions_are_planned_once(served: Served) -> None:
+    first = result(served, seq_len=256)
+    before = served.jobs.num_started
+    assert result(served, seq_len=256, tokens=1e12, days=3) == first
+    assert served.jobs.num_started == before
+
+
+def test_who_leaves_ends_the_work(served: Served) -> None:
+    connection = http.client.HTTPConnection("localhost", served.port)
+    body = json.dumps({"model": "llama-3-70b", "machine": "h100", "gpus": 8, "step_tokens": 2**22, "seq_len": 4096})
+    connection.request("POST", "/api/cheapest", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.readline()
+    assert served.jobs.num_running == 1
+    answer.close()
+    connection.close()
+    for _ in range(1500):
+        if not served.jobs.num_running:
+            break
+        time.sleep(0.02)
+    assert served.jobs.num_running == 0
+
+
+def test_what_takes_too_much_is_one_line(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ullage.web.worker import Limits  # noqa: PLC0415
+
+    monkeypatch.setattr(served.jobs, "limits", Limits(memory_bytes=1 << 20, cpu_s=100))
+    status, lines = served.ask("answer", QUICK | {"seq_len": 320})
+    assert status == 200
+    assert "memory" in lines[-1]["error"]
+    monkeypatch.setattr(served.jobs, "limits", Limits(cpu_s=1))
+    _, lines = served.ask("cheapest", {"model": "llama-3-70b", "seq_len": 320})
+    assert "more memory or time" in lines[-1]["error"]
+    monkeypatch.setattr(served.jobs, "limits", Limits())
+    monkeypatch.setattr(served.jobs, "most_s", 0.5)
+    _, lines = served.ask("cheapest", {"model": "llama-3-70b", "seq_len": 384})
+    assert "takes longer" in lines[-1]["error"]
+
+
+def test_a_question_that_is_too_long_is_not_read(served: Served) -> None:
+    status, lines = served.ask("answer", b" " * MOST_BYTES + b"{}")
+    assert status == 400
+    assert "is longer than" in lines[0]["error"]
+
+
+def test_too_many_at_once_are_asked_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.jobs, "most_waiting", -2)
+    status, body, headers = served.request("POST", "/api/answer", json.dumps(QUICK | {"seq_len": 448}).encode())
+    assert (status, headers["retry-after"]) == (503, "60")
+    assert "try again" in json.loads(body)["error"]
+
+
+def test_headers_are_those_that_owasp_asks_for(served: Served) -> None:
+    for path in ("/", "/assets/web.js", "/api/choices", "/nothing"):
+        _, _, headers = served.request("GET", path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cross-origin-opener-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 421),
+        ({"host": "localhost.evil.example"}, 421),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"}, 403),
+        ({"content_type": "text/plain"}, 415),
+        ({"content_type": "application/x-www-form-urlencoded"}, 415),
+        ({"host": "plans.example.org"}, 200),
+        ({"host": "plans.example.org:80", "origin": "http://plans.example.org:80"}, 200),
+    ],
+)
+def test_other_hosts_and_sites_are_refused(served: Served, headers: dict[str, str], status: int) -> None:
+    found, lines = served.ask("answer", QUICK, **headers)
+    assert found == status
+    assert status == 200 or "error" in lines[0]
+
+
+PATHS = [
+    "/etc/passwd", "../../etc/passwd", "~/.ssh/id_rsa", "~", ".", "..", "/", "/proc/self/environ", "file:///etc/passwd",
+    "./config.json", "models/config.json", "models/llama", "C:\\windows\\win.ini", "\\\\host\\share", "%2e%2e%2fetc",
+    "....//....//etc/passwd", "/dev/stdin", "/dev/zero", "/dev/fd/0", "os:getcwd", "canary:make", "subprocess:run",
+    "builtins:exec", "a.b.c:d", "__main__:x", "llama-3-8b\0", "llama-3-8b\n", " llama-3-8b", "llama-3-8b/../x",
+    "https://example.org/config.json", "hf://x/y", "s3://x", "org/model", "-h", "--help", "--model=x", "$(id)", "`id`",
+    "; id", "| id", "&& id", "{{7*7}}", "${7*7}", "%s%s%n", "local", "LOCAL", "null", "None", "0", "\u202egnp.exe",
+    "'; DROP TABLE models; --", "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "javascript:alert(1)",
+    "x" * 101, "\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace"),
+]  # fmt: skip
+NUMBERS = [
+    0,
+    -1,
+    1.5,
+    10**9,
+    2**63,
+    2**64,
+    10**30,
+    10**400,
+    1e300,
+    -0.0,
+    "1",
+    "",
+    None,
+    True,
+    [],
+    {},
+    [1],
+    "0x10",
+    "1e3",
+]
+FIELDS = ("gpus", "seq_len", "step_tokens", "rank")
+WORDS = ["", "x", "FULL", "full ", 1, None, [], {}, "../x", "<b>", "x" * 10_000, "\0"]
+KINDS = ("how", "optimizer", "precision", "storage", "axis")
+TEXTS = [
+    b"", b"{", b"[]", b"1", b"null", b'"x"', b"\xff\xfe", b"{}garbage", b"[" * 100_000, b'{"a":' * 50_000,
+    b'{"gpus": NaN}', b'{"gpus": Infinity}', b'{"tokens": -Infinity}', b'{"gpus": ' + b"9" * 5000 + b"}",
+    b'{"unknown": 1}', b'{"__class__": "x"}', b'{"config": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    b"x" * (256 * 1024 + 1), pickle.dumps({"model": "x"}), b"PK\x03\x04", b"\x1f\x8b\x08",
+    b'{"model": "llama-3-8b", "config": 1}', b'{"profile": "/etc/passwd"}', b'{"profile": []}', b'{"config": {}}',
+    b'{"profile": {}}', b'{"step_tokens": 100}', b'{"step_tokens": 100, "seq_len": 64}',
+]  # fmt: skip
+CONFIGS = [
+    {"model_type": "llama"}, LLAMA | {"num_hidden_layers": 10**9}, LLAMA | {"hidden_size": -1},
+    LLAMA | {"num_hidden_layers": "2; rm -rf /"}, LLAMA | {"vocab_size": 10**30}, LLAMA | {"hidden_size": 1e99},
+    LLAMA | {"model_type": "os"}, LLAMA | {"model_type": "bert"}, LLAMA | {"model_type": ["llama"]},
+    LLAMA | {"model_type": "../x"}, LLAMA | {"num_attention_heads": 0}, LLAMA | {"rope_scaling": 1, "hidden_act": "id"},
+]  # fmt: skip
+PROFILES = [
+    {"schema_version": 10**9}, {"schema_version": "1"}, PROFILE | {"devices_per_node": -1}, PROFILE | {"device": None},
+    PROFILE | {"unknown": {"a": 1}}, PROFILE | {"devices_per_node": "eight"}, PROFILE | {"name": 1},
+    PROFILE | {"host": {"memory_bytes": "x"}},
+]  # fmt: skip
+
+
+def hostile() -> list[bytes]:
+    asked: list[object] = [QUICK | {"model": text} for text in PATHS]
+    asked += [QUICK | {"machine": text} for text in PATHS]
+    asked += [QUICK | {name: value} for name in FIELDS for value in NUMBERS if value is not None or name == "gpus"]
+    asked += [QUICK | {name: text} for name in KINDS for text in WORDS if text is not None or name == "how"]
+    asked += [QUICK | {"config": config} for config in CONFIGS]
+    asked += [QUICK | {"profile": profile} for profile in PROFILES]
+    return [json.dumps(each).encode() for each in asked] + TEXTS
+
+
+def test_hostile_questions_have_no_effect_but_one_line(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "canary.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w').close()\ndef make(): ...\n")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "h.json").write_text(json.dumps(PROFILE))
+    sys.path.insert(0, str(tmp_path))  # jobs look for modules where this process does
+    try:
+        own = [QUICK | {"model": str(tmp_path)}, QUICK | {"model": str(tmp_path / "config.json")}]
+        own += [QUICK | {"machine": str(tmp_path / "h.json")}, QUICK | {"model": "canary:make"}]
+        bodies = hostile() + [json.dumps(each).encode() for each in own]
+        assert len(bodies) >= 200
+        for body in bodies:
+            status, text, _ = served.request("POST", "/api/answer", body)
+            lines = [json.loads(line) for line in text.splitlines()]
+            assert status in {200, 400}, (body[:200], text)
+            assert [name for line in lines for name in line if name != "progress"] == ["error"], (body[:200], lines)
+            error = lines[-1]["error"]
+            assert "\n" not in error
+            assert 5 < len(error) <= 1000
+            assert not any(word in error for word in ("Traceback", "ullage-web-", "failed (", "site-packages")), error
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not (tmp_path / "touched").exists()
+    assert served.jobs.num_running == 0
+    assert result(served)["fits"]
+    for path in ("/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/app.py", "/etc/passwd", "/api/", "/docs"):
+        assert served.request("GET", path)[0] in {404, 405}
+
+
+def test_only_this_machines_user_names_models_on_its_disk() -> None:
+    text = json.dumps(QUICK | {"model": "org/model"}).encode()
+    with pytest.raises(QuestionError, match="no model is called"):
+        question_of(text, public=True)
+    assert question_of(text, public=False).model == "org/model"
+    for path in set(PATHS) - {"org/model", "models/llama", "models/config.json", "null", "None", "0"}:
+        try:
+            found = question_of(json.dumps(QUICK | {"model": path}).encode(), public=False).model
+        except QuestionError:
+            continue
+        assert not Path(found).exists()
+
+
+def test_the_command_serves_until_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["web", "--port", str(port)]) == 2
+        assert "give another one" in capsys.readouterr().err
+    command = [sys.executable, "-m", "ullage", "web", "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert f"http://localhost:{port}/" in process.stderr.readline()
+    connection = http.client.HTTPConnection("localhost", port)
+    connection.request("GET", "/")  # it listens already, and answers when it is ready
+    assert b"What would it take" in connection.getresponse().read()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait() == 130
+    assert process.stderr.readline() == "ullage web: interrupted\n"
+    os.killpg(process.pid, signal.SIGKILL)  # what jobs would have been forked from may still import
+
+
+def test_other_servers_know_the_page_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Place.of_environment() == Place()
+    monkeypatch.setenv("ULLAGE_WEB_HOSTS", "A.example, b.example")
+    place = Place.of_environment()
+    assert place.public
+    assert {"a.example", "b.example"} < place.hosts
+    monkeypatch.setenv("SPACE_HOST", "me-page.hf.space")
+    assert Place.of_environment().frames == "https://huggingface.co"
+    assert "me-page.hf.space" in Place.of_environment().hosts
+    assert callable(importlib.import_module("ullage.web.app").app)
+
+
+def test_hub_ids_of_packaged_models_are_their_names() -> None:
+    asked = question_of(json.dumps({"model": "Facebook/OPT-125m"}).encode(), public=True)
+    assert asked.model == "opt-125m"
+    assert copy.copy(asked).key("answer") == asked.key("plan").replace('"plan"', '"answer"')

@@ -1,0 +1,58 @@
+"""``ullage web``: the page on this machine, or for others."""
+
+import argparse
+import socket
+import sys
+import webbrowser
+
+from ullage.cli.arguments import positive_int
+from ullage.commands import Subparsers, command_parser
+
+_PORT = 8321
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "web",
+        run,
+        "Serve a page on which a model and a machine are chosen, and which answers whether it fits, how fast it\n"
+        "trains, what that costs, why, and how far it is from the best possible. The page needs no network. Without\n"
+        "--public, only this machine reaches it.",
+        """
+        ullage web --open
+        ullage web --public plans.example.org --port 80
+        """,
+    )
+    parser.add_argument("--port", type=positive_int, default=_PORT, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--public",
+        metavar="HOST",
+        help="serve others too, who reach the page under this host name. Models that are only on this machine's disk, "
+        "and this machine's own profile, are then unknown",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the end."""
+    from ullage.web.app import LOCAL, Place, make_app  # noqa: PLC0415 - it may be missing, and the planner is slow to import
+
+    import uvicorn  # noqa: PLC0415 # isort: skip
+
+    if args.port > 65535:
+        raise ValueError(f"--port {args.port} is no port; give a number of at most 65535")
+    place = Place(LOCAL | {args.public.lower()}, public=True) if args.public else Place()
+    try:
+        opened = socket.create_server(("0.0.0.0" if args.public else "127.0.0.1", args.port))  # noqa: S104 - asked for
+    except OSError as error:
+        raise ValueError(f"--port {args.port}: {error.strerror}; give another one") from error
+    address = f"http://{args.public or 'localhost'}:{args.port}/"
+    sys.stderr.write(f"ullage web: the page is at {address} (Ctrl-C ends it)\n")
+    if args.open and not webbrowser.open(address):
+        sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
+    config = uvicorn.Config(make_app(place), log_level="warning", server_header=False, timeout_graceful_shutdown=2)
+    with opened:
+        uvicorn.Server(config).run(sockets=[opened])
+    return 0

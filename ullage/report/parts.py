@@ -1,0 +1,39 @@
+"""Parts of a report as data for a page: texts and tables, and the figures that the page's script draws."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ullage.report.charts import Gantt, Part, Picture, Table
+from ullage.report.interactive import figure
+
+
+def part_data(part: Part, part_id: str) -> dict[str, Any]:
+    """Return a part as data for JSON; ``part_id`` is unique on its page."""
+    sections = [
+        vars(section) | {"parts": [_shown(shown, part_id) for shown in section.parts]} for section in part.sections
+    ]
+    figures = [
+        figure(picture) | {"id": f"{part_id}-chart-{picture.key}", "part": part_id}
+        for section in part.sections
+        for picture in section.pictures
+    ]
+    facts = [dataclasses.asdict(fact) for fact in part.facts]
+    return vars(part) | {"id": part_id, "facts": facts, "sections": sections, "figures": figures}
+
+
+def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
+    if isinstance(shown, Table):
+        return {"id": "", **table_data(shown)}
+    return {
+        "id": f"{part_id}-chart-{shown.key}",
+        "wide": isinstance(shown, Gantt) or not shown.half,
+        "title": shown.title,
+        "note": shown.note,
+        "table": table_data(shown.table),
+    }
+
+
+def table_data(table: Table) -> dict[str, Any]:
+    """Return a table as data for JSON, with which of its columns are text."""
+    return vars(table) | {"words": table.words}
