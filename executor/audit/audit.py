@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -155,13 +155,13 @@ class Audit:
         self._samples: defaultdict[Any, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
         self._undo, self._watchers = contextlib.ExitStack(), contextlib.ExitStack()
         self._ours: frozenset[int] = frozenset()
-        self._call: Callable[[], int] = lambda: 1
+        self._call: Callable[[], Hashable] = lambda: 1
         self._begin()
 
-    def bound(self, hooks: frozenset[int], call: Callable[[], int]) -> None:
+    def bound(self, hooks: frozenset[int], call: Callable[[], Hashable]) -> None:
         """Note the ids of the hooks by which the session follows the model, which a plain run leaves out.
 
-        ``call`` returns the number of the step's call that runs.
+        ``call`` returns the step's call that runs, and the tile of sequences.
         """
         self._ours, self._call = hooks, call
         for case in self._all:  # now: a module that is called has looked up its forward before any hook runs
