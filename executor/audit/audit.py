@@ -324,7 +324,7 @@ class Audit:
         edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
         begun = torch._C._autograd._get_sequence_nr()
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
-        with outputs_inside(case.module, empty=self._compiles) as inside:
+        with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as inside:
             output = forward(*args, **kwargs)
         own = {id(leaf) for leaf in tree_leaves(output)}
         case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]

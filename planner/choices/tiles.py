@@ -102,13 +102,16 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
     return tokens if tokens < batch.num_tokens else None
 
 
-def segment_tile_of(batch: Batch, units: tuple[Unit, ...], device: Device) -> int | None:
+def segment_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device) -> int | None:
     """Return the sequences of a tile that are worth comparing with all at once; ``None`` if none are.
 
+    Blocks of captured models may mix sequences (batch norm), so they compute tiles only if that is asked for.
     Arguments as for :func:`tile_of`.
     """
     layer_bytes, size = _layer_bytes(units), batch.micro_batch
-    if batch.kernels != "transformers" or layer_bytes < _WORTH_OF_LAYERS * device.memory_bytes.value:
+    if isinstance(model, CapturedModel) or batch.kernels != "transformers":
+        return None
+    if layer_bytes < _WORTH_OF_LAYERS * device.memory_bytes.value:
         return None
     most = _SEGMENT_TILE * device.memory_bytes.value / (layer_bytes / batch.micro_batch)
     while size % 2 == 0 and size > most and size // 2 * batch.seq_len >= _LEAST_LAYER_TOKENS[device.kind]:

@@ -98,8 +98,8 @@ def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
         if layers is None and sequences is None:
             tokens = layer_tile_of(model, batch, _units(model, batch), device)
             ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
-            tile = segment_tile_of(batch, _units(model, batch), device)
-            ways += _passing(request, with_tiles(found[0], batch.num_tokens, sequences=tile))
+            tile = segment_tile_of(model, batch, _units(model, batch), device)
+            ways.append(with_tiles(found[0], batch.num_tokens, sequences=tile))
         if loss is None:
             # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
             # it.
@@ -110,13 +110,6 @@ def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
         else:
             found += ways
     yield from dict.fromkeys(found)
-
-
-def _passing(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield a choice if the model's layers can compute tiles of sequences."""
-    with contextlib.suppress(ModelConfigError):
-        _units(request.model, request.batch(choice))
-        yield choice
 
 
 def _check_segment_tiles(choice: Choice, sequences: int | None) -> None:
