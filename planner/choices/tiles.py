@@ -25,7 +25,8 @@ from planner.models.config import ModelConfigError
 from planner.models.formulas.ends import tiled_logit_bytes
 from planner.models.sharding import share
 
-# Tiles are compared if logits, or one layer, take at least such a share of the device's memory.
+# Tiles are compared if logits, or one layer, take at least such a share of the device's memory: logits, and sequences
+# that pass a layer, at least the first one.
 _WORTH, _WORTH_OF_LAYERS = 0.1, 0.2
 # Tokens of a tile, by kind of device. With fewer, a product takes longer to read its weight than to compute.
 _LEAST_TOKENS = {"gpu": 256, "host": 32}
@@ -111,7 +112,7 @@ def segment_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device:
     layer_bytes, size = _layer_bytes(units), batch.micro_batch
     if isinstance(model, CapturedModel) or batch.kernels != "transformers":
         return None
-    if layer_bytes < _WORTH_OF_LAYERS * device.memory_bytes.value:
+    if layer_bytes < _WORTH * device.memory_bytes.value:
         return None
     most = _SEGMENT_TILE * device.memory_bytes.value / (layer_bytes / batch.micro_batch)
     while size % 2 == 0 and size > most and size // 2 * batch.seq_len >= _LEAST_LAYER_TOKENS[device.kind]:

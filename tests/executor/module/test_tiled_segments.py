@@ -134,6 +134,28 @@ def test_two_ranks_give_the_bits_of_one_process(processes, monkeypatch, zero_sta
     assert_same_bits(processes.call(2, trained, task, decisions), rank_references.reference(task, 2, decisions))
 
 
+@pytest.mark.part(2)
+@pytest.mark.parametrize(
+    ("degrees", "family"),
+    [
+        ({"tensor_parallel": 2}, "llama-shared"),
+        ({"tensor_parallel": 2}, "mixtral-shared"),
+        ({"data_parallel": 2, "expert_parallel": 2, "expert_units": 2}, "mixtral-shared"),
+    ],
+    ids=str,
+)
+def test_ranks_share_layers_and_experts(processes, degrees, family):
+    task = Task(family, torch.float32, iterations=3)
+    expected, found = (
+        processes.call(2, trained, task, decide(task, mixed, **degrees, **tiles)) for tiles in ({}, TILES)
+    )
+    for (seen, final), (losses, whole) in zip(found, expected, strict=True):
+        assert seen == pytest.approx(losses, rel=1e-5)
+        for name, weight in whole.items():
+            own, other = (torch.from_numpy(each.copy()).view(torch.float32) for each in (final[name], weight))
+            torch.testing.assert_close(own, other, rtol=1e-3, atol=2e-4, msg=name)
+
+
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_the_audit_compares_with_all_sequences_at_once(activations):
     task = Task("llama", torch.float32, iterations=2)
