@@ -344,8 +344,9 @@ class Audit:
             case.why_not = "its output is not an ordinary tensor"
         elif any(view._version != version for view, version in views):
             case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
-        elif (self._compiles or self._undivided) and state.has_drawn(before):
-            who = "it is compiled, and draws" if self._compiles else "ranks divide it, and draw"
+        elif (self._compiles or self._undivided or case.in_tiles) and state.has_drawn(before):
+            who = "ranks divide it, and draw" if self._undivided else "tiles of sequences pass it, and draw"
+            who = "it is compiled, and draws" if self._compiles else who
             case.why_not = f"{who} other random numbers"
         return output
 

@@ -168,6 +168,16 @@ def test_the_audit_compares_with_all_sequences_at_once(activations):
         assert session.num_left == 0
 
 
+def test_the_audit_says_that_tiles_draw_other_random_numbers():
+    task = Task("gpt2", torch.float32, iterations=1)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute"), **TILES), audit="first")
+    with optimizer.session as session:
+        train(task, model, optimizer)
+        said = "tiles of sequences pass it, and draw other random numbers"
+        assert session.audit.result.left_out == {"transformer.h.2": said}
+        assert session.audit.result.num_passes == 3
+
+
 @pytest.mark.parametrize("sizes", [(3, 2), (1, 2), (2, 1)], ids=str)
 def test_batches_of_other_sizes_train(sizes):
     """Three sequences pass in two tiles; one leaves the plan."""
