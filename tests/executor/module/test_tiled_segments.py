@@ -178,6 +178,19 @@ def test_the_audit_says_that_tiles_draw_other_random_numbers():
         assert session.audit.result.num_passes == 3
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_tiles_see_no_keys_of_others_in_a_cache(activations):
+    task = Task("llama", torch.float32, iterations=2)
+    expected = make_model(task)
+    expected.config.use_cache = True
+    losses = train(task, expected, ReferenceOptimizer(make_optimizer(task, expected)))
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", activations), **TILES))
+    model.config.use_cache = True
+    with optimizer.session as session:
+        assert train(task, model, optimizer) == pytest.approx(losses, rel=1e-5)
+        assert session.num_left == 0
+
+
 @pytest.mark.parametrize("sizes", [(3, 2), (1, 2), (2, 1)], ids=str)
 def test_batches_of_other_sizes_train(sizes):
     """Three sequences pass in two tiles; one leaves the plan."""
@@ -335,15 +348,15 @@ def test_what_cannot_be_cut_is_refused(kind, message):
 @pytest.mark.part(2)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_the_ledger_has_the_memory_of_tiles(processes, activations):
-    """What comes and goes, within a few per cent."""
-    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 61}
+    """What comes and goes, within a few per cent: layers' inputs and outputs are a good part of it."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 7}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, use_cache=False)
-    batch = Batch(8, 64, 4, segment_tile_sequences=2)
+    batch = Batch(16, 32, 4, segment_tile_sequences=2)
     found = units(build_graph(from_hf_config(config.to_dict(), "tiled"), batch))
     decisions = Decisions(
         policy="test",
         precision=Precision(weights="fp32"),
-        micro_batch=8,
+        micro_batch=16,
         segment_tile_sequences=2,
         units={
             unit.name: UnitDecision(
@@ -356,4 +369,4 @@ def test_the_ledger_has_the_memory_of_tiles(processes, activations):
     simulation = run_until_steady(lower(found, decisions, asynchronous=False), cost)
     predicted = memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.GPU].peak_bytes
     for static_bytes, dynamic_bytes in processes.call(1, metered, config, batch, decisions):
-        assert predicted - static_bytes == pytest.approx(dynamic_bytes, rel=0.05)
+        assert predicted - static_bytes == pytest.approx(dynamic_bytes, rel=0.03)
