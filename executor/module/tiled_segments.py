@@ -39,7 +39,7 @@ _REMEDY = "plan without --tiles segment"
 
 @dataclasses.dataclass
 class _Batch:
-    """The sequences of the model's call that is under way."""
+    """The sequences of the model's call that is under way; 0 where only a part of the model is called."""
 
     num_sequences: int = 0
 
@@ -47,6 +47,10 @@ class _Batch:
         """Take the first dimension of the first input; a hook before the model's forward."""
         first = next((tensor for _, tensor in named_inputs(args, kwargs) if tensor.dim()), None)
         self.num_sequences = 0 if first is None else len(first)
+
+    def forget(self, *_: object) -> None:
+        """The call has ended, or failed; a hook."""
+        self.num_sequences = 0
 
 
 def tile_segments(
@@ -61,6 +65,7 @@ def tile_segments(
     """
     batch = _Batch()
     yield model.register_forward_pre_hook(batch.note, prepend=True, with_kwargs=True).remove
+    yield model.register_forward_hook(batch.forget, always_call=True).remove
     paths = {module: path for path, module in model.named_modules()}
     for module, (names, num_tiles) in tiled.items():
         segment = TiledSegment(module, paths[module], names, num_tiles, callbacks, batch)
@@ -93,7 +98,7 @@ class TiledSegment:
         Raises:
             BindingError: arguments or outputs cannot be cut into tiles.
         """
-        num_sequences = self._batch.num_sequences
+        num_sequences = self._batch.num_sequences or _leading(args, kwargs)
         if not torch.is_grad_enabled() or in_backward() or num_sequences == 1:
             return self._run(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
@@ -156,6 +161,12 @@ class TiledSegment:
                 f"nothing about each of them, so tiles cannot be put together; {_REMEDY}"
             )
         return torch.cat(column)
+
+
+def _leading(*given: Any) -> int:
+    """Return the first dimension of the first tensor of floating-point numbers; 0 if there is none."""
+    floats = (leaf for leaf in tensors_of(given) if leaf.is_floating_point() and leaf.dim())
+    return next(map(len, floats), 0)
 
 
 def _has_sequences(leaf: Any, num_sequences: int) -> bool:

@@ -8,9 +8,10 @@ import rank_references
 import torch
 import transformers
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from programs import programs, run
 from rank_programs import metered, trained
 from ranks import assert_same_bits
 from torch import nn
@@ -18,6 +19,7 @@ from training import (
     ReferenceOptimizer,
     Task,
     assert_same,
+    batches,
     decide,
     make_model,
     make_optimizer,
@@ -57,6 +59,8 @@ def one_by_one(model):
 
 def _each(run):
     def forward(hidden, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return run(hidden, *args, **kwargs)
         found = [run(row, *args, **kwargs) for row in hidden.split(1)]
         return torch.cat(found) if torch.is_tensor(found[0]) else (torch.cat([row for row, *_ in found]),)
 
@@ -78,6 +82,19 @@ def in_memory(task):
 def test_any_plan_gives_the_bits_of_tiles_in_memory(plan, seed):
     task, decisions = plan
     assert_same(planned(task, decisions, delays=seed), in_memory(task))
+
+
+@settings(max_examples=examples(40), deadline=None, phases=[Phase.generate])
+@given(plans(degrees=TILES, max_norm=0.5), programs())
+def test_so_does_any_program_that_leaves_the_plan(plan, program):
+    task, decisions = plan
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session as session:
+        seen = run(program, model, optimizer, batches(task), task.max_norm)
+        final = {name: weight.clone() for name, weight in session.full_parameters().items()}
+    model = one_by_one(make_model(task))
+    optimizer = ReferenceOptimizer(make_optimizer(task, model))
+    assert_same((seen, final), (run(program, model, optimizer, batches(task), task.max_norm), weights(model)))
 
 
 def test_weights_come_twice_and_gradients_leave_once():
@@ -200,11 +217,11 @@ def test_batches_of_other_sizes_train(sizes):
     reference = ReferenceOptimizer(make_optimizer(task, expected))
     model, optimizer = prepare(task, decisions)
     generator = torch.Generator().manual_seed(5)
-    batches = [[torch.randint(64, (size, 8), generator=generator) for size in sizes] for _ in range(3)]
+    sized = [[torch.randint(64, (size, 8), generator=generator) for size in sizes] for _ in range(3)]
 
     def losses(model, optimizer):
         seen = []
-        for micro_batches in batches:
+        for micro_batches in sized:
             for tokens in micro_batches:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
