@@ -170,7 +170,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo.append(model.register_forward_hook(driver.after_forward).remove)
             hooks = (getattr(undo, "__self__", None) for undo in self._undo)
             ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
-            self.audit.bound(ours, lambda: driver.call)
+            self.audit.bound(ours, lambda: (driver.call, driver.tile))
             self._undo.append(self.audit.close)
             failing.pop_all()
 

@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from planner.models.captured import CapturedModel, Model
 from planner.models.choice import Choice
-from planner.models.config import ModelConfig
+from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import experts, float8, kernel_sets
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.layers import Part, layer_operators, layer_parts
@@ -84,6 +84,11 @@ class Unit:
     def stays(self) -> bool:
         """Whether its weights and activations stay on the device; see [Note: Second order] in :mod:`planner.setup`."""
         return self.operators[0].stays
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of sequences that pass its segment one after another; its kernels and bytes are those of one tile."""
+        return self.operators[0].num_tiles
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -289,6 +294,8 @@ def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
             ``batch.tensor_parallel`` ranks, or was captured for another batch.
     """
+    if (tile := batch.segment_tile_sequences) is not None:
+        return tuple(_in_segment_tiles(config, batch, tile))
     if isinstance(config, CapturedModel):
         return config.graph(batch)
     experts.check(config, batch)
@@ -305,6 +312,34 @@ def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
         lambda layer: [layer_parts(own, way, layer) for way in ways],
         head_operators(own, batch, specs),
     )
+
+
+def _in_segment_tiles(config: Model, batch: Batch, tile: int) -> Iterator[Operator]:
+    """Yield the operators where so many sequences pass a layer at a time: those of layers are for one tile."""
+    num_tiles, rest = divmod(batch.micro_batch, tile)
+    if rest:
+        raise ModelConfigError(
+            f"segment_tile_sequences is {tile}, but must divide the micro-batch of {batch.micro_batch} sequences; "
+            "choose a divisor"
+        )
+    whole = dataclasses.replace(batch, segment_tile_sequences=None)
+    of_whole, of_tile = (build_graph(config, each) for each in (whole, dataclasses.replace(whole, micro_batch=tile)))
+    if [operator.name for operator in of_whole] != [operator.name for operator in of_tile]:
+        raise ModelConfigError(
+            f"{config.name} has other operators for {tile} sequences than for {batch.micro_batch}, so its layers "
+            "cannot compute tiles of sequences; leave --tiles segment out"
+        )
+    for one, other in zip(of_whole, of_tile, strict=True):
+        if one.unit == one.segment:
+            yield one
+        elif one.call > 1 or one.stays or one.evaluates or one.changed_inputs:
+            raise ModelConfigError(
+                f"{config.name} is called several times in a step, makes gradients of gradients, or changes inputs of "
+                "layers in place, so tiles of sequences cannot pass its layers; leave --tiles segment out"
+            )
+        else:
+            twin = other.fp8_twin and dataclasses.replace(other.fp8_twin, num_tiles=num_tiles)
+            yield dataclasses.replace(other, num_tiles=num_tiles, fp8_twin=twin)
 
 
 def assemble(

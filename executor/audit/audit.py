@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -156,13 +156,13 @@ class Audit:
         self._samples: defaultdict[Any, collections.deque[list[Tensor]]] = defaultdict(collections.deque)
         self._undo, self._watchers = contextlib.ExitStack(), contextlib.ExitStack()
         self._ours: frozenset[int] = frozenset()
-        self._call: Callable[[], int] = lambda: 1
+        self._call: Callable[[], Hashable] = lambda: 1
         self._begin()
 
-    def bound(self, hooks: frozenset[int], call: Callable[[], int]) -> None:
+    def bound(self, hooks: frozenset[int], call: Callable[[], Hashable]) -> None:
         """Note the ids of the hooks by which the session follows the model, which a plain run leaves out.
 
-        ``call`` returns the number of the step's call that runs.
+        ``call`` returns the step's call that runs, and the tile of sequences.
         """
         self._ours, self._call = hooks, call
         for case in self._all:  # now: a module that is called has looked up its forward before any hook runs
@@ -325,7 +325,7 @@ class Audit:
         edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
         begun = torch._C._autograd._get_sequence_nr()
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
-        with outputs_inside(case.module, empty=self._compiles) as inside:
+        with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as inside:
             output = forward(*args, **kwargs)
         own = {id(leaf) for leaf in tree_leaves(output)}
         case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
@@ -345,8 +345,9 @@ class Audit:
             case.why_not = "its output is not an ordinary tensor"
         elif any(view._version != version for view, version in views):
             case.why_not = "it changes a view in place, whose gradients autograd takes to its base"
-        elif (self._compiles or self._undivided) and state.has_drawn(before):
-            who = "it is compiled, and draws" if self._compiles else "ranks divide it, and draw"
+        elif (self._compiles or self._undivided or case.in_tiles) and state.has_drawn(before):
+            who = "ranks divide it, and draw" if self._undivided else "tiles of sequences pass it, and draw"
+            who = "it is compiled, and draws" if self._compiles else who
             case.why_not = f"{who} other random numbers"
         return output
 

@@ -24,6 +24,7 @@ class Case:
         shards: this rank's shards of its parameters, by the parameter's name in the model.
         exclusive: names of those that nothing outside the module reads.
         is_watched: whether the iteration that is under way audits it.
+        in_tiles: whether it runs once for each tile of sequences, so that outputs inside it are those of tiles.
         columns: the shard of a head's weight whose logits stay with their ranks; ``None`` for other modules.
         calls: how often its forward ran in the audited micro-batch.
         plain: its forward in plain PyTorch; ``None``: the module's own.
@@ -34,6 +35,7 @@ class Case:
     module: nn.Module
     shards: dict[str, list[ParameterShard]]
     exclusive: frozenset[str]
+    in_tiles: bool = False
     columns: ParameterShard | None = None
     is_watched: bool = False
     why_not: str = ""
@@ -99,7 +101,8 @@ def cases(
         kind = structure, shapes, frozenset(treated[segment_of[own[0]]]), len(own)
         exclusive = frozenset(own) - _read_outside(readers, path)
         columns = heads.get(path) if decisions.tensor_parallel > 1 else None
-        of_kind[kind] = Case(path, module, {name: by_name[name] for name in own}, exclusive, columns)
+        in_tiles = segments(units)[segment_of[own[0]]][0].num_tiles > 1
+        of_kind[kind] = Case(path, module, {name: by_name[name] for name in own}, exclusive, in_tiles, columns)
     yield from of_kind.values()
 
 

@@ -305,6 +305,15 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         return self.progress.call
 
+    @property
+    def tile(self) -> int:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        return self.progress.tile
+
+    def on_tile(self, tile: int) -> None:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        self.progress.tile = tile
+
     def on_call(self) -> None:
         """The user's step calls the model, or a part of it."""
         self._depth += 1

@@ -256,7 +256,7 @@ def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None
     moves = any(not unit.is_resident for unit in units) or any(
         u.activations != "keep" for u in decisions.units.values()
     )
-    tiles = decisions.loss_tile_tokens is not None or decisions.layer_tile_tokens is not None
+    tiles = any(size is not None for size in decisions.tiles.values())
     divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
     if moves or tiles or divides:
         raise OutOfOrderError(SECOND_ORDER)

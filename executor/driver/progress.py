@@ -33,6 +33,7 @@ class Progress:
 
     Attributes:
         task: the compute task that runs; ``None`` outside forward and backward, and off the plan.
+        tile: the tile of sequences that passes its segment; 0 outside of tiles.
         first: the first unit that the batch reaches.
         num_called: number of calls that have begun since the first one of a micro-batch.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
@@ -50,6 +51,7 @@ class Progress:
         unbroken: contextlib.AbstractContextManager[object],
     ) -> None:
         self.task: Task | None = None
+        self.tile = 0
         self.has_left = False
         self._loop = loop = runtime.loop
         self._machine, self._backend = runtime.machine, runtime.backend
@@ -76,7 +78,7 @@ class Progress:
             if decisions.units[unit.name].activations != "keep"
         }
         self._index = {
-            (task.op, task.unit, task.micro_batch): task.index
+            (task.op, task.unit, task.micro_batch, task.tile): task.index
             for task in loop.schedule.tasks
             if task.op in _INSIDE_BACKWARD
         }
@@ -101,7 +103,8 @@ class Progress:
     def begins(self) -> bool:
         """Whether the plan's next task is the first forward of a micro-batch."""
         expected = self._loop.expected()
-        return expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
+        at_first = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
+        return at_first and expected is not None and not expected.tile
 
     @property
     def call(self) -> int:
@@ -136,7 +139,7 @@ class Progress:
         expected = self._loop.expected()
         if expected is None or expected.op is Op.CLIP:
             return True
-        return expected.op is Op.FORWARD and expected.unit in self._firsts
+        return expected.op is Op.FORWARD and expected.unit in self._firsts and not expected.tile
 
     def leave(self) -> None:
         """Note that this iteration has left the plan."""
@@ -152,7 +155,8 @@ class Progress:
 
     def is_at(self, op: Op, unit: str) -> bool:
         """Return whether the caller is already at this task. A unit may have several modules with hooks."""
-        return self.task is not None and self.task.unit == unit and self.task.op is op
+        task = self.task
+        return task is not None and task.unit == unit and task.op is op and task.tile == self.tile
 
     def meets(self, unit: str) -> bool:
         """Return whether forward is at a unit, or the plan expects it next of those that the batch reaches."""
@@ -221,15 +225,15 @@ class Progress:
                     f"{OWN_CHECKPOINTING}"
                 ) from None
             raise self.unexpected(op, unit) from None
-        if self.task is not None and self.task.op is Op.BACKWARD:
-            self._left.add(self.task.unit)
+        if self.task is not None and self.task.op is Op.BACKWARD and not self.task.tile:
+            self._left.add(self.task.unit)  # of tiles, the first one comes last
         self.task, self._awaits_recomputation = task, False
 
     def enter_backward(self) -> bool:
         """Backward runs. Return whether it has just begun."""
         if self._watching_end:
             return False
-        begins, self._goes_on = not self._goes_on, False
+        begins, self._goes_on, self.tile = not self._goes_on, False, 0
         if not self.has_left and (expected := self._loop.expected()) is not None:
             self._backward_begins(expected.micro_batch)
         self._watching_end = True
@@ -262,11 +266,12 @@ class Progress:
         Neither does backward where neither they nor earlier units need a gradient.
         """
         while (expected := self._loop.expected()) is not None and (expected.op is not op or expected.unit != unit):
-            ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
+            ahead = self._index.get((op, unit, expected.micro_batch, self.tile), -1) > expected.index
             if not (ahead if expected.op in _INSIDE_BACKWARD else expected.unit in self._unused):
                 return
             self._loop.reach(expected.op, expected.unit)
-            self._left.add(expected.unit)
+            if not expected.tile:
+                self._left.add(expected.unit)
 
     def _end(self) -> None:
         with self._unbroken:

@@ -28,8 +28,8 @@ from executor.memory.recompute_cache import (
     modified_in_place,
 )
 from planner.decisions import Decisions
-from planner.graph import Unit, segments
-from planner.lowering.activations import OffloadRooms
+from planner.graph import Unit
+from planner.lowering.activations import OffloadRooms, room_name
 from planner.schedule.tasks import Lane, MemoryClass
 
 
@@ -63,7 +63,7 @@ class OffloadedActivations:
             name: host.take(f"{name} activations", MemoryClass.ACTIVATIONS, num_bytes, torch.uint8)
             for name, num_bytes in rooms.on_host.items()
         }
-        through = [[unit.name for unit in segment] for segment in segments(units) if segment[0].name in rooms.on_nvme]
+        through = rooms.through
         ring = host.take_rooms(
             "activation slot",
             MemoryClass.ACTIVATIONS,
@@ -77,8 +77,8 @@ class OffloadedActivations:
         if on_nvme := rooms.on_nvme:
             self.file = storage.take("activations", on_nvme, {MemoryClass.ACTIVATIONS: sum(on_nvme.values())})
         self._on_nvme = on_nvme.keys()
-        self._segments: dict[str, SegmentActivations] = {}  # the latest run of each segment, by unit
-        self._unwritten: set[str] = set()  # units whose activations are in a slot on their way to NVMe
+        self._segments: dict[str, SegmentActivations] = {}  # the latest run of each segment, by room
+        self._unwritten: set[str] = set()  # rooms whose activations are in a slot on their way to NVMe
 
     @property
     def is_in_use(self) -> bool:
@@ -97,8 +97,8 @@ class OffloadedActivations:
                 tensors.
             args: arguments of the forward.
         """
-        segment = SegmentActivations(names)
-        self._segments |= dict.fromkeys(names, segment)
+        segment = SegmentActivations(names, callbacks.tile)
+        self._segments |= dict.fromkeys((room_name(name, segment.tile) for name in names), segment)
         offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
@@ -129,13 +129,14 @@ class OffloadedActivations:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes
 
-    def offload(self, unit: str) -> None:
-        """Copy a unit's activations to the host, free them on the device, and wait until that is done.
+    def offload(self, unit: str, tile: int = 0) -> None:
+        """Copy a unit's activations, of one tile, to the host, free them on the device, and wait until that is done.
 
         Raises:
             ActivationError: a tensor was modified in place before it was copied.
         """
-        segment, room = self._segments[unit], self._room[unit]
+        name = room_name(unit, tile)
+        segment, room = self._segments[name], self._room[name]
         _assign(segment, unit, len(room))
         tensors = list(segment.offloaded(unit))
         for tensor in tensors:
@@ -150,41 +151,42 @@ class OffloadedActivations:
             tensor.tensor = None
         segment.moved.add(unit)
         segment.away.add(unit)
-        if unit in self._on_nvme:
-            self._unwritten.add(unit)
+        if name in self._on_nvme:
+            self._unwritten.add(name)
 
-    def evict(self, unit: str) -> None:
-        """Write a unit's offloaded activations to NVMe."""
+    def evict(self, name: str) -> None:
+        """Write offloaded activations to NVMe; ``name`` is that of their room."""
         assert self.file is not None
-        self.file.write(unit, whole_blocks(self._room[unit]))
-        self._unwritten.discard(unit)
+        self.file.write(name, whole_blocks(self._room[name]))
+        self._unwritten.discard(name)
 
     def end_evictions(self) -> None:
         """Write all offloaded activations to NVMe that are on their way there, when no task of the plan runs."""
-        for unit in tuple(self._unwritten):
-            self.evict(unit)
+        for name in tuple(self._unwritten):
+            self.evict(name)
 
     def _bring_back(self, segment: SegmentActivations) -> None:
         """Bring back the activations of a run of a segment that the plan has offloaded and not reloaded.
 
         Those of an earlier run stay away: their memory on the host is another run's.
         """
-        for unit in tuple(segment.away) if self._segments.get(next(iter(segment.products_of))) is segment else ():
-            if unit in self._on_nvme:
-                self.recall(unit)
+        first = room_name(next(iter(segment.products_of)), segment.tile)
+        for unit in tuple(segment.away) if self._segments.get(first) is segment else ():
+            if (name := room_name(unit, segment.tile)) in self._on_nvme:
+                self.recall(name)
             self._reload(segment, unit)
 
-    def recall(self, unit: str) -> None:
-        """Read a unit's offloaded activations from NVMe into host memory."""
+    def recall(self, name: str) -> None:
+        """Read offloaded activations from NVMe into host memory; ``name`` is that of their room."""
         assert self.file is not None
-        self.file.read(unit, whole_blocks(self._room[unit]))
+        self.file.read(name, whole_blocks(self._room[name]))
 
-    def reload(self, unit: str) -> None:
-        """Copy a unit's activations back to the device. Their memory there is freed when backward has used them."""
-        self._reload(self._segments[unit], unit)
+    def reload(self, unit: str, tile: int = 0) -> None:
+        """Copy activations back to the device. Their memory there is freed when backward has used them."""
+        self._reload(self._segments[room_name(unit, tile)], unit)
 
     def _reload(self, segment: SegmentActivations, unit: str) -> None:
-        room = self._room[unit]
+        room = self._room[room_name(unit, segment.tile)]
         for tensor in segment.offloaded(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
             self._backend.copy(flat.view(torch.uint8), room[tensor.start : tensor.start + tensor.num_bytes])

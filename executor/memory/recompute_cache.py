@@ -161,6 +161,7 @@ class SegmentActivations:
     """The activations of one run of a segment's forward.
 
     Attributes:
+        tile: which tile of sequences ran.
         inputs: tensors that the segment was called with.
         products: in the order in which they ran.
         products_of: the same, by the unit that ran them.
@@ -169,7 +170,8 @@ class SegmentActivations:
         away: those of them whose offloaded tensors are not on the device.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], tile: int = 0) -> None:
+        self.tile = tile
         self.inputs: list[SavedTensor] = []
         self.products: list[Product] = []
         self.products_of: dict[str, list[Product]] = {name: [] for name in names}

@@ -12,7 +12,6 @@ Recomputation starts when backward first needs a tensor of the segment that was 
 have reached the segment's last unit. In this case the unit's backward task begins when recomputation has ended.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -28,8 +27,8 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from executor.callbacks import (
     ModuleCallbacks,
-    copied_cache,
     ends_here,
+    hook_gradient,
     hook_target,
     in_backward,
     outside_transforms,
@@ -39,18 +38,17 @@ from executor.callbacks import (
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
+from executor.module.caches import copy_caches, drop_caches
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
+from executor.module.tiled_segments import tile_segments
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-
-# Names of the key-value cache among arguments of layers of ``transformers``.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = False) -> dict[nn.Module, str]:
@@ -201,6 +199,25 @@ def bind(
             repeated = _Again(names, activations if decided.offloads else None, segment[0].operators[0].changed_inputs)
             again.setdefault(segment_module(model, segment), {})[segment[0].call] = repeated
     undo += [_recompute(module, of_module, callbacks) for module, of_module in again.items()]
+    undo += tile_segments(model, tiled_segments(model, units), callbacks)
+
+
+def tiled_segments(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, tuple[list[str], int]]:
+    """Return the modules that tiles of sequences pass, with the names of their units and the number of tiles.
+
+    Raises:
+        BindingError: a module computes several segments.
+    """
+    found: dict[nn.Module, tuple[list[str], int]] = {}
+    for segment in segments(units):
+        if (num_tiles := segment[0].num_tiles) > 1:
+            if (module := segment_module(model, segment)) in found:
+                raise BindingError(
+                    f"{segment[0].segment} runs several times in a forward, so tiles of sequences cannot pass it; plan "
+                    "without --tiles segment"
+                )
+            found[module] = [unit.name for unit in segment], num_tiles
+    return found
 
 
 def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
@@ -316,7 +333,7 @@ def _hooks(
                 node = made.grad_fn
                 # Else it only passed through this module, or a hook of the user's lets backward end there.
                 if node is not None and node._sequence_nr() >= begun:
-                    _hook_gradient(made, node, arrives[marker.unit])
+                    hook_gradient(made, node, arrives[marker.unit])
 
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
@@ -347,18 +364,9 @@ def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
                 # Logits in tiles, of a class of their own, are not computed yet.
                 if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
                     made = hook_target(leaf)
-                    _hook_gradient(made, made.grad_fn, lambda _gradient: callbacks.on_output())
+                    hook_gradient(made, made.grad_fn, lambda _gradient: callbacks.on_output())
 
     return after
-
-
-def _hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Do the same as ``register_hook`` in half the time. It returns no handle, because this hook is never removed."""
-    if type(tensor) is not torch.Tensor or node is None or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    else:
-        tensor._backward_hooks = collections.OrderedDict({-1: hook})  # handles count from 0
-        node._register_hook_dict(tensor)
 
 
 def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
@@ -465,7 +473,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
 
     def with_own_caches(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        _copy_caches(bound.arguments)
+        copy_caches(bound.arguments)
         return run(call, *bound.args, **bound.kwargs)
 
     @functools.wraps(original)
@@ -481,7 +489,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
         call = functools.partial(
-            with_own_caches if _drop_caches(bound.arguments, layer) else run,
+            with_own_caches if drop_caches(bound.arguments, layer) else run,
             _Call(state.save(bound.arguments.values()), names, given, _weights(owned)),
         )
         if activations is None or not callbacks.trains:
@@ -589,33 +597,3 @@ def _compile(
         replace_attribute(module, "forward", compile_module(module, names[module], backend)) for module in compiled
     ]
     return without_inner(unit_of, compiled)
-
-
-def _drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
-    """Remove key-value caches, which recomputation would fill a second time. ``transformers`` does the same.
-
-    Return whether a cache stays, because it already holds keys and values of the layer (prefix tuning).
-    """
-    stays = False
-    for scope in _scopes(arguments):
-        for name in _CACHES:
-            cache: Any = scope.get(name)
-            if layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer):
-                stays = True
-            elif cache is not None:
-                scope[name] = None
-        if scope.get("use_cache"):
-            scope["use_cache"] = False
-    return stays
-
-
-def _copy_caches(arguments: dict[str, Any]) -> None:
-    """Let a layer add its keys and values to a copy of the cache, so that recomputation starts from the same cache."""
-    for scope in _scopes(arguments):
-        for name in _CACHES:
-            if scope.get(name) is not None:
-                scope[name] = copied_cache(scope[name])
-
-
-def _scopes(arguments: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    return (arguments, *(value for value in arguments.values() if type(value) is dict))

@@ -18,6 +18,7 @@ from executor.tasks.gradients import GradientTasks
 from executor.tasks.snapshots import Snapshots
 from executor.tasks.updates import UpdateTasks
 from planner.decisions import Decisions
+from planner.lowering.activations import room_name
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
@@ -68,11 +69,11 @@ class Actions:
             Op.CAST: lambda task, _iteration: self.cast(state.units[task.unit]),
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: lambda task, _iteration: state.nvme.swap_out((task.unit, task.piece)),
-            Op.OFFLOAD: lambda task, _iteration: offloaded.offload(task.unit),
+            Op.OFFLOAD: lambda task, _iteration: offloaded.offload(task.unit, task.tile),
             Op.SPILL: self.gradients.spill,
-            Op.EVICT: lambda task, _iteration: offloaded.evict(task.unit),
-            Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
-            Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit),
+            Op.EVICT: lambda task, _iteration: offloaded.evict(room_name(task.unit, task.tile)),
+            Op.RECALL: lambda task, _iteration: offloaded.recall(room_name(task.unit, task.tile)),
+            Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit, task.tile),
         }
 
         if collectives is not None:

@@ -108,9 +108,13 @@ def _computing(variant: Variant) -> dict[str, float]:
     given, cost = variant.setup.given, variant.cost
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
-        passes = [loads.computing(unit, op) for unit in variant.setup.units for op in (Op.FORWARD, Op.BACKWARD)]
+        passes = [
+            (given.num_micro_batches * unit.num_tiles, loads.computing(unit, op))
+            for unit in variant.setup.units
+            for op in (Op.FORWARD, Op.BACKWARD)
+        ]
         lanes = (Lane.COMPUTE, Lane.LAUNCH)
-        return {f"work: {lane}": given.num_micro_batches * sum(p[lane][""] for p in passes) for lane in lanes}
+        return {f"work: {lane}": sum(count * load[lane][""] for count, load in passes) for lane in lanes}
     program = conditions(variant.setup, cost, NEVER_S)
     return {row.name: row.least for row in program.rows if row.name.startswith("work: ")}
 

@@ -206,10 +206,11 @@ class Memory:
 
     def _saved_activations(self, segment: Sequence[Unit]) -> Sum:
         """Return the bytes of a segment's activations while a later one computes backward."""
-        saved, name = float(sum(unit.saved_bytes for unit in segment)), segment[0].segment
+        num_tiles, name = float(segment[0].num_tiles), segment[0].segment
+        saved = num_tiles * sum(unit.saved_bytes for unit in segment)
         held = Sum(("", saved))
         for way, _ in AGAIN:
             if (variable := f"{name}:{way}") in self.on.program.boxes:
-                rest = float(segment[0].activation_output_bytes) if way == "recompute" else 0.0
+                rest = num_tiles * segment[0].activation_output_bytes if way == "recompute" else 0.0
                 held[variable] = rest - saved
         return held

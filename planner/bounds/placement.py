@@ -135,6 +135,10 @@ class Placement:
         if len(ways) > 1:
             self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
 
+    def passes(self, unit: Unit) -> float:
+        """Return how often a unit computes in an iteration: its kernels and activations are those of one tile."""
+        return float(self.repeats * unit.num_tiles)
+
     def stores(self, nvme: bool) -> bool:
         """Return whether the setup allows this storage: NVMe, or the host."""
         return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)

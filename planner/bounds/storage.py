@@ -22,7 +22,7 @@ def offloaded(program: LinearProgram, segments: Sequence[Sequence[Unit]], unit_b
     """Add variables for the offloaded activations on each tier, in multiples of ``unit_bytes``; return them by tier."""
     everything, evicted = Sum(), Sum()
     for segment in segments[:-1]:
-        moved = sum(unit.swap_bytes for unit in segment) / unit_bytes
+        moved = segment[0].num_tiles * sum(unit.swap_bytes for unit in segment) / unit_bytes
         for way, sums in (("offload", (everything,)), ("evict", (everything, evicted))):
             if (name := f"{segment[0].segment}:{way}") in program.boxes:
                 for terms in sums:

@@ -33,12 +33,14 @@ class Windows:
         returning = [self._returning(unit) for unit in self.on.units]
         forward_s, backward_s, again = [], [], []
         for unit in self.on.units:
-            forward_s.append(self.on.loads.computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
-            backward_s.append(self.on.loads.computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
+            num_tiles = float(unit.num_tiles)
+            forward_s.append(num_tiles * self.on.loads.computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
+            backward_s.append(num_tiles * self.on.loads.computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
             ways = [
                 (f"{unit.segment}:{way}", op) for way, op in AGAIN if f"{unit.segment}:{way}" in self.on.program.boxes
             ]
-            again.append(Sum(*((name, self.on.loads.computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)))
+            takes_s = ((name, num_tiles * self.on.loads.computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)
+            again.append(Sum(*takes_s))
         everything = Sum(("", self.on.repeats * (sum(forward_s) + sum(backward_s))))
         again_s = self.on.chain("again", again)
         if again_s:

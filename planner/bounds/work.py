@@ -14,8 +14,8 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 def work(on: Placement) -> None:
     """Add the conditions on work to a placement's program."""
     total: Load = defaultdict(Sum)
-    every = Sum(("", float(on.repeats)))
     for unit in on.units:
+        every = Sum(("", on.passes(unit)))
         _pass(on, total, unit, Op.FORWARD, every)
         _pass(on, total, unit, Op.BACKWARD, every)
         _casts(on, total, unit)
@@ -24,7 +24,7 @@ def work(on: Placement) -> None:
         for way, op in AGAIN:
             if (name := f"{segment[0].segment}:{way}") not in on.program.boxes:
                 continue
-            by = Sum((name, float(on.repeats)))
+            by = Sum((name, on.passes(segment[0])))
             for unit in segment:
                 _pass(on, total, unit, op, by)
                 if way != "recompute":
@@ -48,7 +48,7 @@ def _pass(on: Placement, total: Load, unit: Unit, op: Op, by: Sum) -> None:
 
 def _casts(on: Placement, total: Load, unit: Unit) -> None:
     """Add the casts of weights in forward and backward where weights do not come in fp8."""
-    repeats = float(on.repeats)
+    repeats = on.passes(unit)
     for op in (Op.FORWARD, Op.BACKWARD):
         for key, amount in on.loads.casting(unit, op).items():
             total[key].plus(Sum(("", repeats)).plus(on.moved_in_fp8(unit), -repeats), amount[""])

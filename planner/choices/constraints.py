@@ -118,6 +118,13 @@ class Constraints:
         flags=("--tiles",),
         part="layer",
     )
+    segment_tile_sequences: Count | None = described(
+        "sequences that pass a layer at a time, forward and backward: all of the micro-batch's pass it before the next "
+        "layer begins, so its weights come once for all of them (breadth order)",
+        most=1_000_000,
+        flags=("--tiles",),
+        part="segment",
+    )
     fp8_weights: bool | None = described(
         "whether the weights of fp8 products are copied from the host, and gathered, in fp8: the host casts them once "
         "after each update, the device before each gather (default: where that is faster)",

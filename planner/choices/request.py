@@ -133,4 +133,5 @@ def batch_of(
         fp8_products=("emulated" if hardware.device.kind == "host" else "device") if precision.products else None,
         loss_tile_tokens=choice.loss_tile_tokens,
         layer_tile_tokens=choice.layer_tile_tokens,
+        segment_tile_sequences=choice.segment_tile_sequences,
     )

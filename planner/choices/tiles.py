@@ -1,4 +1,4 @@
-"""How many tokens a tile of the loss, and of norms and MLPs, has, where it is not given.
+"""How large tiles are, where it is not given: of the loss, of norms and MLPs, and of sequences that pass a layer.
 
 [Note: Tiles] For each token, logits take 1.8 MB with a vocabulary of 128,256 entries in bf16, conversions and gradients
 included; an MLP of Llama-3-8B and its norm take 0.3 MB. Tiles ([Note: Tiled logits] in
@@ -8,6 +8,10 @@ is, its MLP runs again anyway. Weights' gradients become sums over tiles, rounde
 computing all tokens at once only if that takes a good share of the device's memory. A tile of the loss need not be
 smaller than the memory that another unit needs at its peak, because that unit would bind then. A tile of a layer exists
 beside what the rest of the layer saves.
+
+Tiles of sequences ([Note: Breadth order] in :mod:`planner.lowering.compute`) make all that a layer needs small, but its
+input and output. They cost a pass over the gradients of its weights for each tile, so they are compared where a layer
+takes a good share of memory, and are as large as a small share allows.
 """
 
 import dataclasses
@@ -21,12 +25,14 @@ from planner.models.config import ModelConfigError
 from planner.models.formulas.ends import tiled_logit_bytes
 from planner.models.sharding import share
 
-# Tiles are compared if logits, or one layer, take at least such a share of the device's memory.
+# Tiles are compared if logits, or one layer, take at least such a share of the device's memory: logits, and sequences
+# that pass a layer, at least the first one.
 _WORTH, _WORTH_OF_LAYERS = 0.1, 0.2
 # Tokens of a tile, by kind of device. With fewer, a product takes longer to read its weight than to compute.
 _LEAST_TOKENS = {"gpu": 256, "host": 32}
 # Tokens of a tile of layers: each adds to the gradients of weights, which is a pass over them.
 _LEAST_LAYER_TOKENS = {"gpu": 2048, "host": 128}
+_SEGMENT_TILE = 0.1  # of the device's memory: the most that a tile of sequences takes in a layer
 _TILE_SHARE = 8  # a tile of a layer may take an eighth of what the rest of its layer takes
 _CAPTURED_TILES = 8  # number of tiles of a captured layer, about
 _GAIN = 0.8  # captured layers are tiled only if they then need at most such a share of their memory
@@ -97,6 +103,23 @@ def layer_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: D
     return tokens if tokens < batch.num_tokens else None
 
 
+def segment_tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device) -> int | None:
+    """Return the sequences of a tile that are worth comparing with all at once; ``None`` if none are.
+
+    Blocks of captured models may mix sequences (batch norm), so they compute tiles only if that is asked for.
+    Arguments as for :func:`tile_of`.
+    """
+    layer_bytes, size = _layer_bytes(units), batch.micro_batch
+    if isinstance(model, CapturedModel) or batch.kernels != "transformers":
+        return None
+    if layer_bytes < _WORTH * device.memory_bytes.value:
+        return None
+    most = _SEGMENT_TILE * device.memory_bytes.value / (layer_bytes / batch.micro_batch)
+    while size % 2 == 0 and size > most and size // 2 * batch.seq_len >= _LEAST_LAYER_TOKENS[device.kind]:
+        size //= 2
+    return size if size < batch.micro_batch else None
+
+
 def _layer_bytes(units: tuple[Unit, ...]) -> int:
     """Return the most bytes that backward of one layer needs if it is recomputed."""
     return max(
@@ -109,8 +132,18 @@ def _layer_bytes(units: tuple[Unit, ...]) -> int:
     )
 
 
-def with_tiles(choice: Choice, num_tokens: int, loss: int | None = None, layers: int | None = None) -> Choice:
-    """Return a choice with tiles of so many tokens, where a micro-batch has more."""
-    wanted = {"loss_tile_tokens": loss, "layer_tile_tokens": layers}
-    tiles = {field: tokens for field, tokens in wanted.items() if tokens is not None and tokens < num_tokens}
+def with_tiles(
+    choice: Choice,
+    num_tokens: int,
+    loss: int | None = None,
+    layers: int | None = None,
+    sequences: int | None = None,
+) -> Choice:
+    """Return a choice with tiles of so many tokens, or sequences, where a micro-batch has more."""
+    sizes = (
+        ("loss_tile_tokens", loss, num_tokens),
+        ("layer_tile_tokens", layers, num_tokens),
+        ("segment_tile_sequences", sequences, choice.micro_batch),
+    )
+    tiles = {field: size for field, size, whole in sizes if size is not None and size < whole}
     return choice.model_copy(update=tiles)

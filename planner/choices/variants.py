@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from planner.choices.choice import choices
 from planner.choices.request import Request
-from planner.choices.tiles import can_be_tiled, can_have_tiled_layers, layer_tile_of, tile_of, with_tiles
+from planner.choices.tiles import (
+    can_be_tiled,
+    can_have_tiled_layers,
+    layer_tile_of,
+    segment_tile_of,
+    tile_of,
+    with_tiles,
+)
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
@@ -73,21 +80,26 @@ def _fetched(request: Request, choice: Choice) -> Iterator[Choice]:
 
 
 def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
-    """Yield a choice with each way of computing in tiles that is worth comparing: none, of the loss, of layers too.
+    """Yield a choice with each way of computing in tiles that is worth comparing.
+
+    These are none, tiles in layers or of the sequences that pass them, and either with those of the loss.
 
     Raises:
         ModelConfigError: the model has nothing that can be computed in the tiles that are wanted.
     """
     model, device = request.model, request.hardware.device
-    loss, layers = request.loss_tile_tokens, request.layer_tile_tokens
+    loss, layers, sequences = request.loss_tile_tokens, request.layer_tile_tokens, request.segment_tile_sequences
     _check_tiles(model, choice, loss, layers)
+    _check_segment_tiles(choice, sequences)
     batch = request.batch(choice)
-    found = [with_tiles(choice, batch.num_tokens, loss, layers)]
+    found = [with_tiles(choice, batch.num_tokens, loss, layers, sequences)]
     if choice.pipeline_parallel == 1:
         ways = found.copy()
-        if layers is None:
+        if layers is None and sequences is None:
             tokens = layer_tile_of(model, batch, _units(model, batch), device)
             ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
+            tile = segment_tile_of(model, batch, _units(model, batch), device)
+            ways.append(with_tiles(found[0], batch.num_tokens, sequences=tile))
         if loss is None:
             # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
             # it.
@@ -98,6 +110,20 @@ def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
         else:
             found += ways
     yield from dict.fromkeys(found)
+
+
+def _check_segment_tiles(choice: Choice, sequences: int | None) -> None:
+    if sequences is None:
+        return
+    if choice.pipeline_parallel > 1:
+        raise ModelConfigError(
+            f"layers of {choice.pipeline_parallel} pipeline stages cannot compute tiles of sequences; leave --tiles "
+            "segment or --parallel pipeline out"
+        )
+    if choice.kernels not in {None, "transformers"}:
+        raise ModelConfigError(
+            f"{choice.kernels} kernels compute all sequences at once; leave --tiles segment or --kernels out"
+        )
 
 
 def _check_tiles(model: Model, choice: Choice, loss: int | None, layers: int | None) -> None:

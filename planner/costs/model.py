@@ -5,7 +5,6 @@ DRAM) are divided by their number, and updates of all ranks run at the same time
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Hashable, Iterable
 from typing import Literal, Self
@@ -381,5 +380,5 @@ def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
         units: of the whole model, or of one tensor-parallel rank's share.
         decisions: the plan's; in a pipeline, the result is the mean over stages.
     """
-    kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
-    return decisions.num_micro_batches * flop(kernels) / decisions.pipeline_parallel
+    total = sum(unit.num_tiles * flop((*unit.forward, *unit.backward)) for unit in units)
+    return decisions.num_micro_batches * total / decisions.pipeline_parallel

@@ -163,6 +163,11 @@ def _check_fp8_weights(decisions: Decisions) -> None:
 
 
 def _check_pipeline(decisions: Decisions) -> None:
+    if decisions.segment_tile_sequences is not None:
+        raise ValueError(
+            f"segment_tile_sequences {decisions.segment_tile_sequences} with pipeline_parallel "
+            f"{decisions.pipeline_parallel}: stages take whole micro-batches; leave one of both out"
+        )
     if decisions.update_start == "backward":
         raise ValueError(
             f"pipeline_parallel is {decisions.pipeline_parallel}, whose stages add up gradients at the step, so no "

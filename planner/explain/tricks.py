@@ -272,6 +272,12 @@ TRICKS: tuple[Trick, ...] = (
         _without_tiles("layer_tile_tokens"),
     ),
     Trick(
+        "breadth-order",
+        "some sequences pass a layer at a time",
+        "the whole micro-batch at once",
+        _without_tiles("segment_tile_sequences"),
+    ),
+    Trick(
         "joined-kernels",
         "one kernel for all between two products",
         "one for each operation",

@@ -211,7 +211,7 @@ def _identities(tasks: Sequence[Task]) -> list[tuple[object, ...]]:
     seen: dict[tuple[object, ...], int] = defaultdict(int)
     result: list[tuple[object, ...]] = []
     for task in tasks:
-        key = (task.lane, task.op, task.unit, task.micro_batch, task.piece, task.stage)
+        key = (task.lane, task.op, task.unit, task.micro_batch, task.tile, task.piece, task.stage)
         result.append((*key, seen[key]))
         seen[key] += 1
     return result

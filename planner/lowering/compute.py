@@ -1,4 +1,14 @@
-"""Passes for compute tasks (forward, recompute, backward) and for the host's time to issue them."""
+"""Passes for compute tasks (forward, recompute, backward) and for the host's time to issue them.
+
+[Note: Breadth order] An iteration is a sequence of cells: a segment, the sequences that pass it, and whether forward or
+backward. Most plans are in depth order: a micro-batch passes all segments before the next micro-batch begins. A
+micro-batch may be cut into tiles of sequences (``segment_tile_sequences`` of :class:`planner.models.choice.Choice`),
+which pass a layer one after another before the next layer begins. So weights come for all tiles at once, and gradients
+leave once, while inner tensors exist for one tile. Backward is the mirror image: it takes the last tile first, and
+autograd adds up the gradients of all tiles before it hands them over. What is outside of layers, such as the loss,
+computes the whole micro-batch, so losses are what they are without tiles. The cells' order is that of the spine alone:
+nothing else, in lowering or execution, says which comes next.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -13,19 +23,22 @@ AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REM
 def lay_in_turn(program: Program) -> None:
     """Append forward and backward of one micro-batch after the other to the spine."""
     for micro_batch in range(program.decisions.num_micro_batches):
-        for unit in program.units:
-            program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
+        for segment in program.segments:
+            for tile in range(segment[0].unit.num_tiles):
+                for unit in segment:
+                    program.lay(unit.forwards, Op.FORWARD, unit, micro_batch, tile)
         for segment in reversed(program.segments):
-            lay_backward(program, segment, micro_batch)
+            for tile in reversed(range(segment[0].unit.num_tiles)):
+                lay_backward(program, segment, micro_batch, tile)
 
 
-def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int) -> None:
+def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int, tile: int = 0) -> None:
     """Append what the backward of a segment computes, in order: perhaps its forward again, then its backward."""
     if again := AGAIN.get(segment[0].activations):
         for unit in segment:
-            program.lay(unit.agains, again, unit, micro_batch)
+            program.lay(unit.agains, again, unit, micro_batch, tile)
     for unit in reversed(segment):
-        program.lay(unit.backwards, Op.BACKWARD, unit, micro_batch)
+        program.lay(unit.backwards, Op.BACKWARD, unit, micro_batch, tile)
 
 
 def compute(program: Program, lay: Callable[[Program], None] = lay_in_turn) -> None:

@@ -1,7 +1,8 @@
 """The pass that moves gradients from backward to where they are used.
 
 [Note: Accumulation] Each micro-batch's gradient is copied to the host once, and the host adds it to the sum: 2 B/param
-of traffic in bf16.
+of traffic in bf16. Tiles of a micro-batch add up on the device: see [Note: Breadth order] in
+:mod:`planner.lowering.compute`.
 """
 
 from collections import Counter
@@ -9,6 +10,8 @@ from collections import Counter
 from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, Op, Phase, Task
+
+_ADDING_PASSES = 3  # two gradients in, their sum out
 
 
 def gradients(program: Program) -> None:
@@ -19,7 +22,12 @@ def gradients(program: Program) -> None:
     for draft in program.spine:
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
-        wait_for_slot(draft, leaving, num_slots)
+        if draft.tile == unit.unit.num_tiles - 1:  # its gradients are new; those of later tiles are added to them
+            wait_for_slot(draft, leaving, num_slots)
+        else:
+            draft.num_bytes = _ADDING_PASSES * program.decisions.precision.gradient_bytes * unit.num_params
+        if draft.tile:
+            continue
         ready = reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
         if flushed:

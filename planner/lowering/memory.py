@@ -35,6 +35,7 @@ def memory(program: Program, hold_gradients: HoldGradients | None = None) -> Non
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in program.segments:
             _activations(program, segment, micro_batch)
+            _around_tiles(program, segment, micro_batch)
     if any(unit.moved_bytes is not None for unit in program.units):
         _offload_rooms(program)
     if program.decisions.spill_gradients:
@@ -106,7 +107,7 @@ def hold_leaving(
     summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
         note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
-        made = made or maker.backwards[micro_batch]
+        made = made or _sum_of_tiles(program, unit, micro_batch, summed) or maker.backwards[maker.back(micro_batch)]
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
@@ -121,6 +122,25 @@ def hold_leaving(
         summed, made = summed or made, None
     if resident and summed:
         hold_resident(program, unit, tied, summed)
+
+
+def _sum_of_tiles(program: Program, unit: LoweredUnit, micro_batch: int, summed: Task | None) -> Task | None:
+    """Hold the sum of the tiles' gradients that autograd keeps until the last tile; return the task that takes it.
+
+    ``None`` if there are no tiles, or the sum itself is the gradient from then on.
+    """
+    if unit.unit.num_tiles == 1:
+        return None
+    first, last = unit.backwards[unit.back(micro_batch)], unit.backwards[unit.back(micro_batch, 0)]
+    if unit.amounts.replicas > 1:  # copied into one block
+        num_params = unit.num_params
+    elif summed is not None:  # added to what is there; what goes to the host is counted as that
+        num_params = unit.amounts.resident_params
+    else:
+        return None
+    num_bytes = program.decisions.precision.gradient_bytes * num_params
+    program.hold_while(MemoryClass.GRADIENTS, num_bytes, f"{unit.name} of tiles", first, last)
+    return last if unit.amounts.replicas > 1 else None
 
 
 def note_fresh(
@@ -181,7 +201,7 @@ def hold_from(
     if first.op is Op.BACKWARD and first.unit != unit.name:
         num_late = sum(size for name, size in unit.unit.sizes.items() if name not in tied)
         late_bytes = num_bytes * num_late // unit.num_params
-        own = unit.backwards[first.micro_batch]
+        own = unit.backwards[unit.back(first.micro_batch)]
         program.hold_while(MemoryClass.GRADIENTS, late_bytes, f"{label} of its own", own, last)
         num_bytes -= late_bytes
     program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, first, last)
@@ -197,7 +217,7 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
         owner = next(unit for unit in program.units if name in unit.unit.sizes)
         num_bytes = gradient_bytes * owner.unit.sizes[name]
         for micro_batch, shares in enumerate(fresh):
-            adding, made = owner.backwards[micro_batch], maker.backwards[micro_batch]
+            adding, made = (unit.backwards[unit.back(micro_batch)] for unit in (owner, maker))
             program.hold_while(MemoryClass.GRADIENTS, 2 * num_bytes, f"{name} summed", adding, adding)
             waiting_bytes = int(num_bytes * (1 - shares[maker.name][name]))
             program.hold_while(MemoryClass.GRADIENTS, waiting_bytes, f"{name} waiting", made, adding)
@@ -206,16 +226,11 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
 
 def _workspace(program: Program, fresh: Fresh) -> None:
     """Hold the workspace of each compute task while it runs."""
-    gradient_bytes = program.decisions.precision.gradient_bytes
     for draft in program.computing:
         unit = program.named[draft.unit]
         num_bytes = unit.unit.forward_workspace_bytes
         if draft.op is Op.BACKWARD:
-            sizes = unit.unit.sizes
-            for other in unit.unit.shared_units:
-                sizes = sizes | program.named[other].unit.sizes
-            new, piled = fresh[draft.micro_batch][unit.name], unit.amounts.replicas > 1
-            num_bytes = backward_workspace_bytes(unit.unit, sizes, new, gradient_bytes, piled=piled)
+            num_bytes = _backward_bytes(program, unit, draft, fresh[draft.micro_batch][unit.name])
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
     on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
@@ -233,6 +248,16 @@ def _workspace(program: Program, fresh: Fresh) -> None:
     program.hold(
         Tier.HOST, MemoryClass.WORKSPACE, host_workspace_bytes(program.model, program.decisions), "update workspace"
     )
+
+
+def _backward_bytes(program: Program, unit: LoweredUnit, backward: Task, new: dict[str, float]) -> int:
+    """Return the workspace of a backward; of tiles, the first one's gradients are new, and others are added to them."""
+    sizes, piled = unit.unit.sizes, unit.amounts.replicas > 1
+    for other in unit.unit.shared_units:
+        sizes = sizes | program.named[other].unit.sizes
+    if (num_tiles := unit.unit.num_tiles) > 1:
+        new, piled = dict.fromkeys(new, float(backward.tile == num_tiles - 1)), False
+    return backward_workspace_bytes(unit.unit, sizes, new, program.decisions.precision.gradient_bytes, piled=piled)
 
 
 def host_workspace_bytes(units: Iterable[Unit], decisions: Decisions) -> int:
@@ -282,23 +307,56 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
     if first.moved_bytes is not None:
         _offloaded(program, segment, micro_batch)
         return
-    keep = first.activations == "keep"
+    keep, tiles = first.activations == "keep", range(first.unit.num_tiles)
     if not keep:
         # From then on it is among the first unit's saved tensors, unless that unit saves a copy.
         until = first.backwards if first.unit.operators[0].copies_input else first.agains
-        input_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} input"
-        program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, first.forwards[micro_batch], until[micro_batch])
-    for unit in segment:
-        begin, end = (unit.forwards if keep else unit.agains)[micro_batch], unit.backwards[micro_batch]
+        input_bytes, label = first.unit.activation_output_bytes * len(tiles), f"{first.unit.segment} input"
+        begin, end = first.forwards[first.there(micro_batch)], until[first.back(micro_batch, 0)]
+        program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, begin, end)
+    for unit, tile in itertools.product(segment, tiles):
+        there, back = unit.there(micro_batch, tile), unit.back(micro_batch, tile)
+        begin, end = unit.forwards[there] if keep else unit.agains[back], unit.backwards[back]
         program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.saved_bytes, unit.name, begin, end)
+
+
+def _around_tiles(program: Program, segment: Segment, micro_batch: int) -> None:
+    """Hold what is whole around tiles: the segment's output, and the gradients of its output and of its input.
+
+    The tensor that tiles are cut from is there until the last of them has been used, and outputs are put together when
+    the last tile has passed. So is the gradient of the input.
+    """
+    first, last = segment[0], segment[-1]
+    if (num_tiles := first.unit.num_tiles) == 1:
+        return
+    tile_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} around tiles"
+    rest_bytes = tile_bytes * (num_tiles - 1)
+    there, back = first.there(micro_batch), first.back(micro_batch)
+    ended, over = last.forwards[there + num_tiles - 1], first.backwards[back + num_tiles - 1]
+    for num_bytes, begin, end in (
+        (rest_bytes, last.forwards[there], ended),
+        (tile_bytes * num_tiles, ended, ended),
+        (2 * rest_bytes, last.backwards[back], over),
+        (tile_bytes * num_tiles, over, over),
+    ):
+        program.hold_while(MemoryClass.ACTIVATIONS, num_bytes, label, begin, end)
+    if first.moved_bytes is not None:
+        program.hold_while(
+            MemoryClass.ACTIVATIONS, rest_bytes, label, first.forwards[there], first.offloads[there + num_tiles - 1]
+        )
+    for tile in range(1, num_tiles) if first.activations == "keep" else ():  # what it saves counts its own input
+        begun = first.forwards[there], first.forwards[there + tile - 1]
+        program.hold_while(MemoryClass.ACTIVATIONS, tile_bytes, label, *begun)
+        used = first.backwards[back + num_tiles - 1 - tile], over
+        program.hold_while(MemoryClass.ACTIVATIONS, tile_bytes, label, *used)
 
 
 def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
     """Hold offloaded activations on the device before they leave and after they return, and those made again."""
-    for unit in segment:
-        forward, offload, reload, remake, backward = (
-            tasks[micro_batch] for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
-        )
+    for unit, tile in itertools.product(segment, range(segment[0].unit.num_tiles)):
+        there, back = unit.there(micro_batch, tile), unit.back(micro_batch, tile)
+        forward, offload = unit.forwards[there], unit.offloads[there]
+        reload, remake, backward = unit.reloads[back], unit.agains[back], unit.backwards[back]
         moved_bytes = unit.moved_bytes or 0
         program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, forward, offload)
         # Outputs of products that backward does not need, such as both parts of a sum, go as soon as they were used.
@@ -310,7 +368,7 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
 
 
 def _offload_rooms(program: Program) -> None:
-    """Hold the memory for offloaded activations: one buffer per unit, or a ring if they go on to NVMe.
+    """Hold the memory for offloaded activations: one buffer per unit and tile, or a ring if they go on to NVMe.
 
     The buffers serve all micro-batches: forward of the next one begins when all are free.
     """

@@ -13,8 +13,8 @@ one, the iteration leaves the plan, and its weights come into that slot, see [No
 
 import dataclasses
 import itertools
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 
 from planner.decisions import Fp8Weights
 from planner.lowering.program import LoweredUnit, Program
@@ -48,6 +48,9 @@ class Slots:
 def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size.
 
+    If tiles pass a segment one after another, its units stay until the last tile: then a slot of the ring is one for
+    each unit of a segment.
+
     If a unit needs several units of one size at once (its own and another's weights, or those of two others), each of
     the others has a ring of its own. Units that the batch does not reach take the smallest slot that is large enough.
     """
@@ -59,7 +62,7 @@ def assign_slots(program: Program) -> Slots:
     of_unit: dict[str, int] = {}
     sizes: list[_Size] = []
     for (size, _), ring in rings.items():
-        count = min(program.decisions.num_param_slots, len(ring))
+        count = min(program.decisions.num_param_slots * _held_at_once(ring), len(ring))
         of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
         sizes += [size] * count
     unused = [unit for unit in program.units if unit.unit.is_unused and _moves(unit)]
@@ -70,6 +73,11 @@ def assign_slots(program: Program) -> Slots:
         if not large:
             sizes.append((num_params, None, frozen_bytes))
     return Slots(of_unit, *(zip(*sizes, strict=True) if sizes else ((), (), ())))
+
+
+def _held_at_once(ring: Iterable[LoweredUnit]) -> int:
+    """Return how many units of a ring stay in their slots while tiles pass their segment."""
+    return max(Counter(unit.unit.segment for unit in ring if unit.unit.num_tiles > 1).values(), default=1)
 
 
 def _size(unit: LoweredUnit) -> _Size:

@@ -34,9 +34,9 @@ class LoweredUnit:
         activations: the decision on its activations.
         name, num_params: the unit's own.
         stage: its pipeline stage.
-        forwards, backwards: its compute tasks, by micro-batch.
-        agains: tasks that recompute activations just before its backward, if any, by micro-batch.
-        offloads, reloads: copies of its activations, if any, by micro-batch.
+        forwards, backwards: its compute tasks, in the order in which they run; see :meth:`there` and :meth:`back`.
+        agains: tasks that recompute activations just before its backward, if any, likewise.
+        offloads, reloads: copies of its activations, if any, likewise.
         moved_bytes: bytes of its activations that leave the device and return; ``None`` if its segment's stay.
         scatters, flushes: by micro-batch, the collective that reduces its gradient, and the last copy to the host.
         final: the task after which its summed gradient is on the device.
@@ -69,6 +69,18 @@ class LoweredUnit:
     updates: list[Task] = dataclasses.field(default_factory=list)
     changes: list[Task] = dataclasses.field(default_factory=list)
     first_fill: tuple[list[Task], Task] | None = None
+
+    def there(self, micro_batch: int, tile: int = 0) -> int:
+        """Return the number of a tile's task among those of forward."""
+        return micro_batch * self.unit.num_tiles + tile
+
+    def back(self, micro_batch: int, tile: int | None = None) -> int:
+        """Return the number of a tile's task among those of backward, where the last tile is the first (the default).
+
+        See [Note: Breadth order] in :mod:`planner.lowering.compute`.
+        """
+        last = self.unit.num_tiles - 1
+        return micro_batch * self.unit.num_tiles + last - (last if tile is None else tile)
 
 
 class Program:
@@ -134,20 +146,23 @@ class Program:
         after: Keys = (),
         *,
         piece: int = -1,
+        tile: int = 0,
     ) -> Task:
         """Make a task in the stage of its unit. The caller decides where it is issued."""
         drafts = self.drafts
         if unit:
-            draft = Task(len(drafts), lane, op, phase, unit.name, micro_batch, piece, stage=unit.stage, after=after)
+            draft = Task(
+                len(drafts), lane, op, phase, unit.name, micro_batch, piece, stage=unit.stage, tile=tile, after=after
+            )
         else:
             draft = Task(len(drafts), lane, op, phase, "", micro_batch, piece, after=after)
         drafts.append(draft)
         return draft
 
-    def lay(self, noted: list[Task], op: Op, unit: LoweredUnit, micro_batch: int) -> None:
+    def lay(self, noted: list[Task], op: Op, unit: LoweredUnit, micro_batch: int, tile: int = 0) -> None:
         """Append a compute task to the spine, and to the unit's tasks of its kind."""
         phase = Phase.FORWARD if op is Op.FORWARD else Phase.BACKWARD
-        draft = self.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
+        draft = self.draft(Lane.COMPUTE, op, phase, unit, micro_batch, tile=tile)
         draft.in_fp8 = unit.amounts.fp8 is not None
         noted.append(draft)
         self.spine.append(draft)

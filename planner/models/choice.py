@@ -8,6 +8,7 @@ from hwprofiles.quantity import Frozen
 from planner.terms import KernelChoice
 
 Count = Annotated[int, Field(ge=1)]
+TILES: Final = ("loss_tile_tokens", "layer_tile_tokens", "segment_tile_sequences")
 DEGREES: Final = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
 
@@ -24,6 +25,8 @@ class Choice(Frozen):
             :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time, see [Note: Tiled layers] in
             :mod:`executor.module.tiled_layers`; ``None``: all of the micro-batch.
+        segment_tile_sequences: sequences that pass a segment at a time, see [Note: Breadth order] in
+            :mod:`planner.lowering.compute`; ``None``: all of the micro-batch.
         fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
         kernels: the kernels that run beside products and attention, see [Note: Kernel sets] in
@@ -39,6 +42,7 @@ class Choice(Frozen):
     expert_units: Count = 1
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
+    segment_tile_sequences: Count | None = None
     fp8_weights: Literal[True] | None = None
     kernels: KernelChoice | None = None
     micro_batch: Count = 1
@@ -51,8 +55,8 @@ class Choice(Frozen):
 
     @property
     def tiles(self) -> dict[str, int | None]:
-        """The tokens of tiles, by field; the model's units depend on them."""
-        return {"loss_tile_tokens": self.loss_tile_tokens, "layer_tile_tokens": self.layer_tile_tokens}
+        """The tokens or sequences of tiles, by field; the model's units depend on them."""
+        return {name: getattr(self, name) for name in TILES}
 
     @property
     def num_devices(self) -> int:

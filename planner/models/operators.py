@@ -31,6 +31,7 @@ class Batch:
             they are equal.
         loss_tile_tokens: tokens whose logits exist at a time; ``None``: all.
         layer_tile_tokens: tokens for which norms and MLPs compute at a time; ``None``: all.
+        segment_tile_sequences: sequences that pass a segment at a time, a divisor of the micro-batch; ``None``: all.
         fp8_products: linear layers of hidden layers multiply in fp8, on the ``device``, or ``emulated`` in fp32 as CPUs
             do; see :mod:`planner.models.formulas.float8`. ``None``: in the type of weights.
         casts_weights: whether these products cast their weights; otherwise weights come in fp8.
@@ -48,13 +49,14 @@ class Batch:
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None
     layer_tile_tokens: int | None = None
+    segment_tile_sequences: int | None = None
     fp8_products: Literal["device", "emulated"] | None = None
     casts_weights: bool = True
 
     def __post_init__(self) -> None:
         for name in (
             "micro_batch", "seq_len", "tensor_parallel", "expert_parallel", "expert_units", "loss_tile_tokens",
-            "layer_tile_tokens",
+            "layer_tile_tokens", "segment_tile_sequences",
         ):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
@@ -99,6 +101,7 @@ class Operator:
         stays: whether its weights and activations stay on the device; see [Note: Second order] in
             :mod:`planner.setup`.
         writes: whether its forward writes to its trained weights; see [Note: Written weights] in :mod:`planner.setup`.
+        num_tiles: tiles of sequences that pass its segment one after another, of which it describes one.
     """
 
     name: str
@@ -124,6 +127,7 @@ class Operator:
     evaluates: bool = False
     stays: bool = False
     writes: bool = False
+    num_tiles: int = 1
 
     @property
     def work(self) -> Work:

@@ -35,11 +35,16 @@ from planner.search.pipelines import search_pipeline
 from planner.simulate.prediction import Prediction
 
 # The most choices that get a short search, and a bound.
-_MOST_LOOKS, _MOST_BOUNDS = 10, 32
+_MOST_LOOKS, _MOST_BOUNDS = 12, 32
 # The most that get a full search: of one with other tiles or fetches, and of the best with other batches or degrees.
 _MOST_ALIKE, _MOST_OTHERS = 2, 2
 # Choices that differ in these alone have nearly the same plans.
-_ALIKE: Final = {"loss_tile_tokens": None, "layer_tile_tokens": None, "fp8_weights": None}
+_ALIKE: Final = {
+    "loss_tile_tokens": None,
+    "layer_tile_tokens": None,
+    "segment_tile_sequences": None,
+    "fp8_weights": None,
+}
 # A choice is skipped if its bound is less than this much faster.
 _WORTH = 1e-2
 # A plan is searched for again if its whole iteration takes so much more or less than it was scored.

@@ -255,6 +255,8 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
         parts.append("weights fetched in fp8")
     tiles = {"loss": decisions.loss_tile_tokens, "layers": decisions.layer_tile_tokens}
     parts += [f"{name} in tiles of {tokens} tokens" for name, tokens in tiles.items() if tokens]
+    if (sequences := decisions.segment_tile_sequences) is not None:
+        parts.append(f"{sequences} of {decisions.micro_batch} sequences pass a layer at a time")
     if decisions.kernels not in {None, "transformers"}:
         parts.append(f"{decisions.kernels} kernels")
     if decisions.precision.products:

@@ -162,7 +162,9 @@ def _alone(model: Model, found: Found) -> Model:
         tiles = decided.loss_tile_tokens, decided.layer_tile_tokens
         return Batch(decided.micro_batch, model.seq_len, loss_tile_tokens=tiles[0], layer_tile_tokens=tiles[1])
 
-    compared = [size(rival.choice) for rival in found.rivals]
+    own = [rival.choice for rival in found.rivals]
+    own += [each.model_copy(update={"micro_batch": tile}) for each in own if (tile := each.segment_tile_sequences)]
+    compared = [size(choice) for choice in own]
     without = [dataclasses.replace(each, loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
     without += [dataclasses.replace(each, layer_tile_tokens=None) for each in without]
     return model.covering(size(found.decisions), (*compared, *without))

@@ -69,7 +69,7 @@ _CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEM
 _OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
 
 
-_UNPRICED = {"index", "phase", "unit", "micro_batch", "piece", "slot", "after", "after_previous"}
+_UNPRICED = {"index", "phase", "unit", "micro_batch", "piece", "slot", "tile", "after", "after_previous"}
 _amounts = operator.attrgetter(*(field.name for field in dataclasses.fields(Task) if field.name not in _UNPRICED))
 
 

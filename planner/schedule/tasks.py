@@ -130,6 +130,8 @@ class Task:
         lane, op, phase: see the enums.
         unit: name of the unit it works on, or ``""`` for the whole model.
         micro_batch: which forward+backward of the iteration it belongs to.
+        tile: which tile of the micro-batch's sequences passes its segment, see [Note: Breadth order] in
+            :mod:`planner.lowering.compute`.
         piece: index of the subgroup within the unit, or -1 for the whole unit.
         num_bytes: bytes copied, gathered, scattered or passed over, or exchanged for an update by tensor-parallel
             ranks; 0 otherwise.
@@ -169,6 +171,7 @@ class Task:
     in_fp8: bool = False
     splits: bool = False
     stage: int = 0
+    tile: int = 0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
 
@@ -177,7 +180,8 @@ class Task:
         """A readable name, such as ``update layers.3.mlp#2``."""
         piece = f"#{self.piece}" if self.piece >= 0 else ""
         micro_batch = f" mb{self.micro_batch}" if self.micro_batch else ""
-        return f"{self.op} {self.unit or 'model'}{piece}{micro_batch}"
+        tile = f" tile {self.tile}" if self.tile else ""
+        return f"{self.op} {self.unit or 'model'}{piece}{micro_batch}{tile}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ def _all_resident(setup: Setup, scorer: Scorer) -> Iterator[Candidate]:
     """Yield everything on the device, in every ZeRO stage: recomputed only where keeping activations does not fit."""
     placements = list(resident(setup))
     # When forward ends, all kept activations are on the device.
-    may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
+    may_fit = sum(unit.num_tiles * unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
     for kept, recomputed in zip(placements[::2], placements[1::2], strict=True):
         ways = (kept, recomputed) if may_fit else (recomputed,)
         for way in ways:

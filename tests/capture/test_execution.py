@@ -123,8 +123,8 @@ def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
         activations = session.runtime.offloaded
         leave = activations.offload
 
-        def watched(unit: str) -> None:
-            leave(unit)
+        def watched(unit: str, tile: int) -> None:
+            leave(unit, tile)
             moved[unit] = sum(tensor.num_bytes for tensor in activations._segments[unit].offloaded(unit))
             if name == "residual":  # copies of two norms' statistics are counted with the input, but stay
                 moved[unit] += 2 * (2 * 16 * 2 + 8)

@@ -36,6 +36,7 @@ DEGREES = (
     "expert_units",
     "loss_tile_tokens",
     "layer_tile_tokens",
+    "segment_tile_sequences",
 )  # that units depend on
 
 # A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.

@@ -40,14 +40,21 @@ def small_units(
     tensor_parallel: int = 1,
     *,
     in_fp8: bool = False,
+    num_tiles: int = 1,
 ) -> tuple[Unit, ...]:
     """Return the units of a model that has lost most of its layers, with some parameters ``frozen``.
 
-    With ``in_fp8`` its products are in fp8.
+    With ``in_fp8`` its products are in fp8. So many tiles of ``micro_batch`` sequences pass a layer.
     """
     config = resolve_model(model).model_copy(update={"num_layers": num_layers})
     products = "device" if in_fp8 else None
-    batch = Batch(micro_batch, seq_len=64, tensor_parallel=tensor_parallel, fp8_products=products)
+    batch = Batch(
+        micro_batch * num_tiles,
+        seq_len=64,
+        tensor_parallel=tensor_parallel,
+        fp8_products=products,
+        segment_tile_sequences=micro_batch if num_tiles > 1 else None,
+    )
     operators = []
     for operator in build_graph(config, batch):
         specs = tuple(
@@ -159,10 +166,12 @@ class Case:
     asynchronous: bool
     frozen: frozenset[str] = frozenset()
     in_fp8: bool = False
+    num_tiles: int = 1
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        return small_units(self.model, self.num_layers, frozen=self.frozen, in_fp8=self.in_fp8)
+        options = {"in_fp8": self.in_fp8, "num_tiles": self.num_tiles}
+        return small_units(self.model, self.num_layers, frozen=self.frozen, **options)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -175,13 +184,17 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, in_fp8: bool = False, ours: bool = False) -> Case:
-    """Return a random case; if ``in_fp8``, one whose products are in fp8, and perhaps the weights that move."""
+def cases(draw: st.DrawFn, *, in_fp8: bool = False, ours: bool = False, tiled: bool = False) -> Case:
+    """Return a random case; if ``in_fp8``, one whose products are in fp8, and perhaps the weights that move.
+
+    If ``tiled``, some tiles of sequences pass a layer one after another.
+    """
     models = [model for model in MODELS if not (in_fp8 and model == "gpt2")]
     model, num_layers = draw(st.sampled_from(models)), draw(st.integers(1, 3))
     frozen = draw(masks(small_units(model, num_layers)))
     chosen = draw(decisions(small_units(model, num_layers, frozen=frozen, in_fp8=in_fp8), in_fp8=in_fp8, ours=ours))
-    return Case(model, num_layers, chosen, draw(st.booleans()), frozen, in_fp8)
+    num_tiles = draw(st.integers(2, 4)) if tiled else 1
+    return Case(model, num_layers, chosen, draw(st.booleans()), frozen, in_fp8, num_tiles)
 
 
 @st.composite

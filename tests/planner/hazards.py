@@ -14,6 +14,7 @@ from walked import NUM_ITERATIONS, Ordered, WalkedMemory
 
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.lowering.activations import room_name
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
 from ullage.rivals.decisions import HostUpdate
@@ -57,18 +58,18 @@ class Walk(WalkedMemory):
     def _forward(self, task: Task) -> None:
         self._weights(task)
         if self.decisions.units[task.unit].activations != "recompute" or self.decisions.inputs_on_host:
-            self.write(("activations", task.unit, task.micro_batch), self.node[0])
+            self.write(("activations", task.unit, task.micro_batch, task.tile), self.node[0])
         self.write(("hidden", task.micro_batch), task.unit)
 
     def _recompute(self, task: Task) -> None:
         self._weights(task)
-        self.write(("activations", task.unit, task.micro_batch), self.node[0])
+        self.write(("activations", task.unit, task.micro_batch, task.tile), self.node[0])
 
     def _offload(self, task: Task) -> None:
         """What leaves the device is gone from there."""
-        place = ("activations", task.unit, task.micro_batch)
+        place = ("activations", task.unit, task.micro_batch, task.tile)
         self.expect(self.read(place), self.node[0], "activations of iteration")
-        self.write(("host activations", task.unit, task.micro_batch), self.node[0])
+        self.write(("host activations", task.unit, task.micro_batch, task.tile), self.node[0])
         self.write(place, None)
         self._enter_passage(task)
 
@@ -86,35 +87,37 @@ class Walk(WalkedMemory):
 
     def _enter_passage(self, task: Task) -> None:
         """What only passes through the host goes into its segment's slot."""
-        if task.unit in self.passage:
-            place = ("passage", self.passage[task.unit], self.position[task.unit])
-            self.write(place, (task.unit, task.micro_batch))
+        if (room := room_name(task.unit, task.tile)) in self.passage:
+            place = ("passage", self.passage[room], self.position[task.unit])
+            self.write(place, (task.unit, task.micro_batch, task.tile))
 
     def _leave_passage(self, task: Task) -> None:
-        if task.unit in self.passage:
-            place = ("passage", self.passage[task.unit], self.position[task.unit])
-            self.expect(self.read(place), (task.unit, task.micro_batch), "in the slot")
+        if (room := room_name(task.unit, task.tile)) in self.passage:
+            place = ("passage", self.passage[room], self.position[task.unit])
+            self.expect(self.read(place), (task.unit, task.micro_batch, task.tile), "in the slot")
 
     def _pass_on(self, task: Task, source: str, target: str) -> None:
-        place = (source, task.unit, task.micro_batch)
+        place = (source, task.unit, task.micro_batch, task.tile)
         self.expect(self.read(place), self.node[0], f"{source} of iteration")
-        self.write((target, task.unit, task.micro_batch), self.node[0])
+        self.write((target, task.unit, task.micro_batch, task.tile), self.node[0])
         self.write(place, None)
 
     def _remake(self, task: Task) -> None:
         self._weights(task)
-        self.expect(self.read(("products", task.unit, task.micro_batch)), self.node[0], "products of iteration")
-        self.write(("activations", task.unit, task.micro_batch), self.node[0])
+        self.expect(
+            self.read(("products", task.unit, task.micro_batch, task.tile)), self.node[0], "products of iteration"
+        )
+        self.write(("activations", task.unit, task.micro_batch, task.tile), self.node[0])
 
     def _backward(self, task: Task) -> None:
         self._weights(task)
-        found = self.read(("activations", task.unit, task.micro_batch))
+        found = self.read(("activations", task.unit, task.micro_batch, task.tile))
         self.expect(found, self.node[0], "activations of iteration")
         for name in (task.unit, *self.units[task.unit].shared_units):
             if not self.units[name].num_params:
                 continue
             place = ("gradient", name, self.node[0], task.micro_batch)
-            self.write(place, self.memory.get(place, frozenset()) | {task.unit})
+            self.write(place, self.memory.get(place, frozenset()) | {(task.unit, task.tile)})
             if self.stays(name) and name not in self.replicated:  # what updates on the device read
                 self.write(("sum", name), None)
         if self.units[task.unit].num_params:
@@ -403,14 +406,25 @@ class Walk(WalkedMemory):
     def _ahead(self) -> None:
         """Backward runs a bounded number of units ahead of the gradients leaving the device.
 
+        While tiles pass a segment, the gradients of all its units are there, and none of them can leave.
         Those that wait in a bucket for the last micro-batch's others are bounded by its size.
         """
         in_bucket = self.decisions.num_micro_batches - 1 if self.decisions.fills_buckets else None
         leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes and key[2] != in_bucket]
-        backward = {(t.unit, t.micro_batch): t.index for t in self.schedule.tasks if t.op is Op.BACKWARD}
+        backward: dict[tuple[str, int], int] = {}
+        for task in self.schedule.tasks:
+            if task.op is Op.BACKWARD:
+                backward.setdefault((task.unit, task.micro_batch), task.index)
         for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
             start = (iteration, backward[unit, micro_batch])
-            waiting = [node for _, node in leaving[:i] if not self.ordered(node, start)]
+            earlier = (node for key, node in leaving[:i] if not self._together(key, (iteration, unit, micro_batch)))
+            waiting = [node for node in earlier if not self.ordered(node, start)]
             if len(waiting) >= self.decisions.num_gradient_slots:
                 names = ", ".join(self._name(node) for node in waiting)
                 self.found.append(f"ahead: {self._name(start)} may start while gradients wait for {names}")
+
+    def _together(self, one: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
+        """Return whether two gradients are made while tiles pass one segment."""
+        (iteration, unit, micro_batch), tiled = one, self.units[other[1]]
+        same = (iteration, micro_batch) == (other[0], other[2]) and self.units[unit].segment == tiled.segment
+        return same and tiled.num_tiles > 1

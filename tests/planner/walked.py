@@ -62,11 +62,12 @@ class WalkedMemory:
         self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}
         self.regathers = {name for name, unit in self.units.items() if decisions.regathers(unit)}
         self.replicated = {name for name, unit in self.units.items() if decisions.replicas(unit) > 1}
-        self.contributors: dict[str, set[str]] = defaultdict(set)  # whose backward makes a part of a unit's gradient
+        # By unit, whose backward makes a part of its gradient, with each tile.
+        self.contributors: dict[str, set[tuple[str, int]]] = defaultdict(set)
         for unit in units:
             for name in (unit.name, *unit.shared_units):
                 if self.units[name].num_params:
-                    self.contributors[name].add(unit.name)
+                    self.contributors[name] |= {(unit.name, tile) for tile in range(unit.num_tiles)}
         self.found: list[str] = []
         self.memory: dict[Hashable, Any] = {}
         self.writer: dict[Hashable, Node] = {}

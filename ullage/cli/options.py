@@ -52,7 +52,7 @@ _SHARED: Final = {
         "parallel degrees, as in tensor=2,pipeline=4 (default: 1 each, or chosen with --global-batch).",
     ),
     "--tiles": (
-        "loss=N[,layer=N]",
+        "loss=N[,layer=N][,segment=N]",
         (
             "compute in tiles of a micro-batch, as in loss=512. The size of a micro-batch means: all at once (default: "
             "the planner uses tiles where they save much memory)."

@@ -1,10 +1,12 @@
 """Rows of other engines beside a plan."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from planner.bounds.certificate import computing_s
 from planner.choices.request import Request
-from planner.choices.variants import Variant, variants
+from planner.choices.variants import Variant, variant, variants
+from planner.decisions import Choice
 from planner.plan.competition import Found
 from planner.plan.document import EngineRow, Plan, describe
 from planner.plan.planning import make_plan as make_plan_alone
@@ -36,7 +38,8 @@ def _beside(found: Found) -> tuple[EngineRow, ...]:
 
 def engine_rows(request: Request) -> Iterator[EngineRow]:
     """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
-    for name, found in _compared(_plainest(variants(request))).items():
+    rivals = variants(dataclasses.replace(request, segment_tile_sequences=None))
+    for name, found in _compared(_plainest(rivals)).items():
         yield _row(name, *found)
 
 
@@ -46,31 +49,44 @@ def engines_beside(found: Found) -> dict[str, tuple[Variant, Candidate]]:
     Each has the choices that were searched for the plan, because its user could tune degrees and batch sizes too; if
     these are pipelines, which engines that offload do not have, the one that most resembles their defaults.
     """
-    return _compared(found.searched or _plainest(found.rivals))
+    tuned = dict.fromkeys(choice for each in found.searched for choice in _in_depth(each.choice))
+    known = {rival.choice: rival for rival in found.rivals}
+    searched = tuple(known.get(choice) or variant(found.own.request, choice) for choice in tuned)
+    return _compared(searched or _plainest(found.rivals))
+
+
+def _in_depth(choice: Choice) -> Iterator[Choice]:
+    """Yield a choice without tiles of sequences: with its micro-batch, and with one for each tile."""
+    yield (whole := choice.model_copy(update={"segment_tile_sequences": None}))
+    if (size := choice.segment_tile_sequences) is not None:
+        count = whole.num_micro_batches * whole.micro_batch // size
+        yield whole.model_copy(update={"micro_batch": size, "num_micro_batches": count})
 
 
 def _compared(rivals: Sequence[Variant]) -> dict[str, tuple[Variant, Candidate]]:
     best: dict[str, tuple[Variant, Candidate]] = {}
-    for variant in rivals:
-        for name, candidate in engine_policies(variant.setup, scorer_of(variant)).items():
+    for rival in rivals:
+        for name, candidate in engine_policies(rival.setup, scorer_of(rival)).items():
             if name not in best or candidate.order < best[name][1].order:
-                best[name] = variant, candidate
+                best[name] = rival, candidate
     return best
 
 
 def _plainest(rivals: Sequence[Variant]) -> tuple[Variant, ...]:
-    plain = [variant for variant in rivals if variant.choice.pipeline_parallel == 1]
+    plain = [
+        rival for rival in rivals if rival.choice.pipeline_parallel == 1 and rival.choice.segment_tile_sequences is None
+    ]
     if not plain:
         return ()
-    return (min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant))),)
+    return (min(plain, key=lambda rival: (rival.choice.tensor_parallel, computing_s(rival))),)
 
 
-def _row(name: str, variant: Variant, candidate: Candidate) -> EngineRow:
+def _row(name: str, rival: Variant, candidate: Candidate) -> EngineRow:
     simulated, decisions = candidate.iteration_s != float("inf"), candidate.decisions
-    nearest = nearest_fit(variant, name, candidate) if candidate.missing_bytes else None
+    nearest = nearest_fit(rival, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
-        setting=describe(decisions, variant.setup.units),
+        setting=describe(decisions, rival.setup.units),
         fits=not candidate.missing_bytes,
         iteration_s=candidate.iteration_s if simulated else None,
         missing_bytes=candidate.missing_bytes,

@@ -77,6 +77,12 @@ def test_no_plan_depends_on_when_streams_run(plan):
     assert not races.pageable, "copies from or to memory that is not registered wait for the device"
 
 
+@settings(max_examples=examples(15))
+@given(plan=plans(families=FAMILIES, degrees={"segment_tile_sequences": 1}, num_micro_batches=1, iterations=3))
+def test_nor_does_one_in_which_tiles_pass_a_layer_one_after_another(plan):
+    assert not watched_training(*plan).found
+
+
 @pytest.mark.parametrize("place", ["cpu", "stream", "nvme"])
 def test_weights_are_cast_when_they_are_there_and_fetched_when_they_are_cast(place, monkeypatch):
     float8 = pytest.importorskip("executor.module.float8")

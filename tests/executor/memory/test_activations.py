@@ -49,9 +49,9 @@ def offload(session, watch):
     activations = session.runtime.offloaded
     leave = activations.offload
 
-    def watched(unit):
+    def watched(unit, tile):
         watch(unit, False)
-        leave(unit)
+        leave(unit, tile)
         watch(unit, True)
 
     activations.offload = watched
@@ -167,6 +167,7 @@ class Alone:
 
     unit = "layers.0.attn"
     on_demand = False
+    tile = 0
 
     def __init__(self, room_bytes: int = 1 << 20):
         found = [unit for unit in model_units("llama") if unit.segment == "layers.0"]

@@ -101,9 +101,9 @@ def test_what_is_metered_does_not_depend_on_how_fast_activations_come_back(monke
     task, found = Task("llama", torch.float32), []
     reload = OffloadedActivations.reload
 
-    def slow(activations, unit):
+    def slow(activations, unit, tile):
         time.sleep(0.02)
-        reload(activations, unit)
+        reload(activations, unit, tile)
 
     for way in (reload, slow):
         monkeypatch.setattr(OffloadedActivations, "reload", way)

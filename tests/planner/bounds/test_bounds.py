@@ -181,6 +181,12 @@ def test_nor_is_one_whose_weights_move_in_fp8(case: Case, profile: HardwareProfi
     event(f"{moved} units, {check(case.units, case.decisions, profile):.1f} of the period")
 
 
+@settings(SLOW, max_examples=150 if ALL else 15)
+@given(cases(ours=True, tiled=True), machines())
+def test_nor_is_one_in_breadth_order(case: Case, profile: HardwareProfile) -> None:
+    event(f"{case.num_tiles} tiles, {check(case.units, case.decisions, profile):.1f} of the period")
+
+
 SPEEDS = ({"flop_per_s": 1e16, "issue_s": 1e-9}, {"flop_per_s": 1e14}, {"flop_per_s": 3e12, "cpu_params_per_s": 1e9})
 OURS = {"num_param_slots": 2, "zero_stage": 3}
 

@@ -31,7 +31,7 @@ LOWERING = Path(package.__file__).parent
 
 def schedules() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     """Yield models and decisions of ours: each storage, ZeRO stage, degree and type at least once."""
-    units, tied = small_units("demo-llama"), small_units("gpt2")
+    units, tied, tiles = small_units("demo-llama"), small_units("gpt2"), small_units("demo-llama", num_tiles=2)
     early = {"clip": False, "update_start": "backward", "update_order": "backward", "num_micro_batches": 3}
     for place, params, options in itertools.product(Place, ("gpu", "host"), ({}, early)):
         if params == "gpu" or place is not Place.GPU:
@@ -44,6 +44,8 @@ def schedules() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
         yield units, decide(units, Place.NVME, zero_stage=3, data_parallel=2, **options)
     for activations in ("recompute", "offload", "offload-nvme"):
         yield units, decide(units, activations=activations, num_micro_batches=2)
+        yield tiles, decide(tiles, activations=activations, num_micro_batches=2, data_parallel=2, zero_stage=1)
+    yield tiles, decide(tiles, Place.GPU, params="gpu", num_micro_batches=2)
     yield from of_other_types()
     yield from of_other_models()
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from torch import nn
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
@@ -20,6 +21,8 @@ from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import default_micro_batch
 from planner.verification import verify
+from ullage.capture import capture_module
+from ullage.rivals import make_plan as rivals_plan
 
 MODEL = resolve_model("qwen2.5-0.5b")  # 151,936 logits of 0.5 billion parameters
 REQUEST = Request(MODEL, load_profile("rtx-4090"), seq_len=2048, micro_batch=1)
@@ -91,9 +94,9 @@ LONG = Request(resolve_model("llama-3-8b"), load_profile("h100"), seq_len=65536,
 
 def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> None:
     assert [tuple(variant.choice.tiles.values()) for variant in variants(LONG)] == [
-        (None, None),
-        (4096, None),
-        (2048, 16384),  # attention takes more than a smaller tile saves
+        (None, None, None),
+        (4096, None, None),
+        (2048, 16384, None),  # attention takes more than a smaller tile saves
     ]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=32768)) == [None, None]
     assert layer_tiles(dataclasses.replace(LONG, seq_len=512, layer_tile_tokens=100)) == [100]
@@ -133,6 +136,55 @@ def test_layers_in_tiles_are_planned_where_they_are_better() -> None:
     trial = without(Bench(plan), next(trick for trick in TRICKS if trick.key == "layers-in-tiles"))
     assert trial is not None
     assert trial.missing_bytes or trial.iteration_s > plan.prediction.iteration_s
+
+
+def on_a_device_of(num_bytes: float, **changes: Any) -> Request:
+    """Return a request for a GPU with little memory beside what layers take for 16 sequences."""
+    hardware = load_profile("rtx-4090")
+    memory_bytes = hardware.device.memory_bytes.model_copy(update={"value": num_bytes})
+    device = hardware.device.model_copy(update={"memory_bytes": memory_bytes})
+    hardware = hardware.model_copy(update={"device": device})
+    return dataclasses.replace(Request(resolve_model("gpt2"), hardware, seq_len=1024, micro_batch=16), **changes)
+
+
+def passing(request: Request) -> set[int | None]:
+    return {variant.choice.segment_tile_sequences for variant in variants(request)}
+
+
+def test_sequences_pass_layers_in_tiles_where_a_layer_takes_a_tenth_of_the_device() -> None:
+    assert passing(on_a_device_of(1e9)) == {None, 2}  # a tile has at least 2,048 tokens
+    assert passing(on_a_device_of(2e10)) == {None}
+    assert passing(on_a_device_of(1e9, segment_tile_sequences=4)) == {4}
+    assert passing(on_a_device_of(1e9, segment_tile_sequences=16)) == {None}
+    captured = capture_module(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), ["64x64"])
+    request = dataclasses.replace(on_a_device_of(5e4), model=captured, micro_batch=64, seq_len=1)
+    assert passing(request) == {None}  # its blocks may mix sequences
+
+
+def test_breadth_order_is_planned_where_it_is_better() -> None:
+    """Other engines have the plan's micro-batch, or one of as many sequences as its tile."""
+    plan = rivals_plan(on_a_device_of(1e9), max_simulations=20)
+    assert "2 of 16 sequences pass a layer at a time" in describe(plan.decisions, plan.units())
+    assert plan.engines
+    assert not any("pass a layer at a time" in row.setting for row in plan.engines)
+    verify(plan)
+    trial = without(Bench(plan), next(trick for trick in TRICKS if trick.key == "breadth-order"))
+    assert trial is not None
+    assert trial.missing_bytes or trial.iteration_s > plan.prediction.iteration_s
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segment_tile_sequences": 3}, "segment_tile_sequences is 3, but must divide the micro-batch of 16"),
+        ({"num_devices": 2, "pipeline_parallel": 2}, "2 pipeline stages cannot compute tiles of sequences; leave"),
+        ({"kernels": "compiled"}, "compiled kernels compute all sequences at once; leave --tiles segment or"),
+    ],
+)
+def test_tiles_of_sequences_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+    request = on_a_device_of(1e9, segment_tile_sequences=2, hardware=load_profile("h100"))
+    with pytest.raises(ModelConfigError, match=message):
+        variants(dataclasses.replace(request, **change))
 
 
 def test_the_default_micro_batch_of_long_sequences_is_small() -> None:
