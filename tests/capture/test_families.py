@@ -191,8 +191,8 @@ def test_a_family_offloads_what_was_counted(name: str, tile: int | None) -> None
         offloaded = session.runtime.offloaded
         leave = offloaded.offload
 
-        def watched(unit: str) -> None:
-            leave(unit)
+        def watched(unit: str, tile: int) -> None:
+            leave(unit, tile)
             num_bytes = sum(operator.product_bytes for operator in named[unit].operators)
             assert bool(offloaded._segments[unit].products_of[unit]) == bool(num_bytes)
             moved[unit] = sum(tensor.num_bytes for tensor in offloaded._segments[unit].offloaded(unit))

@@ -171,7 +171,7 @@ def captured_units(family: str, dtype: torch.dtype, frozen: frozenset[str], prod
 def units_of(task: "Task", decisions: Decisions | None = None):
     if task.frozen or task.products not in {"", "fp8"}:
         return captured_units(task.family, task.dtype, task.frozen, task.products)
-    degrees = {name: getattr(decisions, name, 1) for name in DEGREES}
+    degrees = {name: getattr(decisions, name) for name in DEGREES} if decisions is not None else {}
     return model_units(task.family, task.dtype, fp8_products="emulated" if task.products else None, **degrees)
 
 

@@ -74,6 +74,8 @@ ALLOWED = {
     "ullage/training/exporting.py": "a configuration, into such a folder",
     "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
     "ullage/training/text.py": "memory maps that are only read",
+    "ullage/web/question.py": "what a visitor sent, in a folder that goes with the answer",
+    "ullage/web/worker.py": "a plan that is known, in such a folder",
     "ullage/whatif/running/store.py": "results as they come: a line is appended and synced, under a lock",
 }
 
