@@ -78,6 +78,7 @@ class Used:
         self.values: list[Any] = []
         self.codes: set[types.CodeType] = set()
         self._classes: set[type] = set()
+        self._functions: dict[int, types.FunctionType] = {}
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by ``id`` of the scope or cell
         self._left: list[Any] = []
         for module in modules:
@@ -96,9 +97,7 @@ class Used:
             for each in set(_own_classes(value)) - self._classes:
                 self._follow_class(each)
         elif isinstance(value, types.FunctionType):
-            self._left.append(getattr(value, "__wrapped__", None))
-            if value.__code__ not in self.codes and _package(value) not in _OUR_OWN | {"torch"}:
-                self._follow_function(value)
+            self._follow_function(value)
         elif isinstance(value, functools.partial | types.MethodType):
             if _package(_innermost(value)) in _OUR_OWN:
                 return
@@ -118,6 +117,12 @@ class Used:
         self._left += [vars(each)[name] for name in constant if name not in _NO_METHODS]
 
     def _follow_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._functions:  # several may share their code, each with variables of its own
+            return
+        self._functions[id(function)] = function
+        self._left.append(getattr(function, "__wrapped__", None))
+        if _package(function) in _OUR_OWN | {"torch"}:
+            return
         self.codes.add(function.__code__)
         self._made_with(function.__defaults__ or ())
         if _is_of_user(function):

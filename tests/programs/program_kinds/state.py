@@ -267,9 +267,22 @@ def features_collected_by_hooks(ullage) -> Trained:
         collected.append(output.detach().mean())
         return output * (1 + 0.05 * (seen % 7))
 
+    def growing() -> Callable[..., torch.Tensor]:
+        """Return a hook with a number of its own."""
+        own = 0
+
+        def grow(_module, _args, output):
+            nonlocal own
+            own += 1
+            return output * (1 + 0.05 * (own % 7))
+
+        return grow
+
     def block() -> Block:
         made = Block()
         made.up.register_forward_hook(collect)
+        made.norm.register_forward_hook(growing())
+        made.down.register_forward_hook(growing())
         return made
 
     losses, model = loop(ullage, block)
