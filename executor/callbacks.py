@@ -25,8 +25,8 @@ class ModuleCallbacks(Protocol):
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
 
-    def on_without_gradients(self, unit: str) -> None:
-        """A part of a training forward runs without gradients, which the plan recomputes in backward."""
+    def on_unplanned(self, why: str) -> None:
+        """A forward that trains does what the plan does not have: ``why``, in words."""
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation has ended for the segment whose last unit this is."""
@@ -148,12 +148,17 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor]
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of a module, which may shadow one of its class. Return a function that restores the module."""
+    """Set an attribute of a module, which may shadow one of its class. Return a function that restores the module.
+
+    It leaves alone what somebody else has set since.
+    """
     own = vars(module)
     was_there, before = name in own, own.get(name)
     own[name] = value
 
     def undo() -> None:
+        if own.get(name) is not value:
+            return
         if was_there:
             own[name] = before
         else:
@@ -162,15 +167,39 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], 
     return undo
 
 
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what runs a module's forward: its own, or that of its class, which may be replaced later."""
+    own: Callable[..., Any] | None = vars(module).get("forward")
+    return functools.update_wrapper(functools.partial(_class_forward, module), module.forward) if own is None else own
+
+
+def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def leads_to(function: Any, wanted: Callable[..., Any], depth: int = 4) -> bool:
+    """Return whether a function holds another one, which it then calls: as audits and wrappers of the user's do."""
+    if function is wanted or not depth:
+        return function is wanted
+    held = [getattr(function, name, None) for name in ("__wrapped__", "__func__", "func")]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable without a value
+            held.append(cell.cell_contents)
+    held += [*(getattr(function, "__defaults__", None) or ()), *(getattr(function, "args", None) or ())]
+    held += getattr(getattr(function, "__self__", None), "__dict__", {}).values()
+    return any(callable(each) and leads_to(each, wanted, depth - 1) for each in held)
+
+
 def copied_cache(cache: Any) -> Any:
     """Return a copy of a key-value cache of ``transformers``, to which a layer may add without changing the cache.
 
-    That of an encoder and a decoder holds two caches, and which layers it has filled.
+    That of an encoder and a decoder holds two caches, and which layers it has filled. Layers of state-space models hold
+    dictionaries.
     """
     result = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, list):
-            setattr(result, name, [copy.copy(layer) for layer in value])
+            setattr(result, name, [copied_cache(each) if hasattr(each, "__dict__") else each for each in value])
         elif isinstance(value, dict):
             setattr(result, name, value.copy())
         elif hasattr(value, "get_seq_length"):

@@ -64,6 +64,31 @@ class OffloadedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
 
+    @property
+    def data(self) -> Any:
+        """The same gradient; setting it sets the values, as far as they have the gradient's shape."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values.shape != self.shape:
+            raise GradientError(
+                f"the gradient of {self.name_of_parameter} has the shape {list(self.shape)}, but its data were set to "
+                f"{list(values.shape)}; set values of its shape"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array that cannot be written to."""
+        values = self.detach().clone().numpy(force=force)
+        values.flags.writeable = False
+        return values
+
+    def tolist(self) -> Any:
+        """Return the values as numbers, in lists."""
+        return self.detach().clone().tolist()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +115,7 @@ class OffloadedGradient(torch.Tensor):
             if operation in _NORMS and _is_plain_norm(others):
                 norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
                 return norms if several else norms[0]
-            if operation in _SCALES | _DIVIDES and len(others) == 1:
+            if operation in _SCALES | _DIVIDES and len(others) == 1 and _is_number(others[0]):
                 factor = _factor(others[0])
                 if operation in _DIVIDES:
                     factor = 1 / factor if factor else math.copysign(math.inf, factor)
@@ -135,13 +160,26 @@ _last_factor: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # a te
 
 
 def _factor(given: Any) -> float:
-    """Return a factor as a number. Reading a tensor waits for the device, so the last one read is cached."""
+    """Return a factor as a number. Reading a tensor waits for the device, so the last one read is cached.
+
+    That is until the step, because a write to ``tensor.data`` leaves its version as it is.
+    """
     global _last_factor  # noqa: PLW0603 - a cache of one
-    if not isinstance(given, torch.Tensor):
+    if not isinstance(given, torch.Tensor) or given.device.type == "cpu" or given.is_inference():
         return float(given)
     if _last_factor is None or _last_factor[0]() is not given or _last_factor[1] != given._version:
         _last_factor = weakref.ref(given), given._version, float(given)
     return _last_factor[2]
+
+
+def forget_factor() -> None:
+    """Read the next factor anew."""
+    global _last_factor  # noqa: PLW0603 - a cache of one
+    _last_factor = None
+
+
+def _is_number(given: Any) -> bool:
+    return not isinstance(given, torch.Tensor) or given.numel() == 1
 
 
 def _has_gradient(leaves: list[Any]) -> bool:
@@ -151,5 +189,5 @@ def _has_gradient(leaves: list[Any]) -> bool:
 def _is_plain_norm(others: list[Any]) -> bool:
     """Return whether arguments of a norm, without the tensor, mean the 2-norm of all elements, in any type."""
     return not others or (
-        float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:])
+        float(others[0]) == 2 and all(o is None or o is False or isinstance(o, torch.dtype) for o in others[1:])
     )

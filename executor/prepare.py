@@ -125,6 +125,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
+            vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
             self.entry = entry
             self.session = session
             self.weights_folder: Path | None = None
@@ -216,6 +217,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("state_dict()")
+        for prepare in self._optimizer_state_dict_pre_hooks.values():
+            prepare(self)
         states = self._read_states()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
@@ -227,7 +230,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 entry = states.get(self.session.name_of(parameter))
                 if entry is not None:
                     state[number] = entry
-        return {"state": state, "param_groups": groups}
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        for change in self._optimizer_state_dict_post_hooks.values():
+            found = change(self, found) or found
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that was returned by :meth:`state_dict` of this class or of the given optimizer's class.
@@ -242,6 +248,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._check_open("load_state_dict()")
         self.session.runtime.check_idle()
+        state_dict = dict(state_dict)
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
         failure: ValueError | None = None
         try:
             entries = self._entries_of(state_dict)
@@ -253,6 +262,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.write_states(entries)
             for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
+        for end in self._optimizer_load_state_dict_post_hooks.values():
+            end(self)
 
     def _entries_of(self, state_dict: dict[str, Any]) -> dict[str, _Entry]:
         """Return the entry of each parameter in a saved state, all of which is checked.
@@ -522,6 +533,7 @@ class _StateOfSession(collections.defaultdict[torch.Tensor, Any]):
         )
 
     __getitem__ = __setitem__ = __delitem__ = get = setdefault = pop = popitem = update = clear = _refuse
+    __iter__ = __len__ = __contains__ = keys = values = items = copy = _refuse
 
 
 class _NoSession:

@@ -43,7 +43,15 @@ from executor.audit.tensors import (
     targets_of,
     watch_inputs,
 )
-from executor.callbacks import copied_cache, in_backward, replace_attribute, same_autocast
+from executor.callbacks import (
+    copied_cache,
+    forward_of,
+    in_backward,
+    nodes,
+    replace_attribute,
+    same_autocast,
+    tensors_of,
+)
 from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
@@ -188,6 +196,7 @@ class Audit:
             case.is_watched = True
         for module in self._recomputed:
             self._undo.callback(module.register_forward_hook(self._sample).remove)
+        self._undo.callback(self._model.register_forward_hook(self._see_readers).remove)
         self.is_active, self._later = True, False
         self._seconds += time.perf_counter() - begin_s
 
@@ -291,9 +300,19 @@ class Audit:
                 self._compare(f"the output of {path} when {segment} is recomputed", second, first, _OUTSIDE)
             self._passes.add(segment)
 
+    def _see_readers(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note the parameters that are read outside of their module's forward, as by another method of it; a hook."""
+        ran = [case for case in self._cases if case.ran.stop]
+        ours = {id(of[0].leaf): (case, name) for case in ran for name, of in case.shards.items()}
+        for node in nodes(*(leaf.grad_fn for leaf in tensors_of(output)) if ours else ()):
+            for after, _ in node.next_functions:
+                case, name = ours.get(id(getattr(after, "variable", None)), (None, ""))
+                if case is not None and node._sequence_nr() not in case.ran:
+                    case.exclusive -= {name}
+
     def _watching(self, case: Case) -> Callable[..., Any]:
         """Return a module's forward that also copies what comes in and goes out, in the first micro-batch."""
-        forward = case.module.forward
+        forward = forward_of(case.module)
 
         @functools.wraps(forward)
         def watching(*args: Any, **kwargs: Any) -> Any:
@@ -327,6 +346,7 @@ class Audit:
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
         with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as inside:
             output = forward(*args, **kwargs)
+        case.ran = range(begun, torch._C._autograd._get_sequence_nr())
         own = {id(leaf) for leaf in tree_leaves(output)}
         case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
         made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
@@ -385,6 +405,7 @@ class Audit:
             torch.enable_grad(),
             case.autocast(),
         ):
+            copied = torch._C._autograd._get_sequence_nr()
             given = (*args, *kwargs.values())
             args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
             begun = torch._C._autograd._get_sequence_nr()
@@ -399,6 +420,8 @@ class Audit:
                 # Its rank has some of the logits, so the input's gradient is not that of the whole.
                 results, inputs = [case.columns.divided(results[0].movedim(-1, 0)).movedim(0, -1).clone()], []
             targets = [(n, t) for n, t in targets_of(results, begun) if n in case.output_gradients]
+            if any(node._sequence_nr() < copied for node in nodes(*(target.grad_fn for _, target in targets))):
+                raise ValueError("what it keeps leads back to the run before")
             parameters = [leaves_of[name] for name in trained]
             wanted = [*(tensor for _, tensor in inputs), *parameters]
             gradients: list[Tensor | None] = [None] * len(wanted)

@@ -27,6 +27,7 @@ class Case:
         in_tiles: whether it runs once for each tile of sequences, so that outputs inside it are those of tiles.
         columns: the shard of a head's weight whose logits stay with their ranks; ``None`` for other modules.
         calls: how often its forward ran in the audited micro-batch.
+        ran: autograd's numbers of what the audited run made.
         plain: its forward in plain PyTorch; ``None``: the module's own.
         leaving: which outputs of modules inside it, in order, something outside refers to.
     """
@@ -40,6 +41,7 @@ class Case:
     is_watched: bool = False
     why_not: str = ""
     calls: int = 0
+    ran: range = range(0)
     plain: Callable[..., Any] | None = None
     weights: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     call: Any = None  # arguments: leaves, of which tensors are on the host, and structure
@@ -68,7 +70,7 @@ class Case:
 
     def forget_call(self) -> None:
         """Free what was copied of a call."""
-        self.calls, self.plain, self.call, self.state = 0, None, None, None
+        self.calls, self.ran, self.plain, self.call, self.state = 0, range(0), None, None, None
         self.leaving, self.outputs, self.output_gradients, self.input_gradients = [], [], {}, {}
 
 

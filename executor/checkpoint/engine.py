@@ -78,6 +78,7 @@ class CheckpointEngine:
         rank, size: this rank's number, and the number of ranks.
         nonce: of this run, the same on all ranks.
         patience_s: longest time that rank 0 and the other ranks wait for each other.
+        is_lost: whether another rank has failed, for whose part nobody needs to wait.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
 
@@ -91,13 +92,14 @@ class CheckpointEngine:
         size: int = 1,
         nonce: str = "",
         patience_s: float = 120.0,
+        is_lost: Callable[[], bool] = lambda: False,
         on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
         self._place = place
         self._flusher = flusher
         self._rank, self._size, self._nonce = rank, size, nonce
-        self._patience_s = patience_s
+        self._patience_s, self._is_lost = patience_s, is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         states = {state for key in source.slices for state in source.keys(key)}
@@ -261,7 +263,7 @@ class CheckpointEngine:
         if self._rank == 0:
             draft = self._place.begin(step, folders, self._nonce)
         else:
-            draft = JoinedDraft(self._place.root, step, folders, self._nonce, self._patience_s)
+            draft = JoinedDraft(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
@@ -325,7 +327,7 @@ class CheckpointEngine:
         if isinstance(capture.draft, JoinedDraft):
             capture.draft.send_part(self._rank, part)
             return None
-        parts = capture.draft.collect(self._size, part, self._patience_s)
+        parts = capture.draft.collect(self._size, part, self._patience_s, self._is_lost)
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": [part.extra for part in parts]}))
 
     @functools.cached_property

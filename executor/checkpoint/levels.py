@@ -188,7 +188,6 @@ class Levels:
         on_outcome: called with the outcome of each checkpoint on each level, in any thread.
         files: system calls that write into folders.
         is_first: whether this is rank 0. Rank 0 copies and removes; other ranks only read.
-        several_nodes: whether the ranks are on several nodes.
 
     Attributes:
         levels: the given levels.
@@ -206,13 +205,10 @@ class Levels:
         *,
         files: Files | None = None,
         is_first: bool = True,
-        several_nodes: bool = False,
     ) -> None:
         check_levels(levels)
         self.levels = tuple(levels)
         self.places: tuple[Place, ...] = tuple(place_at(level.place, files) for level in levels)
-        for place in self.places if several_nodes else ():
-            place.check_reachable()
         with contextlib.ExitStack() as locks:
             for place in self.places if is_first else ():
                 locks.enter_context(place.lock())

@@ -201,6 +201,10 @@ class Ranks:
 
     # Failing and closing.
 
+    def has_failed(self) -> bool:
+        """Return whether another rank is known to have failed."""
+        return self._watchdog.has_failed
+
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. The other ranks raise :class:`RankError`."""
         self._watchdog.report_failure(error)
@@ -320,6 +324,10 @@ class HostCollectives:
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+    def has_failed(self) -> bool:
+        """Return whether another rank is known to have failed."""
+        return self._ranks is not None and self._ranks.has_failed()
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value."""

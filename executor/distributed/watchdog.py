@@ -109,6 +109,11 @@ class Watchdog:
         self._on_failure = on_failure
         self._thread.start()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether another rank is known to have failed."""
+        return self._failure is not None
+
     def check(self) -> None:
         """Raise if another rank has failed.
 

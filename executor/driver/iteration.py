@@ -160,10 +160,10 @@ class IterationDriver:
             if state.is_resident:
                 self._runtime.settled.add(unit)
 
-    def on_without_gradients(self, unit: str) -> None:
-        """A part of a training forward that the plan recomputes runs without gradients. Raises as on_forward."""
+    def on_unplanned(self, why: str) -> None:
+        """A forward that trains does what the plan does not have. Raises as on_forward."""
         with self._forward:
-            self._off_plan(OutOfOrderError(f"{unit} ran without gradients in a forward that trains"))
+            self._off_plan(OutOfOrderError(why))
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""

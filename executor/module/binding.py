@@ -28,9 +28,11 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from executor.callbacks import (
     ModuleCallbacks,
     ends_here,
+    forward_of,
     hook_gradient,
     hook_target,
     in_backward,
+    leads_to,
     outside_transforms,
     replace_attribute,
     tensors_of,
@@ -198,7 +200,8 @@ def bind(
         if decided.activations != "keep":
             repeated = _Again(names, activations if decided.offloads else None, segment[0].operators[0].changed_inputs)
             again.setdefault(segment_module(model, segment), {})[segment[0].call] = repeated
-    undo += [_recompute(module, of_module, callbacks) for module, of_module in again.items()]
+    for module, of_segment in again.items():
+        undo += _recompute(module, of_segment, callbacks)
     undo += tile_segments(model, tiled_segments(model, units), callbacks)
 
 
@@ -441,12 +444,14 @@ class _Call:
     has_run: bool = False
 
 
-def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: ModuleCallbacks) -> Callable[[], None]:
-    """Apply activation checkpointing to a module, and offload some activations; return a function that undoes this.
+def _recompute(
+    module: nn.Module, of_call: Mapping[int, _Again], callbacks: ModuleCallbacks
+) -> Iterator[Callable[[], None]]:
+    """Apply activation checkpointing to a module, and offload some activations; yield functions that undo this.
 
     The module computes these segments in the calls that recompute it, see :func:`calls`.
     """
-    original, first = module.forward, next(iter(of_call.values()))
+    original, first = forward_of(module), next(iter(of_call.values()))
     state = ForwardState(module, first.names[0].partition("@")[0], torch_too=True)
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
@@ -480,7 +485,7 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             if callbacks.trains:
-                callbacks.on_without_gradients(first.names[-1])
+                callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
             return original(*args, **kwargs)
         segment = of_call.get(callbacks.call, None if callbacks.trains else first)
         if segment is None:
@@ -497,7 +502,18 @@ def _recompute(module: nn.Module, of_call: Mapping[int, _Again], callbacks: Modu
         with activations.forward(names, callbacks, bound.args) as modes:
             return _checkpoint(call, bound, context_fn=modes)
 
-    return replace_attribute(module, "forward", forward)
+    yield replace_attribute(module, "forward", forward)
+    watch = functools.partial(_watch_forward, forward, first.names[0].partition("@")[0], callbacks)
+    yield module.register_forward_pre_hook(watch, prepend=True).remove
+
+
+def _watch_forward(
+    forward: Callable[..., Any], name: str, callbacks: ModuleCallbacks, module: nn.Module, _args: Any
+) -> None:
+    """Before a module runs, see whether its forward is still what recomputes it, or leads there; a hook."""
+    now = vars(module).get("forward")
+    if now is not forward and callbacks.trains and not in_backward() and not leads_to(now, forward):
+        callbacks.on_unplanned(f"the forward of {name} was replaced")
 
 
 def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str, torch.Tensor, bool]]:

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
@@ -91,6 +92,7 @@ _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
 _BASE: Final = "values_of_view"  # of a view of weights: the whole values that it is a view of
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
+_SHARED: Final = "others_with_weights"  # of a parameter and its aliases and views: these, weakly
 _STALE: Final = -1
 LAST_HOOK: Final = "id_of_last_hook"
 """Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
@@ -230,7 +232,7 @@ def lifted(parameter: nn.Parameter) -> Iterator[None]:
 def unguard(parameter: nn.Parameter) -> None:
     """Remove a parameter's guard for good."""
     lift_guard(parameter)
-    for key in (_CLASS, _NAME, _READER, "_is_param"):
+    for key in (_CLASS, _NAME, _READER, _SHARED, "_is_param"):
         vars(parameter).pop(key, None)
 
 
@@ -300,6 +302,7 @@ def _write(
     if name == "__set__":
         result = None
         _set_data(targets[0], args[1] if func.__self__.__name__ == "data" else None)  # type: ignore[attr-defined]
+        _let_go(targets[0].tensor)
     else:
         result = _read(name, func, args, kwargs, {id(target.tensor): target for target in targets})
     for target in targets:
@@ -347,6 +350,23 @@ def _set_data(target: _Target, values: Any) -> None:
     target.values.detach().copy_(values)
 
 
+def _let_go(tensor: Guarded) -> None:
+    """Let what shares a parameter's weights keep those of now, because the parameter gets other memory.
+
+    So ``backup = parameter.data``, before ``parameter.data = average``, is what it is in torch.
+    """
+    shares = vars(tensor).get(_SHARED, {})
+    for shared in list(shares):
+        own = vars(shared)
+        if own[_IS_ALIAS] or own[_VERSION] == own[_READER].version:
+            values = _current(shared).detach().as_subclass(torch.Tensor)
+            shared.__class__ = torch.Tensor
+            for key in (_NAME, _READER, _VERSION, _IS_ALIAS, _BASE, _LIKE):
+                own.pop(key, None)
+            shared.data = values.clone()
+    shares.clear()
+
+
 def _read(
     name: str,
     func: Callable[..., Any],
@@ -390,7 +410,10 @@ def _share(values: torch.Tensor, source: Guarded, *, version: int = _STALE, is_a
     """Guard values of a guarded tensor. If they are stale, an alias (``parameter.data``) is read anew at each use."""
     shared = values.as_subclass(Guarded)
     own = vars(source)
-    vars(shared).update({_NAME: own[_NAME], _READER: own[_READER], _VERSION: version, _IS_ALIAS: is_alias})
+    others = own.setdefault(_SHARED, WeakIdKeyDictionary())
+    others[shared] = True
+    own_keys = {_NAME: own[_NAME], _READER: own[_READER], _VERSION: version, _IS_ALIAS: is_alias, _SHARED: others}
+    vars(shared).update(own_keys)
     return shared
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from executor.callbacks import Saved, replace_attribute, same_autocast
+from executor.callbacks import Saved, forward_of, replace_attribute, same_autocast
 from executor.memory.recompute_cache import running_again
 
 
@@ -41,7 +41,7 @@ class TiledModule:
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.run: Callable[[Tensor], Tensor] = module.forward
+        self.run: Callable[[Tensor], Tensor] = forward_of(module)
         last = getattr(module, "down_proj", None)
         self._last = last if type(last) is nn.Linear else None
         # The modules that own each parameter, and its name there.

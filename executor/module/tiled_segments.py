@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from executor.callbacks import (
     ModuleCallbacks,
     ends_here,
+    forward_of,
     hook_gradient,
     hook_target,
     in_backward,
@@ -85,7 +86,7 @@ class TiledSegment:
         callbacks: ModuleCallbacks,
         batch: _Batch,
     ) -> None:
-        self._run: Callable[..., Any] = module.forward
+        self._run: Callable[..., Any] = forward_of(module)
         self._signature = inspect.signature(module.forward)
         self._path, self._num_tiles, self._batch = path, num_tiles, batch
         self._first, self._last, self._callbacks = names[0], names[-1], callbacks

@@ -8,7 +8,7 @@ from typing import Protocol, final
 
 import torch
 
-from executor.gradients import GradientError, OffloadedGradient
+from executor.gradients import GradientError, OffloadedGradient, forget_factor
 from executor.memory.units import ParameterState
 from executor.module.guarded_parameters import unguarded
 from planner.decisions import Decisions
@@ -249,6 +249,7 @@ class UserGradients:
             self._num_added = 0
             self._open.clear()
             self._zeroed.clear()
+        forget_factor()
 
     def check_fresh(self, iteration: int) -> None:
         """Check that a step takes no gradient that a step before it has used up, because its values are gone.

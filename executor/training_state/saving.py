@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
+
+import numpy as np
 
 from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.flusher import Flusher
@@ -69,8 +70,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         rank, size = session.collectives.rank, session.collectives.size
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         self._rank = rank
-        several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
-        self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0, several_nodes=several_nodes)
+        self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
+        if size > 1:
+            try:
+                self._check_shared(nonce)
+            except BaseException:
+                self.levels.close()
+                raise
         place = self.levels.fastest
         self._flusher = Flusher(place.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
@@ -80,6 +86,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             rank=rank,
             size=size,
             nonce=f"{nonce:08x}" if size > 1 else "",
+            is_lost=session.collectives.has_failed,
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
@@ -90,6 +97,24 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             except CheckpointError:
                 self.close()
                 raise
+
+    def _check_shared(self, nonce: int) -> None:
+        """Check that all ranks see the same places, by a mark of rank 0 in each.
+
+        Raises:
+            CheckpointError: a place is another one on another node.
+        """
+        collectives, places = self._session.collectives, self.levels.places
+        with contextlib.ExitStack() as marks:
+            for place in places if self._rank == 0 else ():
+                marks.enter_context(place.marked(nonce))
+            collectives.broadcast(nonce)  # after it, all marks are there
+            missing = collectives.means(np.array([not place.has_mark(nonce) for place in places], float))
+        if lacking := [place.place for place, share in zip(places, missing, strict=True) if share]:
+            raise CheckpointError(
+                f"{lacking[0]} is not the same on all nodes: give a folder on a file system that all nodes share, and "
+                "after it such folders or URLs"
+            )
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations.

@@ -256,8 +256,9 @@ def _dtype_of(model: nn.Module) -> Literal["bf16", "fp32"]:
     for name, dtype in DTYPES.items():
         if dtype is most:
             return name
+    smaller = "float32" if most is torch.float64 else "bfloat16"
     raise ValueError(
-        f"the model's weights are {most}, which cannot be planned; convert it first: model.to(torch.bfloat16)"
+        f"the model's weights are {most}, which cannot be planned; convert it first: model.to(torch.{smaller})"
     )
 
 

@@ -60,18 +60,24 @@ class Batches:
         tokens: what :func:`tokens_for` returned.
         seed: seed of the order, or of the random batch.
         rank: data-parallel rank.
+        num_sequences: sequences that all ranks together read in an iteration, if they are fewer than the plan's ranks
+            and micro-batches have room for; see [Note: Elastic runs] in :mod:`ullage.training.elastic`.
 
     Attributes:
+        num_sequences: sequences that all ranks together read in an iteration.
         position: sequences that all ranks together have read so far. Set it to resume. With the same tokens, sequence
             length and seed, a position means the same sequence, for any number of ranks and micro-batches.
     """
 
-    def __init__(self, plan: Plan, tokens: Tokens | None, seed: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, tokens: Tokens | None, seed: int = 0, rank: int = 0, num_sequences: int | None = None
+    ) -> None:
         decided = plan.decisions
         self.position = 0
         self._plan = plan
         self._num_micro_batches = decided.num_micro_batches
-        self._num_sequences = decided.micro_batch * decided.data_parallel
+        self._at_once = decided.micro_batch * decided.data_parallel
+        self.num_sequences = num_sequences or self._num_micro_batches * self._at_once
         self._own = slice(rank * decided.micro_batch, (rank + 1) * decided.micro_batch)
         self._stream: TokenStream | None = None
         self._random: list[tuple[str, Tensor]] = []
@@ -88,11 +94,20 @@ class Batches:
         Raises:
             ValueError: the model does not know a token.
         """
+        left = self.num_sequences
         for _ in range(self._num_micro_batches):
-            yield self.loss(model) / self._num_micro_batches
+            there = min(self._at_once, left)
+            left -= there
+            loss = self.loss(model, there) / (self.num_sequences / self._at_once)
+            yield loss if self._own.start < there else 0.0 * loss
 
-    def loss(self, model: nn.Module) -> Tensor:
-        """Return the mean loss of the next micro-batch."""
+    def loss(self, model: nn.Module, num_sequences: int | None = None) -> Tensor:
+        """Return the mean loss of the next micro-batch, which all ranks together read; by default one as planned.
+
+        Ranks for which it has no sequences compute some of the others.
+        """
+        there = self._at_once if num_sequences is None else num_sequences
+        own = self._own if self._own.start < there else slice(self._own.stop - self._own.start)
         device = next(model.parameters()).device
         if self._stream is None:
             args = [to_device(tensor, device) for name, tensor in self._random if not name]
@@ -100,10 +115,10 @@ class Batches:
             loss = find_loss(model(*args, **kwargs))[0]
         else:
             self._stream.position = self.position
-            tokens = to_device(self._stream.next(self._num_sequences)[self._own], device)
+            tokens = to_device(self._stream.next(there)[own], device)
             further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
             loss = model(input_ids=tokens, labels=tokens, **further).loss
-        self.position += self._num_sequences
+        self.position += there
         return loss
 
 

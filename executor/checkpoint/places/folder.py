@@ -49,10 +49,10 @@ from planner.terms import MIN_CHECKPOINTS
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is being read, one hashed and one written
 _POLL_S: Final = 0.02
+_LOST_S: Final = 3.0  # longest wait for other ranks' parts once one is lost: those that are there end in order
 _SPARE: Final = "spare-"
 _MAX_SPARES: Final = 2
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})
-_OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
 _MOUNTS: Final = Path("/proc/self/mounts")
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
@@ -106,20 +106,21 @@ class Draft:
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
                 self._files.remove(path)
 
-    def collect(self, size: int, own: Manifest, patience_s: float) -> list[Manifest]:
-        """Wait for the parts of all other ranks; return all parts.
+    def collect(
+        self, size: int, own: Manifest, patience_s: float, is_lost: Callable[[], bool] = lambda: False
+    ) -> list[Manifest]:
+        """Wait for the parts of all other ranks; return all parts. If a rank ``is_lost``, wait only a moment more.
 
         Raises:
             CheckpointError: a rank could not write its part, or did not write it in time.
         """
         parts = [own]
-        deadline_s = time.monotonic() + patience_s
+        waits = _waiting(patience_s, is_lost)
         for rank in range(1, size):
             path = self.folder / f"part-{rank}.json"
             while not path.exists():
-                if time.monotonic() > deadline_s:
+                if not next(waits, False):
                     raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
-                time.sleep(_POLL_S)
             sent = _read_part(path)
             if "error" in sent:
                 raise CheckpointError(f"rank {rank}: {sent['error']}")
@@ -212,16 +213,23 @@ class JoinedDraft:
         CheckpointError: rank 0 has not begun the checkpoint in time.
     """
 
-    def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        folders: Iterable[str],
+        nonce: str,
+        patience_s: float,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.folder = draft_folder(root, step, nonce)
-        deadline_s = time.monotonic() + patience_s
+        waits = _waiting(patience_s, is_lost)
         while not all((self.folder / name).is_dir() for name in folders):
-            if time.monotonic() > deadline_s:
+            if not next(waits, False):
                 raise CheckpointError(
                     f"{self.folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the same "
                     "folder for checkpoints"
                 )
-            time.sleep(_POLL_S)
 
     def send_part(self, rank: int, part: Manifest) -> None:
         """Send this rank's part to rank 0. The part must be durable."""
@@ -345,14 +353,28 @@ class FolderPlace(Place):
         """See :class:`Place`."""
         return run_lock(self.root)
 
-    def check_reachable(self) -> None:
+    @contextlib.contextmanager
+    def marked(self, nonce: int) -> Iterator[None]:
         """See :class:`Place`."""
-        if (kind := file_system(self.root)) in _OF_ONE_NODE:
-            what = "memory" if kind in _MEMORY else f"a drive ({kind})"
-            raise CheckpointError(
-                f"{self.place} is {what} of one node, but the ranks are on several: give a folder on a file system "
-                "that all nodes share, and after it such folders or URLs"
-            )
+        try:
+            self._mark.write_text(str(nonce))
+        except OSError as error:
+            raise CheckpointError(f"{self.place}: {error.strerror}; give another place") from error
+        try:
+            yield
+        finally:
+            self._mark.unlink(missing_ok=True)
+
+    def has_mark(self, nonce: int) -> bool:
+        """See :class:`Place`."""
+        try:
+            return self._mark.read_text() == str(nonce)
+        except OSError:
+            return False
+
+    @property
+    def _mark(self) -> Path:
+        return self.root / "mark"
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:
         """See :class:`Place`."""
@@ -372,6 +394,16 @@ class FolderPlace(Place):
                 f"{needed_bytes:,} B of {what}, but {free_bytes + held_bytes:,} B are free: keep fewer there (at least "
                 f"{MIN_CHECKPOINTS}), or give another place"
             )
+
+
+def _waiting(patience_s: float, is_lost: Callable[[], bool]) -> Iterator[bool]:
+    """Yield while a rank waits for others: for so long, but only for a moment once one of them is lost."""
+    deadline_s, lost = time.monotonic() + patience_s, False
+    while time.monotonic() < deadline_s:
+        if not lost and (lost := is_lost()):
+            deadline_s = min(deadline_s, time.monotonic() + _LOST_S)
+        time.sleep(_POLL_S)
+        yield True
 
 
 def file_system(folder: Path) -> str:

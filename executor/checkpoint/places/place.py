@@ -180,12 +180,17 @@ class Place(abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def check_reachable(self) -> None:  # noqa: B027 - URLs are reachable from all nodes
-        """Check that the place is not on a file system that only this node has.
+    def marked(self, nonce: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        """Return a context in which a mark is there, by which other nodes see whether they share the place.
 
         Raises:
-            CheckpointError: the place is in memory or on a drive of this node.
+            CheckpointError: the mark cannot be written.
         """
+        return contextlib.nullcontext()
+
+    def has_mark(self, nonce: int) -> bool:  # noqa: ARG002 - URLs are the same on all nodes
+        """Return whether this node sees the mark of another."""
+        return True
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:  # noqa: B027 - URLs have no limit
         """Remove dead writers' files, and check that a folder has room for checkpoints, including existing ones.

@@ -9,6 +9,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
+import executor.checkpoint.places.folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
@@ -122,6 +123,18 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
             draft.collect(2, part, 1.0)
     path.write_bytes(whole)
     assert draft.collect(2, part, 1.0) == [part, sent]
+    draft.abandon()
+
+
+def test_nobody_waits_long_for_the_part_of_a_rank_that_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(executor.checkpoint.places.folder, "_LOST_S", 0.05)
+    store = FolderPlace(tmp_path / "store")
+    draft = store.begin(1)
+    part = Manifest(step=1, files=(), tensors={}, extra={})
+    with pytest.raises(CheckpointError, match="rank 1 has not written its part"):
+        draft.collect(2, part, 600.0, lambda: True)
+    with pytest.raises(CheckpointError, match="rank 0 has not made this folder"):
+        JoinedDraft(store.root, 2, ("model",), "00000000", 600.0, lambda: True)
     draft.abandon()
 
 

@@ -30,6 +30,7 @@ from training import (
     prepare,
     session_options,
     uniform,
+    units_of,
 )
 
 from executor.module.guards import check_memory
@@ -295,6 +296,29 @@ def test_the_optimizer_is_neither_copied_nor_pickled(started, use):
     assert copy.deepcopy(optimizer.state_dict())["state"]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     assert pickle.dumps(scheduler.state_dict())
+
+
+@pytest.mark.parametrize("use", [list, len, lambda state: list(state.values()), lambda state: state.items()])
+def test_the_optimizers_state_is_not_empty_but_in_the_session(started, use):
+    _, optimizer = started
+    with pytest.raises(ValueError, match=r"change it with optimizer\.load_state_dict\(\)"):
+        use(optimizer.state)
+
+
+def test_hooks_that_the_optimizer_had_go_on():
+    model, decisions = make_model(TASK), decide(TASK, KEEP)
+    given = make_optimizer(TASK, model)
+    called = []
+    given.register_state_dict_pre_hook(lambda _optimizer: called.append("before"))
+    given.register_state_dict_post_hook(lambda _optimizer, state: {**state, "more": 1})
+    given.register_load_state_dict_pre_hook(lambda _optimizer, state: {k: v for k, v in state.items() if k != "more"})
+    given.register_load_state_dict_post_hook(lambda _optimizer: called.append("loaded"))
+    _, optimizer = prepare_session(model, given, units_of(TASK, decisions), decisions, session_options())
+    with optimizer.session:
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+    assert state["more"] == 1
+    assert called == ["before", "loaded"]
 
 
 @pytest.mark.parametrize("ends", ["whole", "in the middle"])

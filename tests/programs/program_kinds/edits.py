@@ -1,6 +1,7 @@
 """What loops do to weights and gradients between forward, backward and step."""
 
 import copy
+import types
 
 import torch
 import torch.nn.functional as F
@@ -405,3 +406,86 @@ def thawed_before_backward(ullage) -> Trained:
         of_source.zero_grad()
         losses += [loss.item(), made_up.item()]
     return losses, model
+
+
+@program
+def averages_put_in_for_evaluation(ullage) -> Trained:
+    """The class for averages that is copied everywhere: ``parameter.data`` is kept, replaced and put back."""
+    model, optimizer = made(ullage)
+    averages = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    evaluated = []
+
+    def stepped(step: int) -> None:
+        kept = {}
+        for name, parameter in model.named_parameters():
+            averages[name] = 0.5 * parameter.data + 0.5 * averages[name]
+            kept[name], parameter.data = parameter.data, averages[name]
+        with torch.no_grad():
+            evaluated.append(model(batch(step)[0]).mean().item())
+        for name, parameter in model.named_parameters():
+            parameter.data = kept[name]
+
+    losses, model = loop(model, optimizer, stepped=stepped)
+    return [*losses, *evaluated], model
+
+
+@program
+def masked_gradients(ullage) -> Trained:
+    """A lottery ticket: each gradient is multiplied by a mask, in place, by a hook that the optimizer had before."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    masks = [torch.rand(parameter.shape, generator=seeded(0)) > 0.5 for parameter in model.parameters()]
+    ends = []
+
+    def mask(given, _args, _kwargs) -> None:
+        for parameter, kept in zip(given.param_groups[0]["params"], masks, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.mul_(kept)
+
+    optimizer.register_step_pre_hook(mask)
+    optimizer.register_step_post_hook(lambda *_given: ends.append(1.0))
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    losses, model = loop(model, optimizer)
+    return [*losses, len(ends)], model
+
+
+@program
+def clipped_by_row(ullage) -> Trained:
+    """Adaptive clipping, by norms along a dimension; an old-style ``gradient.data = ...``; a factor that is changed."""
+    model, optimizer = made(ullage)
+    factor = torch.ones(())
+
+    def backward(step: int) -> None:
+        factor.data.fill_(0.5 + step)
+        for parameter in with_gradients(model):
+            gradient = parameter.grad
+            if gradient.ndim == 2:
+                gradient.data = gradient.data / gradient.norm(dim=0, keepdim=True).clamp_min(1e-2)
+            gradient.mul_(factor)
+
+    return loop(model, optimizer, backward=backward)
+
+
+@program
+def forwards_replaced_later(ullage) -> Trained:
+    """After a step, the forward of a class is replaced, and then that of one block alone."""
+    model, optimizer = made(ullage)
+    kind = type(model.blocks[0])
+    own = kind.forward
+
+    def other(block, hidden):
+        return hidden + 0.5 * own(block, torch.tanh(hidden))
+
+    def alone(block, hidden):
+        return hidden + block.down(block.up(hidden).relu())
+
+    def stepped(step: int) -> None:
+        if step == 0:
+            kind.forward = other
+        elif step == 1:
+            model.blocks[1].forward = types.MethodType(alone, model.blocks[1])
+
+    try:
+        return loop(model, optimizer, stepped=stepped)
+    finally:
+        kind.forward = own

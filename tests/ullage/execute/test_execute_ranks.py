@@ -26,6 +26,7 @@ from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import chosen_request
 from ullage.main import main
+from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
 from ullage.training.processes import launch_line
 
@@ -201,28 +202,35 @@ def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
     assert f"rank 1 (process {second.pid}) has ended without reporting why" in err
 
 
-def test_one_process_that_was_killed_goes_on_as_one_and_as_two(plan: Path, tmp_path: Path) -> None:
-    """From the same place in the data: one sequence follows the other, whoever trains on it."""
-    request = dataclasses.replace(chosen_request(load_plan(plan)), num_devices=1, micro_batch=4)
-    one, saved = tmp_path / "one.json", tmp_path / "saved"
-    one.write_text(make_plan(request).to_json(), encoding="utf-8")
-    words = ["execute", str(one), "--iterations", "16", "--output-dir"]
-    saving = ["--checkpoint-dir", f"{saved},every=2"]
-    process = Forked(forked.ullage, *words, str(tmp_path / "killed"), *saving)
-    while not list(saved.glob("step-*")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    shutil.copytree(saved, tmp_path / "copy")
-    assert main([*words, str(tmp_path / "whole")]) == 0
-    assert main([*words, str(tmp_path / "rest"), *saving, "--resume"]) == 0
-    trained(plan, tmp_path / "two", *words[2:4], "--checkpoint-dir", str(tmp_path / "copy"), "--resume")
-    whole, rest, two = (load_run(tmp_path / name / "run.json") for name in ("whole", "rest", "two"))
-    assert 0 < len(rest.losses) < 16
-    assert rest.losses == whole.losses[-len(rest.losses) :]
-    assert two.losses == pytest.approx(rest.losses, rel=2e-4)
-    assert whole.data_position == rest.data_position == two.data_position == 16 * 8
+def test_an_elastic_run_goes_on_with_the_processes_that_are_there(plan: Path, tmp_path: Path) -> None:
+    """Two, of which one is killed; one, which ends for the other's return; two again: one curve, and the same data."""
+    folder, progress = tmp_path / "elastic", tmp_path / "saved" / "iterations.jsonl"
+    words = ("--iterations", "24", "--elastic", "--checkpoint-dir", f"{progress.parent},every=2")
+
+    def until(count: int, process: Forked) -> None:
+        while len(list(read_progress(progress))) < count:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+
+    trained(plan, tmp_path / "whole", "--iterations", "24")
+    both = ranks(plan, folder, *words)
+    until(5, both[0])
+    both[1].send_signal(signal.SIGKILL)
+    for process in both:
+        process.communicate()
+    there = len(list(read_progress(progress)))
+    alone = Forked(forked.ullage, "execute", str(plan), "--output-dir", str(folder), *words)
+    until(there + 4, alone)
+    alone.send_signal(signal.SIGTERM)
+    assert "goes on with 1 rank after" in " ".join(alone.communicate()[1].split())
+    told = json.loads(trained(plan, folder, *words, "--json")[0])["starts"]
+    assert [start["ranks"] for start in told] == [1, 2]
+    assert 0 <= told[0]["lost_iterations"] <= 4
+    assert told[1]["lost_iterations"] == 0
+    lines = {line["iteration"]: line for line in read_progress(progress)}  # the last of those computed again
+    assert [lines[number]["position"] for number in range(24)] == [8 * (number + 1) for number in range(24)]
+    whole = load_run(tmp_path / "whole" / "run.json").losses
+    assert [lines[number]["loss"] for number in range(24)] == pytest.approx(whole, rel=1e-4)
 
 
 def test_without_torchrun_the_line_that_works_is_named(

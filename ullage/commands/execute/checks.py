@@ -46,8 +46,9 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _check_checkpoints(args: argparse.Namespace) -> None:
-    if not args.checkpoint_dirs and args.resume:
-        raise ValueError("--resume needs the place of the checkpoints; give --checkpoint-dir PLACE")
+    for option in ("resume", "elastic"):
+        if not args.checkpoint_dirs and getattr(args, option):
+            raise ValueError(f"--{option} needs the place of the checkpoints; give --checkpoint-dir PLACE")
     for given in args.checkpoint_dirs:
         if "" not in given:
             raise ValueError("--checkpoint-dir has no place; give one, as in --checkpoint-dir PLACE,every=10")

@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints,every=10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory,every=10 --checkpoint-dir s3://bucket/run,every=100
+        torchrun --nnodes 1:4 --max-restarts 100 -m ullage execute plan.json --elastic --checkpoint-dir checkpoints
         ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
         ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
         """,
@@ -144,6 +145,13 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="continue from the newest complete checkpoint in any --checkpoint-dir, up to --iterations. The checkpoint "
         "may come from another plan",
+    )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="go on with the processes that are there, where torchrun has started more or fewer than planned: resume, "
+        "plan again for them, and read the same sequences an iteration. What each loss of processes cost is told. "
+        "Start it with `torchrun --nnodes 1:4 --max-restarts 100`",
     )
     parser.add_argument(
         "--allow-other-machine",

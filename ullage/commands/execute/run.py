@@ -6,12 +6,13 @@ import dataclasses
 import platform
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from executor.checkpoint.levels import Level
 from executor.devices.lanes import NUM_RECORDED
 from executor.prepare import OffloadedOptimizer
 from executor.weights.files import weights_folder
@@ -30,18 +31,18 @@ from ullage.cli.interruption import Interruption, SignalledError
 from ullage.commands.execute.checks import REPLAN_AFTER, check_options, check_room
 from ullage.output.console import console
 from ullage.output.formatting import si
-from ullage.output.plans import tokens_per_iteration
 from ullage.report.run import comparison_section, replanned_table
 from ullage.report.terminal import Shown, answer
-from ullage.this_machine.planning import Options
+from ullage.this_machine.planning import Options, world_size
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
 from ullage.training.drift import DriftWatch, warning
+from ullage.training.elastic import Progress, Start, in_words, planned_for, sequences_of, shared_folder
 from ullage.training.levels import buffer_bytes, levels_of, usable
 from ullage.training.loop import Step, train
 from ullage.training.models import check_machine, prepared
 from ullage.training.out_of_memory import warning_of_retries
-from ullage.training.processes import Process
+from ullage.training.processes import Process, is_first_process
 from ullage.training.replanning import Replanned, replan
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
@@ -71,29 +72,24 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         SignalledError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     check_options(args)
+    first_plan, levels, progress = plan, None, None
+    if args.checkpoint_dirs:
+        levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
+        if args.elastic:
+            plan, progress = _for_who_is_there(plan, levels)
     process = Process.of(plan)
     check_machine(plan, process)
     if not args.allow_other_machine:
         check_measured_here(plan.hardware)
     tokens = tokens_for(plan, args.data)
-    batches = Batches(plan, tokens, args.seed, process.data_rank)
+    batches = Batches(plan, tokens, args.seed, process.data_rank, sequences_of(first_plan))
     batches.position = args.data.get("skip", 0)
     if process.is_first:
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
             check_output("--output-dir", args.output_dir / name)
         check_room(plan, args)
-    options: Options = {
-        "storage_dir": args.storage_dir or args.output_dir,
-        "audit": args.audit,
-        "cores": args.cores,
-    }
-    if args.compile_blocks is not None:
-        options["compile_blocks"] = args.compile_blocks
-    levels = None
-    if args.checkpoint_dirs:
-        levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=process.is_first)
-        options["checkpoint_buffer_bytes"] = buffer_bytes(plan)
+    options = _options(args, first_plan)
     weights = None if args.weights is None else weights_folder(args.weights)
     model, optimizer = prepared(plan, process, lr=args.lr, seed=args.seed, weights=weights, options=options)
     with contextlib.ExitStack() as failing:
@@ -105,11 +101,31 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         saver = None if levels is None else Saver(optimizer, levels, batches)
         if saver is not None:
             failing.callback(saver.close, waits=False)
-        trained = _train(args, process, model, optimizer, batches, saver)
+        trained = _train(args, process, model, optimizer, batches, saver, progress)
     if process.is_first and trained.record is not None:
-        _write(args, trained.record, trained.replanned)
+        _write(args, trained.record, trained, batches.num_sequences)
     _end(args, trained, saver, is_first=process.is_first)
     return trained.record
+
+
+def _options(args: argparse.Namespace, plan: Plan) -> Options:
+    options: Options = {
+        "storage_dir": args.storage_dir or args.output_dir,
+        "audit": args.audit,
+        "cores": args.cores,
+    }
+    if args.compile_blocks is not None:
+        options["compile_blocks"] = args.compile_blocks
+    if args.checkpoint_dirs:
+        options["checkpoint_buffer_bytes"] = buffer_bytes(plan)
+    return options
+
+
+def _for_who_is_there(plan: Plan, levels: Sequence[Level]) -> tuple[Plan, Progress | None]:
+    """Return a plan for the ranks that are there, and what rank 0 keeps of the run over all its starts."""
+    folder = shared_folder(levels)
+    plan = planned_for(plan, world_size(), folder)
+    return plan, Progress(folder, plan) if is_first_process() else None
 
 
 def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None, *, is_first: bool) -> None:
@@ -138,6 +154,7 @@ class _Trained:
     num_iterations: int  # that have ended, also before the checkpoint that was resumed from
     signal: int | None  # the signal that ended training early
     not_saved: OSError | None  # why ``--save`` failed
+    starts: tuple[Start, ...]  # of an elastic run, but the first
 
 
 def _train(
@@ -147,6 +164,7 @@ def _train(
     optimizer: OffloadedOptimizer,
     batches: Batches,
     saver: Saver | None,
+    progress: Progress | None,
 ) -> _Trained:
     """Train, with ``--replan`` under a faster plan later on, and close the session. Handle signals until then."""
     watch = _watch(optimizer.plan)
@@ -157,12 +175,15 @@ def _train(
         _progress(args.num_iterations, process, optimizer) as (show, warn),
         _interruption(warn, saves=saver is not None, alone=alone) as interruption,
     ):
-        iteration = _resume(args, saver, warn) if args.resume and saver is not None else 0
+        goes_on = saver is not None and (args.resume or args.elastic)
+        iteration = _resume(args, saver, warn) if saver is not None and goes_on else 0
         num_seen = 0
         for step in train(model, optimizer, batches, iteration, args.num_iterations, saver):
             session, iteration = optimizer.session, step.iteration + 1
             losses.append(step.loss)
             show(step)
+            if progress is not None and (start := progress.add(step, batches.position)):
+                warn(str(start))
             if session.iteration == NUM_RECORDED:  # later recordings replace these in the session
                 first = session.timeline()
             if drifts := watch.after(session, session.iteration - 1):
@@ -188,7 +209,8 @@ def _train(
         _warn_about_checkpoints(saver, num_seen, warn, skip=iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
-    return _Trained(record, replanned, iteration, signal, not_saved)
+    starts = () if progress is None else tuple(progress.starts)
+    return _Trained(record, replanned, iteration, signal, not_saved, starts)
 
 
 def _replan(optimizer: OffloadedOptimizer, saver: Saver | None) -> Replanned:
@@ -243,7 +265,7 @@ def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None])
     if found.path is None:
         places = " or ".join(each[""] for each in args.checkpoint_dirs)
         warn(f"no checkpoint in {places}: training starts from the beginning")
-    elif found.step >= args.num_iterations:
+    elif found.step >= args.num_iterations and not args.elastic:
         raise ValueError(
             f"{found.path} has all {args.num_iterations} iterations already; train longer with --iterations"
         )
@@ -257,7 +279,7 @@ def _watch(plan: Plan) -> DriftWatch:
     return DriftWatch(simulation.timeline, simulation.steady)
 
 
-def _write(args: argparse.Namespace, record: RunRecord, replanned: Replanned | None) -> None:
+def _write(args: argparse.Namespace, record: RunRecord, trained: _Trained, num_sequences: int) -> None:
     if line := warning_of_retries(record.allocator):
         console(stderr=True).print(line, soft_wrap=True)
     parts = {"": record} | ({" before": record.before} if record.before else {})
@@ -268,7 +290,8 @@ def _write(args: argparse.Namespace, record: RunRecord, replanned: Replanned | N
         save_run(record, args.output_dir / _RUN)
         write_trace(args.output_dir / _TRACE, chrome_trace(timelines))
     finally:  # if the drive is full, the screen is what remains
-        _report(args, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
+        compared = {words: compare_record(part) for words, part in parts.items()}
+        _report(args, record, compared, trained, num_sequences)
 
 
 @contextlib.contextmanager
@@ -343,18 +366,27 @@ def _record(
 
 
 def _report(
-    args: argparse.Namespace, record: RunRecord, compared: Mapping[str, Comparison], replanned: Replanned | None
+    args: argparse.Namespace,
+    record: RunRecord,
+    compared: Mapping[str, Comparison],
+    trained: _Trained,
+    num_sequences: int,
 ) -> None:
-    losses, comparison = record.losses, compared[""]
+    losses, comparison, replanned = record.losses, compared[""], trained.replanned
     extra: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
     if " before" in compared:
         extra["replan"]["comparison_before"] = compared[" before"].to_json()
+    if trained.starts:
+        extra["starts"] = [start._asdict() for start in trained.starts]
     data = {"losses": losses, "output_dir": str(args.output_dir), **comparison.to_json(), **extra}
     plan, run, trace = record.plan, args.output_dir / _RUN, args.output_dir / _TRACE
     iteration_s = next(row for row in comparison.phases if row.name == "iteration").measured
     lines = [f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}"]
     if iteration_s:
-        lines.append(f"{tokens_per_iteration(plan) / iteration_s:,.0f} {counted(plan.model)}/s on {record.machine}")
+        rate = num_sequences * plan.seq_len / iteration_s
+        lines.append(f"{rate:,.0f} {counted(plan.model)}/s on {record.machine}")
+    if trained.starts:
+        lines.append(in_words(trained.starts))
     shown: list[Shown] = [*lines, comparison_section(comparison)]
     if replanned is not None:
         shown += [replanned_table(replanned, iteration_s), str(replanned)]
