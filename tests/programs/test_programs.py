@@ -14,7 +14,8 @@ TRIED = {
         "lookahead", "weights_made_again", "optimizer_of_ones_own", "checkpoints_between_blocks",
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
-        "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row", "forwards_replaced_later",
+        "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row",
+        "forwards_replaced_later",
     ),
     "state": (
         "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
