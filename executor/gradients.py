@@ -76,6 +76,9 @@ class OffloadedGradient(torch.Tensor):
                 f"the gradient of {self.name_of_parameter} has the shape {list(self.shape)}, but its data were set to "
                 f"{list(values.shape)}; set values of its shape"
             )
+        name = self.name_of_parameter
+        if isinstance(values, OffloadedGradient) and values.name_of_parameter == name and values.owner is self.owner:
+            return  # what module.to() gives back where nothing changes
         with torch.no_grad():
             self.copy_(values)
 

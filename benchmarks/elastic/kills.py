@@ -237,7 +237,8 @@ def moments(run: Run, iterations: int, rng: random.Random, mean_s: float) -> Ite
         if got_on:
             seen, since_s = len(run.lines()), time.monotonic()
         elif time.monotonic() - since_s > _HANGS_S:
-            raise RuntimeError(f"no iteration for {_HANGS_S:g} s: look at {run.folder}")
+            ends = [log.read_text()[-1500:] for log in sorted(run.folder.glob("*.log"))]
+            raise RuntimeError("\n".join([f"no iteration for {_HANGS_S:g} s; logs end with", *ends]))
         if got_on or rng.random() < _SHARE_EARLY:
             yield
 

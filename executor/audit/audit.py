@@ -346,13 +346,16 @@ class Audit:
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
         with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as inside:
             output = forward(*args, **kwargs)
+        if not case.is_watched:  # the iteration left the plan in this forward
+            return output
         case.ran = range(begun, torch._C._autograd._get_sequence_nr())
         own = {id(leaf) for leaf in tree_leaves(output)}
         case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
         made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
         targets = list(targets_of(made, begun))
         for number, target in targets:
-            target.register_hook(keeping(case.output_gradients, number))  # type: ignore[no-untyped-call]
+            assert target.grad_fn is not None
+            target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
         watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
         if isinstance(output, TiledLogits):  # what is computed of them is audited

@@ -96,11 +96,14 @@ def referred_to(tensors: list[Tensor]) -> list[int]:
     return [number for number, count in enumerate(counts) if count > expected[number]]
 
 
-def keeping(store: dict[int, Tensor], number: int) -> Callable[[Tensor | None], None]:
-    """Return a hook that keeps a gradient on the host."""
+def keeping(store: dict[int, Tensor], number: int, index: int) -> Callable[[Any], None]:
+    """Return a hook to run before a node, that keeps one of its gradients on the host.
 
-    def keep(gradient: Tensor | None) -> None:
-        if gradient is not None:  # as for an output of cuDNN's nn.LSTM that nothing uses
+    Hooks on tensors run before it, such as one of the user's that turns a gradient around.
+    """
+
+    def keep(gradients: Any) -> None:
+        if (gradient := gradients[index]) is not None:  # as for an output of cuDNN's nn.LSTM that nothing uses
             store[number] = host_copy(gradient)
 
     return keep

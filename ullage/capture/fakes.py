@@ -10,7 +10,9 @@ tokens, is recorded like any other code.
 of NumPy, operators whose shapes no fake kernel knows. They are captured with assumed values. Small parameters and
 buffers have their own values then, as inputs have those of the example batch. Of what is computed, an operator that
 needs values is given numbers between 0.5 and 1.5; and so is one that yields integers or marks (a comparison), so that
-all that is computed from these agrees. A plan is a forecast: what differs in a step with other values runs on demand.
+all that is computed from these agrees. If a model refuses such values (corners of boxes that are not in order), it is
+tried once more with comparisons that hold. A plan is a forecast: what differs in a step with other values runs on
+demand.
 """
 
 import contextlib
@@ -166,10 +168,13 @@ class Fakes:
     Args:
         values: fake tensors whose values are known, each with a real one. Shapes may depend on the positions of images.
         assumes: whether values that are not known are assumed; see [Note: Assumed values].
+        all_hold: whether comparisons of assumed values hold, whatever these are.
     """
 
-    def __init__(self, values: Iterable[tuple[Tensor, Tensor]] = (), *, assumes: bool = False) -> None:
-        self._assumes = assumes
+    def __init__(
+        self, values: Iterable[tuple[Tensor, Tensor]] = (), *, assumes: bool = False, all_hold: bool = False
+    ) -> None:
+        self._assumes, self._all_hold = assumes, all_hold
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
         self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
@@ -231,9 +236,11 @@ class Fakes:
             self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs), assumes=self._marks(results))) is not None:
             for number, result in enumerate(results):  # a result may be an argument
-                self._recipes.setdefault(
-                    result.untyped_storage(), _Recipe(function, known, number, Layout.in_storage(result))
-                )
+                layout = Layout.in_storage(result)
+                recipe = _Recipe(function, known, number, layout)
+                if self._all_hold and result.dtype is torch.bool and recipe.is_assumed:
+                    recipe = _Recipe(_assumed_values, ((layout,), {}), 0, layout)
+                self._recipes.setdefault(result.untyped_storage(), recipe)
 
     def _record_write(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Forget the values of tensors that an operator writes, or record how they change."""
@@ -289,7 +296,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let functions of NumPy and SciPy read the values of fake tensors, if values may be assumed."""
+        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors, if values may be assumed."""
 
         def numpy(tensor: Tensor, **_named: Any) -> Any:
             known = self._known(tensor.detach(), assumes=True)
@@ -297,7 +304,11 @@ class Fakes:
             with _disable_current_modes():
                 return _computed(torch.clone, ((known,), {})).numpy()
 
-        with mock.patch.object(FakeTensor, "numpy", numpy) if self._assumes else contextlib.nullcontext():
+        def in_text(tensor: Tensor, spec: str) -> str:
+            return format(numpy(tensor).item() if tensor.dim() == 0 else repr(tensor), spec)
+
+        read = {"numpy": numpy, "__format__": in_text} if self._assumes else {}
+        with mock.patch.multiple(FakeTensor, **read) if read else contextlib.nullcontext():
             yield
 
     def _note_reader(self, known: Any) -> None:

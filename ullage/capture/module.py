@@ -232,7 +232,7 @@ class _Capture:
                 called = Called(functools.partial(function, *args, **kwargs), given, is_step=example.step is not None)
 
                 def recorded(*tile: Any, **settings: Any) -> Recording:
-                    fakes = Fakes(values, assumes=example.assumes)
+                    fakes = Fakes(values, assumes=example.assumes, all_hold=example.all_hold)
                     return record(model.train(), called, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
 
                 tiled = []
