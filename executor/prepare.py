@@ -130,6 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session = session
             self.weights_folder: Path | None = None
             self._given = optimizer
+            self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
             given = {
                 session.name_of(parameter): (_as_real(state), group)
                 for group in self.param_groups
@@ -140,6 +141,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.write_states(given)
             failing.pop_all()
         optimizer.state.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the given optimizer has beside ``torch.optim.Optimizer``: methods and attributes of its class."""
+        if name == "_given":
+            raise AttributeError(name)
+        return getattr(self._given, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes of the given optimizer's own there, where its step reads them.
+
+        Raises:
+            ValueError: parameter groups are replaced, which the session would not notice.
+        """
+        own = vars(self)
+        if name == "param_groups" and "session" in own and value is not self.param_groups:
+            raise ValueError(_GROUPS)
+        if "_given" in own and name not in own and name in vars(self._given) and not hasattr(type(self), name):
+            setattr(self._given, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def state(self) -> "collections.defaultdict[torch.Tensor, Any]":
@@ -178,6 +199,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: no micro-batch has run, or one is under way, or the session is closed.
         """
         self._check_open("step()")
+        for given, (group, params) in itertools.zip_longest(self.param_groups, self._groups, fillvalue=(None, ())):
+            if given is not group or tuple(map(id, given["params"])) != params:
+                raise ValueError(_GROUPS)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -534,6 +558,13 @@ class _StateOfSession(collections.defaultdict[torch.Tensor, Any]):
 
     __getitem__ = __setitem__ = __delitem__ = get = setdefault = pop = popitem = update = clear = _refuse
     __iter__ = __len__ = __contains__ = keys = values = items = copy = _refuse
+
+
+_GROUPS: Final = (
+    "the optimizer's param_groups, or the parameters in them, are others than at prepare(), of which the plan knows "
+    "nothing; set values of the groups that are there (group['lr'] = ...), and freeze parameters that are not to be "
+    "updated (requires_grad_(False)) or drop their gradients"
+)
 
 
 class _NoSession:

@@ -54,7 +54,7 @@ _HANGS_S: Final = 300.0
 """Time without progress after which the run counts as hanging."""
 _PATIENCE_S: Final = 30.0
 """What processes have to end in order, as with ``torchrun``."""
-_SHARE_NODES, _SHARE_EARLY = 0.25, 0.15
+_SHARE_NODES, _SHARE_EARLY = 0.25, 0.05
 
 
 def nodes() -> HardwareProfile:

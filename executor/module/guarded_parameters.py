@@ -310,12 +310,13 @@ def _write(
             raise ValueError(refusal(vars(target.tensor)[_NAME]))
     for target in {vars(target.tensor)[_NAME]: target for target in targets}.values():
         own = vars(target.tensor)
+        before = own[_READER].version
         own[_READER].write(own[_NAME], target.whole)
-    for tensor, whole, _, _ in targets:
-        own = vars(tensor)
-        if (base := own.get(_BASE)) is not None:  # the view goes on to be one of current weights
-            base.copy_(whole)
-            own[_VERSION] = own[_READER].version
+        for shared in list(own.get(_SHARED, ())):  # views go on to be those of current weights
+            of_view = vars(shared)
+            if of_view[_VERSION] == before and (base := of_view.get(_BASE)) is not None:
+                base.copy_(target.whole)
+                of_view[_VERSION] = own[_READER].version
     return result
 
 

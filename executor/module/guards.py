@@ -233,6 +233,14 @@ def check_kinds(model: object, optimizer: object) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
+    step: Any = vars(optimizer).get("step")
+    while step is not None and getattr(step, "_wrapped_by_lr_sched", False):  # as learning-rate schedulers do
+        step = getattr(step, "__wrapped__", None)
+    if step is not None and getattr(step, "__func__", step) is not type(optimizer).step:
+        raise TypeError(
+            "the optimizer's step was replaced, which the plan's own step would leave out; replace that of what "
+            "prepare() returns, or use optimizer.register_step_pre_hook()"
+        )
 
 
 def _is_compiled(module: nn.Module) -> bool:

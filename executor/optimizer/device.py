@@ -11,8 +11,10 @@ the same bits as three steps on two flat parts of it, with state that is taken a
 """
 
 import dataclasses
+import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Final, final
 
 import numpy as np
@@ -89,10 +91,12 @@ class OwnParams:
     Attributes:
         group: hyper-parameters.
         numbers: those of the state before the step, by the names in :attr:`OwnStep.numbers`.
+        attributes: numbers that the optimizer itself has as attributes.
     """
 
     group: Mapping[str, Any]
     numbers: tuple[float, ...] = ()
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @final
@@ -114,6 +118,9 @@ class OwnStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
             raise ValueError("it steps through another optimizer")  # which would step here and now
+        told_apart_by = {"id", *(key for group in optimizer.param_groups for p in group["params"] for key in vars(p))}
+        if looks := told_apart_by.intersection(_names_in(inspect.unwrap(type(optimizer).step).__code__)):
+            raise ValueError(f"its step looks at {min(looks)} of a parameter, and gets parts of it to update")
         self._optimizer = optimizer
         self._like: dict[torch.device, Mapping[str, Any]] = {}
         first = self.read(optimizer.param_groups[0])
@@ -131,7 +138,8 @@ class OwnStep:
         values = {name: group[name] for name in names if name not in _NOT_HYPER_PARAMETERS}
         if "fused" in values:  # whose vectors round as their remainders do not, see [Note: Rounding]
             values["fused"] = None
-        return OwnParams({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        return OwnParams(kept, attributes=_numbers_of(vars(self._optimizer)))
 
     def numbers_after(self, params: OwnParams, step: int) -> tuple[float, ...]:
         """Return the numbers of a parameter's state after a step, which do not depend on gradients."""
@@ -186,6 +194,7 @@ class OwnStep:
         parameter = master.detach()  # so that no one else's tensor gets a gradient
         parameter.grad = gradient
         own = _bare(self._optimizer, parameter, params.group)
+        vars(own).update(params.attributes)
         if step > 1:
             numbers = {"step": step - 1, **dict(zip(self.numbers, params.numbers, strict=True))}
             own.state[parameter] = {
@@ -221,7 +230,7 @@ class OwnStep:
             whole.grad = gradient.clone()
             with torch.no_grad():
                 type(own).step(own)
-            before = OwnParams(params.group, numbers)
+            before = dataclasses.replace(params, numbers=numbers)
             for part in parts:
                 self.on_device(flat[part], [b[part] for b in buffers], gradient.flatten()[part].clone(), before, step)
             numbers = self.numbers_after(before, step)
@@ -234,6 +243,16 @@ class OwnStep:
                     raise ValueError(f"its {key} is another one when it steps in parts")
         if self.read(own.param_groups[0]) != params or _numbers_of(vars(own)) != others:
             raise ValueError("it keeps state beside that of parameters")
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names and texts in the code of a function and of those inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _bare(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -307,8 +307,9 @@ class Fakes:
         def in_text(tensor: Tensor, spec: str) -> str:
             return format(numpy(tensor).item() if tensor.dim() == 0 else repr(tensor), spec)
 
-        read = {"numpy": numpy, "__format__": in_text} if self._assumes else {}
-        with mock.patch.multiple(FakeTensor, **read) if read else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for name, read in {"numpy": numpy, "__format__": in_text}.items() if self._assumes else ():
+                stack.enter_context(mock.patch.object(FakeTensor, name, read))
             yield
 
     def _note_reader(self, known: Any) -> None:

@@ -62,7 +62,7 @@ class Example:
     step: Callable[..., Any] | None = None
 
     def attempts(self) -> list["Example"]:
-        """Return what to try, one after another: no values, those of whole numbers, and all; then comparisons that hold.
+        """Return what to try, one after another: no values, those of whole numbers, and all; then true comparisons.
 
         Numbers that are no whole ones come last: a branch that depends on them may be another one in the next batch.
         """

@@ -155,7 +155,8 @@ class _Offloaded(transformers.Trainer):
             if not self._offloaded.session.closed:
                 return self.optimizer
             self.optimizer = self._given
-        self._given = given = super().create_optimizer(model)
+        # Trainers of the user's may take no model.
+        self._given = given = super().create_optimizer(*(() if model is None else (model,)))
         self.close()  # the plan of the model that model_init has replaced
         assert self.model is not None
         args = self.args
