@@ -283,3 +283,36 @@ def time_series(ullage) -> Trained:
         return {"past_values": torch.randn(4, 32, 3, generator=of), "future_values": torch.randn(4, 8, 3, generator=of)}
 
     return train(ullage, transformers.PatchTSTForPrediction(config), series)
+
+
+def boxes(step: int) -> dict[str, object]:
+    of = seeded(step)
+    labels = [
+        {"class_labels": torch.randint(5, (n,), generator=of), "boxes": torch.rand(n, 4, generator=of) * 0.4 + 0.2}
+        for n in (2, 3)
+    ]
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=of), "labels": labels}
+
+
+@program
+def yolos(ullage) -> Trained:
+    """Objects, matched to predictions by SciPy inside the loss, which checks that corners of boxes are in order."""
+    config = transformers.YolosConfig(**IMAGES | {"image_size": [32, 32], "num_detection_tokens": 6, "num_labels": 5})
+    return train(ullage, transformers.YolosForObjectDetection(config), boxes)
+
+
+@program
+def switch_transformers(ullage) -> Trained:
+    """Experts that are found by names made of their numbers, behind a router that converts itself in each forward."""
+    sizes = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    experts = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    config = transformers.SwitchTransformersConfig(**sizes, **experts, decoder_start_token_id=0)
+    return train(ullage, transformers.SwitchTransformersForConditionalGeneration(config), padded)
+
+
+@program
+def jamba(ullage) -> Trained:
+    """Attention beside a state-space mixer whose cache holds dictionaries, as it is made by default."""
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}
+    config = transformers.JambaConfig(**SIZES | {"num_hidden_layers": 2, "use_cache": True, **sizes})
+    return train(ullage, transformers.JambaForCausalLM(config), padded)

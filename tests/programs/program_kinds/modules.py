@@ -543,3 +543,44 @@ def scripted_part(ullage) -> Trained:
     """A submodule of torch.jit.script."""
     model = stack(torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.ReLU())), Block())
     return train(ullage, model, x_of(32, 16))
+
+
+@program
+def read_by_another_method(ullage) -> Trained:
+    """ProphetNet: an embedding that runs by its forward and, in the same step, by a method of its own."""
+
+    class Positions(nn.Embedding):
+        def forward(self, count):
+            return super().forward(torch.arange(count))
+
+        def of(self, ids):
+            return super().forward(ids)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.positions = nn.Linear(16, 64), Positions(32, 64)
+            self.block, self.last = Block(), nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = self.first(x) + self.positions(len(x)) + 0.5 * self.positions.of(torch.arange(len(x)).flip(0))
+            return self.last(self.block(x))
+
+    return train(ullage, Model(), x_of(32, 16))
+
+
+@program
+def reversed_gradients(ullage) -> Trained:
+    """Domain adaptation: a hook on the features turns their gradient around."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features, self.last = stack(Block(), Block()), nn.Linear(8, 8)
+
+        def forward(self, x):
+            features = self.features(x)
+            features.register_hook(lambda gradient: -0.1 * gradient)
+            return self.last(features)
+
+    return train(ullage, Model(), x_of(32, 16))
