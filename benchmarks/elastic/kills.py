@@ -54,7 +54,7 @@ _HANGS_S: Final = 300.0
 """Time without progress after which the run counts as hanging."""
 _PATIENCE_S: Final = 30.0
 """What processes have to end in order, as with ``torchrun``."""
-_SHARE_NODES, _SHARE_EARLY = 0.25, 0.05
+_SHARE_NODES, _SHARE_EARLY = 0.25, 0.15
 
 
 def nodes() -> HardwareProfile:
@@ -93,16 +93,14 @@ class Run:
         folder.mkdir()
         self._present = set(range(_NODES))
         self._processes: dict[int, forks.Process] = {}
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._num_starts = 0
         self.begin()
 
     def begin(self) -> None:
         """Start a process on each node that is there."""
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a new one for each start
         every = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "LOCAL_WORLD_SIZE": "1"}
         every |= {"WORLD_SIZE": str(len(self._present)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-        every |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(self._num_starts)}
-        self._num_starts += 1
+        every |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank, node in enumerate(sorted(self._present)):
             environment = os.environ | every | {"RANK": str(rank)}
             with (self.folder / f"node-{node}.log").open("a") as log:
