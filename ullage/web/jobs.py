@@ -64,7 +64,8 @@ class _Turns:
         return not visitor or self.has[visitor] < self.most_each
 
     def _give(self) -> None:
-        while self.num_free and (visitor := next(filter(self._may, self.waiting), None)) is not None:
+        while self.num_free and (able := [*filter(self._may, self.waiting)]):
+            visitor = min(able, key=self.has.__getitem__)
             own = self.waiting.pop(visitor)
             turn = own.popleft()
             if own:

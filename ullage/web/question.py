@@ -93,7 +93,7 @@ class Question(BaseModel):
         return json.dumps([kind, self.model_dump(exclude=left_out)], sort_keys=True)
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """Return the keywords of ``ullage.plan``. Files that were given are written into a folder.
+        """Return the keywords of ``ullage.plan``. Files that were given are written into a folder, and named from it.
 
         Raises:
             ValueError: a file cannot be used; or tokens per step are not whole sequences.
@@ -125,15 +125,15 @@ class Question(BaseModel):
         try:
             data = ullage.to_hf_config_dict(ullage.from_hf_config(self.config, _plain(self.model)))
         except ullage.NoFormulasError:
-            data = _tamed("", self.config)
-        return _written(folder / _plain(self.model) / "config.json", data)
+            data = tamed(self.config)
+        return _written(folder, f"{_plain(self.model)}/config.json", data)
 
     def _machine(self, folder: Path) -> str:
         if self.profile is None:
             return self.machine
         name = _plain(self.machine).lower()
         profile = ullage.profile_of(self.profile, "the profile").model_copy(update={"name": name})
-        return _written(folder / "profiles" / f"{name}.json", profile.model_dump(mode="json", exclude_none=True))
+        return _written(folder, f"profiles/{name}.json", profile.model_dump(mode="json", exclude_none=True))
 
     def command(self) -> str:
         """Return the command that asks the same; files have the names that they were given with."""
@@ -202,14 +202,19 @@ def _named(asked: Question, *, public: bool) -> Question:
     return asked.model_copy(update=found)
 
 
-def _tamed(name: str, given: Any, depth: int = 0) -> Any:
-    """Return what `transformers` may know of a field of a visitor's ``config.json``: sizes, switches and plain words.
+def tamed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what `transformers` may know of a visitor's ``config.json``: sizes, switches and plain words.
 
     Texts that could name a file, code or a model elsewhere are left out, and so are fields that would.
 
     Raises:
         QuestionError: a size is beyond all models.
     """
+    found: dict[str, Any] = _tamed("", config, 0)
+    return found
+
+
+def _tamed(name: str, given: Any, depth: int) -> Any:
     if depth > _MOST_DEPTH or name.startswith("_") or any(word in name for word in _NO_FIELDS):
         return _LEFT_OUT
     if isinstance(given, dict):
@@ -234,7 +239,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name.removesuffix(".json")).strip("-")[:60] or "mine"
 
 
-def _written(path: Path, data: Any) -> str:
-    path.parent.mkdir()
+def _written(folder: Path, name: str, data: Any) -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(data), encoding="utf-8")
-    return str(path)
+    return name

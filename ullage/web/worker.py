@@ -90,8 +90,7 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
     gc.set_threshold(200_000)  # a capture makes many objects, and few of them are garbage
     with tempfile.TemporaryDirectory(prefix="ullage-web-") as place:
         folder = Path(place).resolve()
-        (folder / "empty").mkdir()
-        os.chdir(folder / "empty")  # so that no name is that of a file here
+        os.chdir(folder)  # so that no name is that of a file here, but of those that the visitor sent
         try:
             KINDS[kind](asked, asked.options(folder), known, send)
         except ModuleNotFoundError as error:

@@ -301,7 +301,7 @@
     $("brief").textContent = "does not fit";
     if (!answer.fits) {
       place.replaceChildren(
-        el("h2", null, "It does not fit"), el("p", { class: "sentence" }, answer.error),
+        el("h2", null, "It does not fit"), el("p", { class: "sentence" }, answer.error), answer.note ? el("p", null, answer.note) : "",
         el("h3", null, answer.remedies?.length ? "It fits with" : "No change is found yet with which it fits"),
         el("ul", null, ...(answer.remedies ?? []).map((each) => el("li", null, el("code", null, each.change), ` (${digits(each.iteration_s)} s an iteration)${each.effect ? `: ${each.effect}` : ""} `, tryButton(each.change)))),
         actions(question, answer), ...same(answer));
