@@ -94,7 +94,8 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
         try:
             KINDS[kind](asked, asked.options(folder), known, send)
         except ModuleNotFoundError as error:
-            send(error=f"this question needs {error.name}, which this server lacks; pip install 'ullage[execute]'")
+            extras = "execute" if asked.how == "full" else "execute,finetune"
+            send(error=f"this question needs {error.name}, which this server lacks; pip install 'ullage[web,{extras}]'")
         except (MemoryError, ImportError):  # a library that finds no room is not imported
             send(error="this question needs more memory than the page may take; ask for less, or install Ullage")
         except ValueError as error:
@@ -227,7 +228,7 @@ def _why(_asked: Question, options: dict[str, Any], known: str | None, send: Sen
     }
     about = ullage.summary(plan).about
     found["8 of 10"]["about"] = {"rates": about["hardware"]}
-    found["engines"]["about"]["placement"] = about["placement"]
+    found["engines"]["about"]["placement of ullage"] = about["placement"]
     send(result=found)
 
 

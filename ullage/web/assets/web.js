@@ -261,7 +261,7 @@
       found = all[name];
     }
     const panel = el("section", { class: "reasons", tabindex: "-1", "aria-label": `Why: ${about}` }, el("h3", null, `Why: ${about}`), described({ ...facts, ...found.about }),
-      el("button", { type: "button", class: "why", onclick: () => { button.click(); button.focus(); } }, "close"),
+      el("button", { type: "button", class: "close", onclick: () => { button.click(); button.focus(); } }, "close"),
       ...found.sections.flatMap((each) => each.parts.filter((part) => !part.id).map((part) => el("div", { class: "table" }, el("h4", null, part.title), table(part), part.note ? el("p", null, part.note) : null))));
     (button.closest("dl.facts, .scroll, .reason")).after(panel);
     panel.focus({ preventScroll: true });
