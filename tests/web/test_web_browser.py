@@ -211,8 +211,8 @@ def test_answers_are_compared_and_one_axis_is_swept(opened) -> None:
     page.until("document.querySelector('#cheapest table') !== null")  # the first machine, before all others
     page.until("document.getElementById('cancel').hidden")
     assert "others cost at least" in page.page.inner_text("#cheapest")
-    page.asks(lambda: page.page.click("#cheapest td a >> nth=0"))
-    assert page.page.inner_text("#cheapest td a >> nth=0").endswith(page.asked[-1][1]["machine"])
+    page.asks(lambda: page.page.click("#cheapest th a >> nth=0"))
+    assert page.page.inner_text("#cheapest th a >> nth=0").endswith(page.asked[-1][1]["machine"])
 
 
 def test_who_cancels_keeps_the_machines_that_are_known(opened) -> None:
@@ -233,6 +233,8 @@ def test_the_timeline_is_zoomed_in_both_themes(opened) -> None:
     page.until(f"{gantt}?.layout !== undefined && document.documentElement.dataset.drawn === 'yes'")
     assert page.page.evaluate(f"{gantt}.layout.paper_bgcolor") == COLOURS["paper"][1]
     whole = page.page.evaluate(f"{gantt}.layout.xaxis.range.map(Number)")
+    page.page.locator("#details-chart-gantt").hover(position={"x": 500, "y": 30})  # in no way that the policy refuses
+    page.until("document.querySelector('#details-chart-gantt .hovertext') !== null")
     page.page.evaluate(f"Plotly.relayout({gantt}, {{'xaxis.range': [{whole[1] / 4}, {whole[1] / 2}]}})")
     linked = "[...document.querySelectorAll('#details .plot')].filter(each => each.layout?.xaxis?.range[0] > 0).length"
     page.until(f"{linked} > 2")  # all charts over time show the same part
@@ -334,9 +336,8 @@ def test_what_does_not_fit_says_what_would(opened) -> None:
     page.until("document.querySelector('#answer li .why') !== null")
     assert page.page.inner_text("#answer h2") == "It does not fit"
     assert "in GPU memory alone" in page.sentence()
-    page.answered(lambda: page.page.click("text=try it >> nth=0"))
+    page.asks(lambda: page.page.click("text=try it >> nth=0"))
     assert page.asked[-1][1]["storage"] == "never"
-    assert "fits on 1 device" in page.sentence()
 
 
 def test_ten_visitors_at_once(opened, served) -> None:

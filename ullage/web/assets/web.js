@@ -264,7 +264,7 @@
       el("button", { type: "button", class: "close", onclick: () => { button.click(); button.focus(); } }, "close"),
       ...found.sections.flatMap((each) => each.parts.filter((part) => !part.id).map((part) => el("div", { class: "table" }, el("h4", null, part.title), table(part), part.note ? el("p", null, part.note) : null))));
     (button.closest("dl.facts, .scroll, .reason")).after(panel);
-    panel.focus({ preventScroll: true });
+    panel.focus(); // which scrolls to it: on a phone it may be far below
   }
 
   const fact = (name, value, words, verdict, reasons) => el("div", null, el("dt", null, name), el("dd", { class: `value ${verdict ?? ""}` }, value),
@@ -427,14 +427,14 @@
       : others.proven ? `The ${others.count} others ${question.days === null ? "" : "end too late, or "}cost at least ${money(others.cost)}: that is how long they compute. `
         : `The ${others.count} others compute too slowly for their price. `;
     const body = rows.map((row, n) => el("tr", { class: n ? null : "bold" },
-      el("td", { class: "words" }, el("a", { href: "#", onclick: (event) => {
+      el("th", { scope: "row" }, el("a", { href: "#", onclick: (event) => {
         event.preventDefault();
         write({ ...question, machine: row.machine, profile: null, gpus: row.gpus });
         asking();
-      } }, named(row))), ...[digits(row.tokens_per_s), time(row.run_s), money(row.cost), row.late ? "late" : "yes"].map((cell) => el("td", null, cell))));
+      } }, named(row))), ...[money(row.cost), time(row.run_s), ...(question.days === null ? [] : [row.late ? "late" : "yes"]), digits(row.tokens_per_s)].map((cell) => el("td", null, cell))));
     const place = $("cheapest") ?? $("answer").appendChild(el("div", { id: "cheapest" }));
     place.replaceChildren(el("div", { class: "table", role: "region", "aria-label": "Cheapest machine" }, el("h3", null, "Cheapest machine"), el("p", null, words), rows.length
-      ? el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...["machine", "tokens/s", "time", "cost", "in time"].map((head, n) => el("th", { scope: "col", class: n ? null : "words" }, head)))), el("tbody", null, ...body))) : "",
+      ? el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...["machine", "cost", "time", ...(question.days === null ? [] : ["in time"]), "tokens/s"].map((head) => el("th", { scope: "col" }, head)))), el("tbody", null, ...body))) : "",
     el("p", null, `${state}Choose a machine to see its answer, with reasons. Speeds are of the first plan found, a few percent below the best; prices are examples.`)));
   }
 
