@@ -138,7 +138,7 @@ def test_what_may_be_used_is_what_is_used(served: Served) -> None:
         (peaks,) = [section for section in shown["part"]["sections"] if section["key"] == "peaks"]
         uses[storage] = {row[0] for part in peaks["parts"] if part["id"] for row in part["table"]["rows"]}
     assert not any("host" in name for name in uses["gpu"])
-    _, lines = served.ask("answer", {"model": "opt-125m", "machine": "rtx-4090", "storage": "nvme"})
+    _, lines = served.ask("answer", {"model": "opt-125m", "machine": "a100-cluster", "storage": "nvme"})
     assert "drives" in lines[-1]["error"]
     alone = first(served, model="llama-3-8b", machine="rtx-4090", storage="gpu")
     assert "does not fit in GPU memory alone" in alone["error"]

@@ -465,7 +465,7 @@
     slider.addEventListener("input", choose);
     const focused = document.activeElement?.id === "slider";
     $("sweep-result").replaceChildren(el("div", { class: "table" }, slider, el("div", { class: "line" }, words, axis in DEFAULTS ? apply : null),
-      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[name, "", "tokens/s", "iteration", "fits"].map((head) => el("th", { scope: "col" }, head)))), el("tbody", null, ...rows))),
+      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[name, "", "tokens/s", "iteration", "fits"].map((head) => el("th", { scope: "col", class: head === "fits" ? "words" : null }, head)))), el("tbody", null, ...rows))),
       el("p", null, "Figures are of the first plan found at each value, which is a few percent slower than the best. Ask a value to see its reasons.")));
     choose();
     if (focused) slider.focus();
