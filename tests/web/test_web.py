@@ -422,7 +422,7 @@ def test_any_architecture_of_transformers_is_planned_from_its_file(served: Serve
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(-5, 5) | st.text(),
+        st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab.-_ /\\:~$\n\0"),
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
