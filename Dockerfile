@@ -10,7 +10,7 @@ RUN python -m pip install --no-cache-dir ".[${EXTRAS}]" && useradd --create-home
 USER page
 WORKDIR /home/page
 EXPOSE 7860
-CMD ["uvicorn", "ullage.web.app:app", "--host", "0.0.0.0", "--port", "7860"]
+CMD ["uvicorn", "ullage.web.app:app", "--host", "0.0.0.0", "--port", "7860", "--no-proxy-headers"]
 
 # The whole of Ullage beside a PyTorch that is there: docker build -t ullage . && docker run --gpus all ullage doctor
 FROM ${BASE}

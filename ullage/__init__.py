@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from planner.models.captured import CapturedModel as CapturedModel
     from planner.models.config import ModelConfig as ModelConfig
     from planner.models.config import ModelConfigError as ModelConfigError
+    from planner.models.config import NoFormulasError as NoFormulasError
     from planner.models.config import UnknownModelError as UnknownModelError
     from planner.models.huggingface import from_hf_config as from_hf_config
     from planner.models.huggingface import to_hf_config_dict as to_hf_config_dict
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from ullage.capture.records import CaptureError as CaptureError
     from ullage.cli.remedies import Remedy as Remedy
     from ullage.integrations.transformers_trainer import offloaded as offloaded
+    from ullage.planning import bound_tokens_per_s as bound_tokens_per_s
     from ullage.planning import plan as plan
     from ullage.planning import what_would_fit as what_would_fit
     from ullage.report.answers import details as details

@@ -9,12 +9,15 @@ from typing import Any, Final
 
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import LOCAL
+from planner.bounds.certificate import computing_s
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import Precision
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan as make_plan_alone
+from planner.simulate.prediction import Workload
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import CHECKPOINTS, Options
 from ullage.cli.remedies import Remedy, remedies_of
@@ -103,6 +106,27 @@ def what_would_fit(model: str | Path, **options: Any) -> Iterator[Remedy]:
     """
     asked = _options(model, {name: value for name, value in options.items() if value is not None})
     return remedies_of(asked, request_here(asked))
+
+
+def bound_tokens_per_s(model: str | Path, **options: Any) -> float:
+    """Return tokens/s over all devices that no plan exceeds, from the time in which the devices compute.
+
+    It is found in milliseconds, and tells which machines are not worth a plan. It says nothing of memory. The bound of
+    a plan's certificate is closer.
+
+    Args:
+        model: name, or path of a ``config.json``.
+        options: what else :func:`plan` takes, beside those of the search.
+
+    Raises:
+        ValueError: the model, machine or option does not exist, or the machine cannot run the request.
+    """
+    request = request_here(_options(model, {name: value for name, value in options.items() if value is not None}))
+    speeds = (
+        Workload(one.setup.units, request.seq_len).tokens(one.setup.given) / computing_s(one)
+        for one in variants(request)
+    )
+    return max(speeds)
 
 
 def _options(model: Any, given: dict[str, Any]) -> Options:

@@ -212,10 +212,11 @@ class CapturedModel(Frozen):
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Its name in tables: of a ``config.json`` that of its folder."""
+        base = self.factory.removesuffix("/config.json")
         if self.lora is None:
-            return self.factory
-        return f"{self.factory} [LoRA {self.lora}{f', {self.quantization}' if self.quantization else ''}]"
+            return base
+        return f"{base} [LoRA {self.lora}{f', {self.quantization}' if self.quantization else ''}]"
 
     @property
     def vocab_size(self) -> int | None:

@@ -4,7 +4,7 @@ import dataclasses
 
 from hwprofiles.quantity import Frozen
 from planner.costs.model import CostModel, total_flop
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Sharding
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import TIERS, MemoryClass, Tier
@@ -80,7 +80,7 @@ class Workload:
     units: tuple[Unit, ...]
     seq_len: int
 
-    def tokens(self, decisions: Decisions) -> int:
+    def tokens(self, decisions: Sharding) -> int:
         """Return the tokens of one iteration over all devices."""
         return decisions.data_parallel * decisions.num_micro_batches * decisions.micro_batch * self.seq_len
 

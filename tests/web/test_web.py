@@ -1,6 +1,8 @@
 """The page without a browser: what it answers, what it refuses, and what it never does."""
 
 import ast
+import asyncio
+import contextlib
 import copy
 import http.client
 import importlib
@@ -15,12 +17,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serving import QUICK, Served
+from starlette.requests import Request
 
 import ullage
 from ullage.main import main
 from ullage.web.app import Place
-from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of
+from ullage.web.jobs import _Turns
+from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of, tamed
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ullage.to_hf_config_dict(ullage.resolve_model("tinyllama-1.1b")) | {"num_hidden_layers": 3}
@@ -32,6 +38,14 @@ def result(served: Served, kind: str = "answer", **asked: object) -> dict:
     assert status == 200
     assert "result" in lines[-1], lines[-1]
     return lines[-1]["result"]
+
+
+def first(served: Served, **asked: object) -> dict:
+    """Return the first answer, and leave."""
+    with contextlib.closing(http.client.HTTPConnection("localhost", served.port)) as connection:
+        connection.request("POST", "/api/answer", json.dumps(QUICK | asked), {"content-type": "application/json"})
+        with connection.getresponse() as answer:
+            return next(found for line in answer if (found := json.loads(line).get("first")))
 
 
 def test_only_public_names_are_used() -> None:
@@ -110,10 +124,43 @@ def test_reasons_details_reports_sweeps_and_remedies(served: Served) -> None:
     assert [point["value"] for point in swept["points"]] == ["1", "2", "4", "8", "16", "32", "64"]
     speeds = [point["tokens_per_s"] for point in swept["points"] if point["tokens_per_s"]]
     assert speeds == sorted(speeds)
-    misfit = result(served, model="opt-2.7b", machine="epyc-turin-2c")
+    misfit = first(served, model="opt-2.7b", machine="epyc-turin-2c")
     assert not misfit["fits"]
     assert misfit["missing_bytes"]
-    assert misfit["remedies"]
+    assert "may help" in misfit["error"]
+
+
+def test_what_may_be_used_is_what_is_used(served: Served) -> None:
+    uses = {}
+    for storage in ("gpu", "never", "activations", "nvme"):
+        shown = result(served, machine="rtx4090-12ssd", storage=storage, seq_len=256)
+        assert shown["fits"]
+        (peaks,) = [section for section in shown["part"]["sections"] if section["key"] == "peaks"]
+        uses[storage] = {row[0] for part in peaks["parts"] if part["id"] for row in part["table"]["rows"]}
+    assert not any("host" in name for name in uses["gpu"])
+    _, lines = served.ask("answer", {"model": "opt-125m", "machine": "a100-cluster", "storage": "nvme"})
+    assert "drives" in lines[-1]["error"]
+    alone = first(served, model="llama-3-8b", machine="rtx-4090", storage="gpu")
+    assert "does not fit in GPU memory alone" in alone["error"]
+
+
+def test_the_cheapest_machine_is_found_with_few_plans(served: Served) -> None:
+    status, lines = served.ask("cheapest", QUICK | {"tokens": 3e9, "days": 5.0})
+    assert status == 200
+    found = lines[-1]["result"]
+    rows, others = found["rows"], found["others"]
+    ordered = [(row["late"], row["cost"]) for row in rows]
+    assert ordered == sorted(ordered)
+    partial = [line["first"]["rows"] for line in lines if "first" in line]
+    assert [len(each) for each in partial] == list(range(1, len(rows) + 1))  # each machine as soon as it is known
+    assert others["count"] > len(rows)
+    assert others["proven"]
+    assert others["cost"] >= rows[0]["cost"]
+    for row in rows:
+        bound = ullage.bound_tokens_per_s("opt-125m", hardware=row["machine"], gpus=row["gpus"])
+        assert row["tokens_per_s"] <= bound
+        assert row["run_s"] == pytest.approx(3e9 / row["tokens_per_s"])
+        assert row["late"] is (row["run_s"] > 5 * 86400)
 
 
 def test_files_of_visitors_are_planned(served: Served) -> None:
@@ -254,7 +301,10 @@ TEXTS = [
 CONFIGS = [
     {"model_type": "llama"}, LLAMA | {"num_hidden_layers": 10**9}, LLAMA | {"hidden_size": -1},
     LLAMA | {"num_hidden_layers": "2; rm -rf /"}, LLAMA | {"vocab_size": 10**30}, LLAMA | {"hidden_size": 1e99},
-    LLAMA | {"model_type": "os"}, LLAMA | {"model_type": "bert"}, LLAMA | {"model_type": ["llama"]},
+    LLAMA | {"model_type": "os"}, LLAMA | {"model_type": ["llama"]}, {"model_type": "bert", "num_hidden_layers": 10**9},
+    {"model_type": "bert", "hidden_size": 10**30}, {"model_type": "gemma", "hidden_size": 1e99},
+    {"model_type": "bert", "vocab_size": -1}, {"model_type": "auto"},
+    {"model_type": "bert", "architectures": ["os.system"]},
     LLAMA | {"model_type": "../x"}, LLAMA | {"num_attention_heads": 0}, LLAMA | {"rope_scaling": 1, "hidden_act": "id"},
 ]  # fmt: skip
 PROFILES = [
@@ -341,7 +391,113 @@ def test_other_servers_know_the_page_by_its_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("SPACE_HOST", "me-page.hf.space")
     assert Place.of_environment().frames == "https://huggingface.co"
     assert "me-page.hf.space" in Place.of_environment().hosts
+    assert Place.of_environment().proxies == 1
+    monkeypatch.setenv("ULLAGE_WEB_PROXIES", "2")
+    assert Place.of_environment().proxies == 2
     assert callable(importlib.import_module("ullage.web.app").app)
+
+
+def test_any_architecture_of_transformers_is_planned_from_its_file(served: Served, tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    code = {"AutoConfig": "canary.Config", "AutoModelForMaskedLM": "canary.Model"}
+    (tmp_path / "canary.py").write_text("raise SystemExit\n")
+    traps = {
+        "auto_map": code,
+        "_name_or_path": str(tmp_path),
+        "tokenizer_file": "/etc/passwd",
+        "trust_remote_code": True,
+    }
+    traps |= {
+        "attn_implementation": "org/kernels",
+        "quantization_config": {"quant_method": "os"},
+        "torch_dtype": "../x",
+    }
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **small}
+    found = result(served, model="mine.json", config=config | traps, seq_len=64)
+    assert found["part"]["title"].startswith("mine on ")
+    assert tamed(config | traps) == config | {"architectures": config["architectures"]}
+    _, lines = served.ask("answer", QUICK | {"config": {"model_type": "nothing-like-it"}})
+    assert "does not know model_type" in lines[-1]["error"]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab.-_ /\\:~$\n\0"),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_no_text_of_a_config_can_name_a_file_or_code(given_value: object) -> None:
+    def texts(value: object) -> list[str]:
+        if isinstance(value, dict):
+            return [text for each in value.values() for text in texts(each)]
+        return (
+            [text for each in value for text in texts(each)]
+            if isinstance(value, list)
+            else [value] * isinstance(value, str)
+        )
+
+    for text in texts(tamed({"model_type": "x", "field": given_value})):
+        assert not set(text) & set("/\\:~$\n\0")
+        assert not text.startswith((".", "-"))
+
+
+def test_visitors_take_turns_and_none_has_all_workers() -> None:
+    async def asked() -> list[str]:
+        turns, order, free = _Turns(3, 2), [], asyncio.Event()
+
+        async def work(visitor: str) -> None:
+            async with turns.one(visitor):
+                order.append(visitor)
+                await free.wait()
+
+        greedy = [asyncio.create_task(work("a")) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert order == ["a", "a"]
+        assert turns.must_wait("a")
+        assert not turns.must_wait("b")
+        greedy.pop().cancel()
+        others = [asyncio.create_task(work(visitor)) for visitor in "bc"]
+        await asyncio.sleep(0)
+        assert order == ["a", "a", "b"]
+        free.set()
+        await asyncio.gather(*greedy, *others)
+        assert turns.num_free == 3
+        assert not turns.has
+        free.clear()
+        alone = [asyncio.create_task(work("")) for _ in range(3)]  # who is the only visitor has all
+        await asyncio.sleep(0)
+        assert turns.must_wait("")
+        free.set()
+        await asyncio.gather(*alone)
+        return order[:4]
+
+    assert asyncio.run(asked()) == ["a", "a", "b", "c"]
+
+
+def test_one_visitor_asks_a_few_questions_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.jobs, "most_each", 0)
+    status, body, _ = served.request("POST", "/api/answer", json.dumps(QUICK | {"seq_len": 480}).encode())
+    assert status == 503
+    assert "from your address" in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "visitor"),
+    [
+        (0, "9.9.9.9", "1.2.3.4"),
+        (1, "9.9.9.9, 5.6.7.8", "5.6.7.8"),
+        (2, "9.9.9.9, 5.6.7.8", "9.9.9.9"),
+        (3, "9.9.9.9, 5.6.7.8", "1.2.3.4"),
+        (1, "x", "unknown"),
+        (1, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        (1, None, "1.2.3.4"),
+    ],
+)
+def test_the_address_of_a_visitor(proxies: int, forwarded: str | None, visitor: str) -> None:
+    headers = [] if forwarded is None else [(b"x-forwarded-for", forwarded.encode())]
+    request = Request({"type": "http", "client": ("1.2.3.4", 1), "headers": headers})
+    assert Place(public=True, proxies=proxies).visitor(request) == visitor
+    assert not Place().visitor(request)
 
 
 def test_hub_ids_of_packaged_models_are_their_names() -> None:

@@ -112,7 +112,7 @@ def _names(auto: Any, config: Any) -> tuple[str, ...]:
 def _config(data: Mapping[str, Any], file: str) -> Any:
     if (model_type := data.get("model_type")) is None:
         raise CaptureError(f"{file} has no model_type; give the config.json of a model of transformers, or {BY_HAND}")
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise CaptureError(
             f"{file}: transformers {transformers.__version__} does not know model_type {model_type!r}; install a newer "
             f"one, or {BY_HAND}"

@@ -32,6 +32,13 @@ def add_parser(subparsers: Subparsers) -> None:
         help="serve others too, who reach the page under this host name. Models that are only on this machine's disk, "
         "and this machine's own profile, are then unknown",
     )
+    parser.add_argument(
+        "--proxies",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="servers in front of a public page that write X-Forwarded-For; visitors are told apart by it",
+    )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
@@ -43,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.port > 65535:
         raise ValueError(f"--port {args.port} is no port; give a number of at most 65535")
-    place = Place(LOCAL | {args.public.lower()}, public=True) if args.public else Place()
+    if args.proxies and not args.public:
+        raise ValueError(f"--proxies {args.proxies} is for a page that others reach; give --public HOST too")
+    place = Place(LOCAL | {args.public.lower()}, public=True, proxies=args.proxies) if args.public else Place()
     try:
         opened = socket.create_server(("0.0.0.0" if args.public else "127.0.0.1", args.port))  # noqa: S104 - asked for
     except OSError as error:
@@ -52,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     sys.stderr.write(f"ullage web: the page is at {address} (Ctrl-C ends it)\n")
     if args.open and not webbrowser.open(address):
         sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
-    config = uvicorn.Config(make_app(place), log_level="warning", server_header=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        make_app(place), log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
+    )
     with opened:
         uvicorn.Server(config).run(sockets=[opened])
     return 0

@@ -1,7 +1,9 @@
 """The page as an ASGI application: ``uvicorn ullage.web.app:app`` behind a server, ``ullage web`` on this machine.
 
 Environment: ``ULLAGE_WEB_HOSTS`` names the hosts under which visitors reach the page, divided by commas. Without it the
-page answers to this machine alone. ``SPACE_HOST`` is what Hugging Face's Spaces set; they show the page in a frame.
+page answers to this machine alone. ``ULLAGE_WEB_PROXIES`` is how many servers of yours stand in front: the address of a
+visitor is then what the outermost of them wrote into ``X-Forwarded-For``. ``SPACE_HOST`` is what Hugging Face's Spaces
+set; they show the page in a frame, behind one server.
 """
 
 import ast
@@ -12,6 +14,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -50,11 +53,13 @@ class Place:
         hosts: host names under which it is reached; others are refused, because a name that someone else owns could
             point here (DNS rebinding).
         public: whether others than this machine's user reach it.
+        proxies: servers in front of it that write ``X-Forwarded-For``. Without any, that header could be anybody's.
         frames: an origin that may show it in a frame; empty: none.
     """
 
     hosts: frozenset[str] = LOCAL
     public: bool = False
+    proxies: int = 0
     frames: str = ""
 
     @classmethod
@@ -63,7 +68,24 @@ class Place:
         named = os.environ.get("ULLAGE_WEB_HOSTS", "")
         space = os.environ.get("SPACE_HOST", "")
         hosts = frozenset(name.strip().lower() for name in (*named.split(","), space) if name.strip())
-        return cls(hosts | LOCAL, public=True, frames="https://huggingface.co" if space else "") if hosts else cls()
+        if not hosts:
+            return cls()
+        proxies = int(os.environ.get("ULLAGE_WEB_PROXIES") or bool(space))
+        return cls(hosts | LOCAL, public=True, proxies=proxies, frames="https://huggingface.co" if space else "")
+
+    def visitor(self, request: "Request") -> str:
+        """Return who asks: an address, of IPv6 the network of 64 bits; empty if there is only this machine's user."""
+        if not self.public:
+            return ""
+        address = request.client.host if request.client else ""
+        hops = [hop.strip() for text in request.headers.getlist("x-forwarded-for") for hop in text.split(",")]
+        if self.proxies and len(hops) >= self.proxies:
+            address = hops[-self.proxies]
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:
+            return "unknown"
+        return str(ipaddress.ip_network((found, 64), strict=False) if found.version == 6 else found)
 
 
 class Guard:
@@ -255,11 +277,11 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             asked = question_of(await _body(request), public=place.public)
         except QuestionError as error:
             return _refused(str(error), 400)
-        lines = jobs.lines(kind, asked)
+        lines = jobs.lines(kind, asked, place.visitor(request))
         try:
             first = await anext(lines)
-        except BusyError:
-            busy = _refused("many visitors ask at once; try again in a minute", 503)
+        except BusyError as error:
+            busy = _refused(str(error), 503)
             busy.headers["retry-after"] = "60"
             return busy
 

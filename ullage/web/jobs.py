@@ -1,6 +1,6 @@
 """Jobs: a process for each question that is not in the cache, at most one per core; visitors who ask the same share it.
 
-A job ends when the last who waits for it is gone.
+A job ends when the last who waits for it is gone. Visitors take turns, and none has all workers.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection
 from typing import Any, Final
@@ -25,13 +25,62 @@ _PLAN: Final = b'{"plan"'
 
 
 class BusyError(Exception):
-    """Too many questions are waiting."""
+    """Too many questions are waiting; the message is for the visitor."""
+
+
+class _Turns:
+    """Gives workers to visitors in turns.
+
+    Args:
+        num_workers: how many there are.
+        most_each: most workers that one visitor has at once. A visitor without a name, who is the only one, has all.
+    """
+
+    def __init__(self, num_workers: int, most_each: int) -> None:
+        self.num_free, self.most_each = num_workers, most_each
+        self.has: collections.Counter[str] = collections.Counter()
+        self.waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}  # the visitor whose turn is next first
+
+    @contextlib.asynccontextmanager
+    async def one(self, visitor: str) -> AsyncIterator[None]:
+        """Wait for a worker, and give it back at the end."""
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.setdefault(visitor, collections.deque()).append(turn)
+        self._give()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self.num_free += 1
+                self.has -= collections.Counter([visitor])  # which forgets visitors who have none
+            self._give()
+
+    def must_wait(self, visitor: str) -> bool:
+        """Return whether a question of a visitor would wait now."""
+        return not self.num_free or not self._may(visitor)
+
+    def _may(self, visitor: str) -> bool:
+        return not visitor or self.has[visitor] < self.most_each
+
+    def _give(self) -> None:
+        while self.num_free and (able := [*filter(self._may, self.waiting)]):
+            visitor = min(able, key=self.has.__getitem__)
+            own = self.waiting.pop(visitor)
+            turn = own.popleft()
+            if own:
+                self.waiting[visitor] = own  # behind all others
+            if not turn.done():
+                self.num_free -= 1
+                self.has[visitor] += 1
+                turn.set_result(None)
 
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """A question that is being answered: the lines so far, and how many wait for more."""
+    """A question that is being answered: who asked it first, the lines so far, and how many wait for more."""
 
+    visitor: str
     lines: list[bytes] = dataclasses.field(default_factory=list)
     more: asyncio.Condition = dataclasses.field(default_factory=asyncio.Condition)
     done: bool = False
@@ -49,9 +98,10 @@ class Jobs:
     """Answers questions.
 
     Args:
-        num_workers: jobs at once.
+        num_workers: jobs at once. One visitor has at most all but one of them.
         limits: what each may take.
         most_waiting: questions that may wait for a worker; further ones are refused.
+        most_each: likewise, of one visitor.
         most_s: seconds that a job may take.
         cache_bytes: most bytes of results to keep.
     """
@@ -61,13 +111,15 @@ class Jobs:
         num_workers: int = 0,
         limits: worker.Limits = worker.Limits(),  # noqa: B008 - it is frozen
         most_waiting: int = 64,
+        most_each: int = 8,
         most_s: float = 300.0,
         cache_bytes: int = 1 << 26,
     ) -> None:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
-        self.limits, self.most_waiting, self.most_s, self.cache_bytes = limits, most_waiting, most_s, cache_bytes
+        self.limits, self.most_s, self.cache_bytes = limits, most_s, cache_bytes
+        self.most_waiting, self.most_each = most_waiting, most_each
         self.num_running = self.num_started = 0
-        self._slots = asyncio.Semaphore(self.num_workers)
+        self._turns = _Turns(self.num_workers, max(1, self.num_workers - 1))
         self._threads = ThreadPoolExecutor(2 * self.num_workers)
         self._running: dict[str, _Job] = {}
         self._cache: collections.OrderedDict[str, bytes] = collections.OrderedDict()
@@ -91,8 +143,13 @@ class Jobs:
         """Whether jobs begin with everything imported."""
         return self._processes is _FORKS
 
-    async def lines(self, kind: str, asked: Question) -> AsyncGenerator[bytes, None]:
+    async def lines(self, kind: str, asked: Question, visitor: str = "") -> AsyncGenerator[bytes, None]:
         """Yield the lines of an answer as they come; see :mod:`ullage.web.worker`.
+
+        Args:
+            kind: what is asked.
+            asked: the question.
+            visitor: who asks; empty on a page that only one visitor has.
 
         Raises:
             BusyError: too many questions are waiting.
@@ -104,8 +161,10 @@ class Jobs:
         job = self._running.get(key)
         if job is None:
             if len(self._running) >= self.num_workers + self.most_waiting:
-                raise BusyError
-            job = self._running[key] = _Job()
+                raise BusyError("many visitors ask at once; try again in a minute")
+            if visitor and sum(job.visitor == visitor for job in self._running.values()) >= self.most_each:
+                raise BusyError(f"{self.most_each} questions from your address are not answered yet; wait for them")
+            job = self._running[key] = _Job(visitor)
             job.task = asyncio.create_task(self._work(job, key, kind, asked))
         job.waiting += 1
         try:
@@ -127,9 +186,9 @@ class Jobs:
     async def _work(self, job: _Job, key: str, kind: str, asked: Question) -> None:
         last = _error("the page was stopped; ask again")
         try:
-            if self._slots.locked():
+            if self._turns.must_wait(job.visitor):
                 await job.add(b'{"progress": "waiting for other questions"}')
-            async with self._slots:
+            async with self._turns.one(job.visitor):
                 last = await self._answered(job, kind, asked)
             if last.startswith(b'{"result"'):
                 self._keep(key, last)

@@ -20,6 +20,8 @@ MOST_BYTES: Final = 256 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _HOW: Final[dict[str, dict[str, str]]] = {"full": {}, "lora": {}, "qlora": {"quantize": "nf4"}}
 _TYPES: Final = {"bf16": {"precision": "bf16"}, "fp32": {"precision": "fp32"}, "fp8": {"products": "fp8"}}
+# No plan fits in a kilobyte of host memory but one that uses none.
+_STORAGE: Final[dict[str, dict[str, Any]]] = {"never": {}, "gpu": {"host_memory": 1000}}
 
 # The axes of a sweep: the name in studies, and the values of the slider.
 AXES: Final = {
@@ -30,6 +32,13 @@ AXES: Final = {
     "host.memory_bytes": "0.25x,0.5x,1x,2x,4x",
     "device.memory_bytes": "0.5x,0.75x,1x,1.5x,2x,3x,4x",
 }
+
+
+# Parts of names of fields that name code, kernels, models or files, or say how weights are packed.
+_NO_FIELDS: Final = ("auto_map", "backbone", "trust", "path", "kernels", "implementation", "quantization", "file")
+_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,99}")
+_MOST_LAYERS, _MOST_SIZE, _MOST_DEPTH = 1024, 10**8, 8
+_LEFT_OUT: Final = object()
 
 
 class QuestionError(ValueError):
@@ -52,7 +61,7 @@ class Question(BaseModel):
         rank: rank of adapters.
         optimizer: name of an optimizer.
         precision: type of weights and gradients; ``fp8``: bf16 with products in fp8.
-        storage: what else may be used, see ``ullage plan --storage``.
+        storage: what may be used beside the GPU: ``gpu`` nothing, else see ``ullage plan --storage``.
         tokens: tokens of the whole run, for the cheapest machine.
         days: days in which it must end, for the cheapest machine.
         axis: what a sweep varies.
@@ -71,7 +80,7 @@ class Question(BaseModel):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     optimizer: Annotated[str, Field(max_length=40)] = "adamw"
     precision: Literal["bf16", "fp32", "fp8"] | None = None
-    storage: Literal["never", "activations", "nvme"] = "never"
+    storage: Literal["gpu", "never", "activations", "nvme"] = "never"
     tokens: Annotated[float, Field(gt=0, le=1e18)] | None = None
     days: Annotated[float, Field(gt=0, le=1e6)] | None = None
     axis: Literal[*AXES] | None = None  # type: ignore[valid-type]
@@ -84,7 +93,7 @@ class Question(BaseModel):
         return json.dumps([kind, self.model_dump(exclude=left_out)], sort_keys=True)
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """Return the keywords of ``ullage.plan``. Files that were given are written into a folder.
+        """Return the keywords of ``ullage.plan``. Files that were given are written into a folder, and named from it.
 
         Raises:
             ValueError: a file cannot be used; or tokens per step are not whole sequences.
@@ -95,7 +104,7 @@ class Question(BaseModel):
         found: dict[str, Any] = {"gpus": self.gpus, "seq_len": self.seq_len, "global_batch": self._sequences()}
         found |= {"lora": None if self.how == "full" else f"rank={self.rank}", **_HOW[self.how]}
         found |= {} if self.optimizer == "adamw" else {"optimizer": self.optimizer}
-        found |= {} if self.storage == "never" else {"storage": self.storage}
+        found |= _STORAGE.get(self.storage, {"storage": self.storage})
         found |= _TYPES[self.precision] if self.precision else {}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -113,21 +122,25 @@ class Question(BaseModel):
     def _model(self, folder: Path) -> str:
         if self.config is None:
             return self.model
-        # Only what formulas know is taken from the file, so that no field of it reaches another library.
-        sizes = ullage.from_hf_config(self.config, _plain(self.model))
-        return _written(folder / _plain(self.model) / "config.json", ullage.to_hf_config_dict(sizes))
+        try:
+            data = ullage.to_hf_config_dict(ullage.from_hf_config(self.config, _plain(self.model)))
+        except ullage.NoFormulasError:
+            data = tamed(self.config)
+        return _written(folder, f"{_plain(self.model)}/config.json", data)
 
     def _machine(self, folder: Path) -> str:
         if self.profile is None:
             return self.machine
         name = _plain(self.machine).lower()
         profile = ullage.profile_of(self.profile, "the profile").model_copy(update={"name": name})
-        return _written(folder / "profiles" / f"{name}.json", profile.model_dump(mode="json", exclude_none=True))
+        return _written(folder, f"profiles/{name}.json", profile.model_dump(mode="json", exclude_none=True))
 
     def command(self) -> str:
         """Return the command that asks the same; files have the names that they were given with."""
         more = self._more()
         flags = {"global_batch": "global-batch", "seq_len": "seq-len"}
+        if (host_bytes := more.pop("host_memory", None)) is not None:
+            more["memory"] = f"host={host_bytes // 1000}kB"
         types = {"precision": more.pop("precision", "bf16"), "products": more.pop("products", None)}
         words = ["ullage", "plan", "--model", self._named_model(), "--hardware", self._named_machine()]
         for name, value in more.items():
@@ -189,6 +202,34 @@ def _named(asked: Question, *, public: bool) -> Question:
     return asked.model_copy(update=found)
 
 
+def tamed(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what `transformers` may know of a visitor's ``config.json``: sizes, switches and plain words.
+
+    Texts that could name a file, code or a model elsewhere are left out, and so are fields that would.
+
+    Raises:
+        QuestionError: a size is beyond all models.
+    """
+    found: dict[str, Any] = _tamed("", config, 0)
+    return found
+
+
+def _tamed(name: str, given: Any, depth: int) -> Any:
+    if depth > _MOST_DEPTH or name.startswith("_") or any(word in name for word in _NO_FIELDS):
+        return _LEFT_OUT
+    if isinstance(given, dict):
+        found = {key: _tamed(key, each, depth + 1) for key, each in given.items()}
+        return {key: each for key, each in found.items() if each is not _LEFT_OUT}
+    if isinstance(given, list):
+        return [value for each in given if (value := _tamed(name, each, depth + 1)) is not _LEFT_OUT]
+    if isinstance(given, str):
+        return given if _WORD.fullmatch(given) else _LEFT_OUT
+    most = _MOST_LAYERS if "layer" in name or "block" in name or "depth" in name else _MOST_SIZE
+    if isinstance(given, int) and abs(given) > most:
+        raise QuestionError(f"{name} is {given:,}, but at most {most:,} is planned here; correct the config.json")
+    return given
+
+
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
@@ -198,7 +239,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name.removesuffix(".json")).strip("-")[:60] or "mine"
 
 
-def _written(path: Path, data: Any) -> str:
-    path.parent.mkdir()
+def _written(folder: Path, name: str, data: Any) -> str:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(data), encoding="utf-8")
-    return str(path)
+    return name

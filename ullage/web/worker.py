@@ -4,24 +4,33 @@ The process is forked from one that has imported the planner (:mod:`ullage.web.p
 ends: nothing that a question leaves behind can reach the next, and the kernel ends one that takes too much.
 """
 
+import contextlib
 import dataclasses
+import gc
 import json
+import math
 import os
 import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import ullage
 from ullage.web.question import AXES, Question
 
 _DAY_S: Final = 86400.0
+_MOST_GPUS: Final = 64  # of machines that a network connects
+_SLOW_S: Final = 12.0  # of a first plan; then recording the model again with tiles takes minutes
+_NO_TILES: Final = "Recording this model takes long, so plans that compute it in tiles of tokens were not tried."
+# Limits of tiles that no micro-batch reaches: whole layers and losses, which need one capture of a model less.
+_WHOLE: Final[dict[str, Any]] = {"layer_tile_tokens": 10**8, "loss_tile_tokens": 10**8}
 _FILE_BYTES: Final = 1 << 26
 _EVERY_S: Final = 0.15  # between lines of progress
+_WITH_HOST: Final = "host memory holds what does not fit in the GPU"
 Send = Callable[..., None]
 
 # By the tier that is too small, in the words of the page.
@@ -78,14 +87,15 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
         out.send_bytes(json.dumps(line, allow_nan=False, default=_plain).encode())
 
     _limit(limits)
+    gc.set_threshold(200_000)  # a capture makes many objects, and few of them are garbage
     with tempfile.TemporaryDirectory(prefix="ullage-web-") as place:
         folder = Path(place).resolve()
-        (folder / "empty").mkdir()
-        os.chdir(folder / "empty")  # so that no name is that of a file here
+        os.chdir(folder)  # so that no name is that of a file here, but of those that the visitor sent
         try:
             KINDS[kind](asked, asked.options(folder), known, send)
         except ModuleNotFoundError as error:
-            send(error=f"this question needs {error.name}, which this server lacks; pip install 'ullage[execute]'")
+            extras = "execute" if asked.how == "full" else "execute,finetune"
+            send(error=f"this question needs {error.name}, which this server lacks; pip install 'ullage[web,{extras}]'")
         except (MemoryError, ImportError):  # a library that finds no room is not imported
             send(error="this question needs more memory than the page may take; ask for less, or install Ullage")
         except ValueError as error:
@@ -118,25 +128,63 @@ def _plain(value: Any) -> Any:
 def _answer(asked: Question, options: dict[str, Any], _known: str | None, send: Send) -> None:
     """Send the answer of a short search, and then that of the whole one, or what would fit."""
     texts = {"command": asked.command(), "python": asked.python()}
+    begun_s = time.monotonic()
     try:
-        send(progress="a first plan")
-        first = ullage.plan(**options, max_simulations=1, engines=False)
-        send(first=_shown(asked, first) | texts)
+        if first := _first_plan(options, send):
+            send(first=_shown(asked, first) | texts)
+        if time.monotonic() - begun_s > _SLOW_S:
+            options |= _WHOLE
+            texts["note"] = _NO_TILES
         plan = ullage.plan(**options, progress=lambda words, *_: send(progress=words))
     except ullage.InfeasibleError as error:
         missing = {str(tier): count for tier, count in error.missing_bytes.items()}
-        words = error.with_remedies({tier: _REMEDIES[str(tier)] for tier in error.missing_bytes})
-        refusal = {"fits": False, "error": str(words), "proven": error.proven, "missing_bytes": missing, **texts}
+        words = str(error.with_remedies({tier: _REMEDIES[str(tier)] for tier in error.missing_bytes}))
+        if asked.storage == "gpu" and "host" in missing:
+            words = (
+                f"{asked.model} does not fit in GPU memory alone: the smallest plan found keeps "
+                f"{missing['host'] / 1e9:,.1f} GB in host memory, which may not be used here"
+            )
+        refusal = {"fits": False, "error": words, "proven": error.proven, "missing_bytes": missing, **texts}
         send(first=refusal | {"remedies": []})
         send(progress="searching for changes with which it fits")
         remedies = []
-        for remedy in ullage.what_would_fit(**options):
-            remedies.append(remedy._asdict())
+        for remedy in _remedies(asked, options):
+            remedies.append(remedy)
             send(first=refusal | {"remedies": remedies})
         send(result=refusal | {"remedies": remedies})
         return
     send(plan=plan.to_json())
     send(result=_shown(asked, plan) | texts)
+
+
+def _first_plan(options: dict[str, Any], send: Send) -> ullage.Plan | None:
+    """Return the plan of a short search; ``None`` if only a whole one can say whether there is one."""
+    is_captured = "lora" in options
+    try:
+        ullage.resolve_model(options["model"])
+    except ullage.ModelConfigError:
+        is_captured = True
+    short: dict[str, Any] = {**options, "max_simulations": 1, "engines": False}
+    if not is_captured:
+        send(progress="a first plan")
+        return ullage.plan(**short)
+    send(progress="recording one iteration of the model with PyTorch")
+    with contextlib.suppress(ullage.InfeasibleError, ullage.ModelConfigError):  # it needs tiles, or can have none
+        return ullage.plan(**short, **_WHOLE)
+    return None
+
+
+def _remedies(asked: Question, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield changes with which a question that does not fit would fit."""
+    alone = asked.storage == "gpu"
+    if alone:
+        with contextlib.suppress(ValueError):
+            more = {name: value for name, value in options.items() if name != "host_memory"}
+            found = ullage.plan(**more, max_simulations=1, engines=False)
+            yield {"change": "--storage never", "iteration_s": found.prediction.iteration_s, "effect": _WITH_HOST}
+    for remedy in ullage.what_would_fit(**options):
+        if not (alone and "host" in remedy.change):
+            yield remedy._asdict()
 
 
 def _shown(asked: Question, plan: ullage.Plan) -> dict[str, Any]:
@@ -180,7 +228,7 @@ def _why(_asked: Question, options: dict[str, Any], known: str | None, send: Sen
     }
     about = ullage.summary(plan).about
     found["8 of 10"]["about"] = {"rates": about["hardware"]}
-    found["engines"]["about"]["placement"] = about["placement"]
+    found["engines"]["about"]["placement of ullage"] = about["placement"]
     send(result=found)
 
 
@@ -207,33 +255,68 @@ def _steps(send: Send) -> Callable[[str, int, int], None]:
     return lambda words, done, total: send(progress=words, done=done, total=total)
 
 
+class _Offer(NamedTuple):
+    """Some GPUs of a machine: how late, for how much and how long a run is at least. Offers compare as visitors do."""
+
+    late: bool
+    cost: float
+    run_s: float
+    machine: str
+    gpus: int
+
+
+_NO_OFFER: Final = _Offer(late=True, cost=math.inf, run_s=math.inf, machine="", gpus=0)
+
+
+def _offers(options: dict[str, Any], tokens: float, limit_s: float) -> list[_Offer]:
+    """Return what could be the cheapest, the most promising first, with bounds that need no plan.
+
+    Raises:
+        ValueError: no machine can run the question.
+    """
+    found, reasons = list[_Offer](), list[ValueError]()
+    for name, price in ullage.example_prices().machines.items():
+        profile = ullage.load_profile(name)
+        most = _MOST_GPUS if profile.inter_node else profile.devices_per_node
+        for gpus in (2**power for power in range(most.bit_length())):
+            try:
+                run_s = tokens / ullage.bound_tokens_per_s(hardware=name, gpus=gpus, **options)
+            except ValueError as error:
+                reasons.append(error)
+                break
+            per_hour = gpus * price.per_device_hour - (-gpus // profile.devices_per_node) * price.per_node_hour
+            found.append(_Offer(run_s > limit_s, per_hour * run_s / 3600, run_s, name, gpus))
+    if not found:
+        raise reasons[0]
+    return sorted(found)
+
+
 def _cheapest(asked: Question, options: dict[str, Any], _known: str | None, send: Send) -> None:
-    """Send the cheapest machine, from the first plan that each of them finds."""
+    """Send the machines for a run, from the first plan that each finds: each as soon as it is known, the best first.
+
+    It ends when no other machine can be cheaper.
+    """
     options = {name: value for name, value in options.items() if name not in {"hardware", "gpus"}}
-    found = ullage.study(
-        question="cheapest",
-        tokens=asked.tokens or 1e9,
-        deadline_s=asked.days and asked.days * _DAY_S,
-        prices=ullage.example_prices(),
-        effort="fit",
-        progress=_steps(send),
-        **options,
-    )
-    assert found.answer is not None
-    best = [found.points[at] for at in found.answer.points[:12]]
-    rows = [
-        {
-            "machine": point.hardware,
-            "gpus": point.settings["gpus"],
-            "tokens_per_s": point.figures.tokens_per_s,
-            "run": point.cost.run,
-            "run_s": point.cost.run_s,
-            "in_time": point.cost.in_time,
-        }
-        for point in best
-        if point.figures and point.cost
-    ]
-    send(result={"words": found.answer.words, "rows": rows, "notes": found.notes, "currency": "USD"})
+    tokens, limit_s, prices = asked.tokens or 1e9, (asked.days or math.inf) * _DAY_S, ullage.example_prices()
+    # The bound with a batch would be that of hundreds of ways to divide it; one without it, and a margin, stand for it.
+    margin = 1.3 if "global_batch" in options else 1.0
+    send(progress="asking how fast machines can be")
+    left = _offers({name: value for name, value in options.items() if name != "global_batch"}, tokens, limit_s)
+    best, rows, total = _NO_OFFER, list[dict[str, Any]](), len(left)
+    while left and (left[0].late, left[0].cost / margin) < best[:2]:
+        offer = left.pop(0)
+        send(progress=f"planning {offer.gpus} x {offer.machine}", done=total - len(left), total=total)
+        (point,) = ullage.study(
+            hardware=offer.machine, gpus=offer.gpus, tokens=tokens, prices=prices, effort="fit", **options
+        ).points
+        if point.figures and point.cost and point.cost.run is not None and point.cost.run_s is not None:
+            found = _Offer(point.cost.run_s > limit_s, point.cost.run, point.cost.run_s, offer.machine, offer.gpus)
+            best = min(best, found)
+            rows.append(found._asdict() | {"tokens_per_s": point.figures.tokens_per_s})
+            rows.sort(key=lambda row: (row["late"], row["cost"]))
+            send(first={"rows": rows, "currency": prices.currency})
+    others = {"count": len(left), "cost": min((offer.cost for offer in left), default=None), "proven": margin == 1}
+    send(result={"rows": rows, "currency": prices.currency, "others": others})
 
 
 def _sweep(asked: Question, options: dict[str, Any], _known: str | None, send: Send) -> None:

@@ -40,7 +40,7 @@ REQUEST = {
     "--memory",
 }
 FLAGS = {
-    "web": {"--port", "--public", "--open"},
+    "web": {"--port", "--public", "--proxies", "--open"},
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}

@@ -15,6 +15,7 @@ from executor.checkpoint.files.system_calls import Files
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = {
+    "bound_tokens_per_s",
     "details",
     "example_prices",
     "explain",
@@ -89,6 +90,7 @@ ERRORS = {
     "InfeasibleError",
     "LaneError",
     "ModelConfigError",
+    "NoFormulasError",
     "OtherMachineError",
     "OutOfOrderError",
     "PlanError",
@@ -110,7 +112,6 @@ OF_COMMANDS = {
     "DeepSpeedConfigError",
     "FileIsSpecialError",
     "InstallationError",
-    "NoFormulasError",
     "RefusedOperatorError",
     "RunError",
     "SignalledError",

@@ -395,6 +395,11 @@ def first_answer() -> Iterator[tuple[str, ...]]:
         yield f"`{row['request']}`", first, whole, times(row["now_over_base"]["process_s"])
 
 
+def page() -> Iterator[tuple[str, ...]]:
+    for name, row in result("page.json")["rows"].items():
+        yield name, f"{row['first_answer_s']:.1f} s", f"{row['last_answer_s']:.1f} s"
+
+
 def launcher() -> Iterator[tuple[str, ...]]:
     plans = {"resident": "all on the device", "updated": "updated on the host"}
     plans["fetched"] = "updated on the host, weights fetched"
@@ -557,6 +562,7 @@ TABLES = (
     grid,
     planning_speed,
     first_answer,
+    page,
     study,
     storage,
     accumulated,

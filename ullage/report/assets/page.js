@@ -105,7 +105,7 @@
         for (let i = 0; i < places; i++) {
           hover.x.push((first + ((last - first) * (i + 0.5)) / places) * figure.tick);
           hover.y.push(number);
-          hover.text.push(`<b>${what}</b><br>${row.name}: ${when}`);
+          hover.text.push(`${what}<br>${row.name}: ${when}`);
         }
       }
     });

@@ -151,6 +151,8 @@
     showError("");
     status(words);
     $("cancel").hidden = false;
+    const began = performance.now();
+    const clock = setInterval(() => { $("elapsed").textContent = `${Math.round((performance.now() - began) / 1000)} s`; }, 1000);
     try {
       return await lines(kind, question, own.signal, (line) => {
         if (line.progress) status(line.total ? `${line.progress}: ${line.done} of ${line.total}` : line.progress);
@@ -160,6 +162,8 @@
       if (error.name !== "AbortError") showError(error.message);
       return null;
     } finally {
+      clearInterval(clock);
+      $("elapsed").textContent = "";
       if (running === own) {
         running = null;
         $("cancel").hidden = true;
@@ -203,10 +207,28 @@
 
   // Answers.
 
-  const table = (data) => el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": data.title || "table" }, el("table", null,
+  // What a row or a column of a table means, in the words of its reason.
+  const MEANS = {
+    parameters: "weights at the peak: those that stay, and slots for those on their way", gradients: "until their update",
+    optimizer: "master copies and optimizer state", activations: "what forward saves for backward",
+    workspace: "what kernels and transfers need while they run", all: "the sum, at the peak", capacity: "what the machine has for training",
+    used: "all / capacity", time: "one iteration of this engine at its best setting, by the same simulator", ratio: "its time / that of ullage",
+  };
+
+  // A cell; a number in a table with reasons opens its own.
+  function cellOf(data, row, i, why) {
+    const words = data.words[i];
+    if (!why || words || !/\d/.test(row[i])) return el("td", { class: words ? "words" : null }, row[i]);
+    const facts = { [data.columns[i]]: row[i] };
+    for (const name of [row[0], data.columns[i]]) if (MEANS[name]) facts[name] = `${facts[name] ?? ""} ${MEANS[name]}`.trim();
+    data.columns.forEach((name, other) => { if (other && data.words[other]) facts[name] = row[other]; });
+    return el("td", null, whyButton(why, `${row[0]}, ${data.columns[i]}: ${row[i]}`, facts, row[i]).firstChild);
+  }
+
+  const table = (data, why) => el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": data.title || "table" }, el("table", null,
     el("thead", null, el("tr", null, ...data.columns.map((name, i) => el("th", { scope: "col", class: data.words[i] ? "words" : null }, name)))),
     el("tbody", null, ...data.rows.map((row, n) => el("tr", { class: data.bold.includes(n) ? "bold" : null },
-      ...row.map((cell, i) => el("td", { class: data.words[i] ? "words" : null }, cell)))))));
+      ...row.map((cell, i) => cellOf(data, row, i, why)))))));
 
   const described = (facts) => el("dl", { class: "about" }, ...Object.entries(facts).flatMap(([name, value]) => [el("dt", null, name), el("dd", null, value)]));
 
@@ -214,37 +236,39 @@
     const parts = data.parts.map((part) => (part.id
       ? el("figure", { class: part.wide ? "wide" : null }, el("figcaption", null, el("h3", null, part.title), el("p", null, part.note)),
         el("div", { class: "plot", id: part.id, role: "img", "aria-label": `${part.title}. ${part.note}` }),
-        el("details", null, el("summary", null, "As a table"), table(part.table)))
-      : el("div", { class: "table wide" }, el("h3", null, part.title), table(part), part.note ? el("p", null, part.note) : null)));
+        el("details", null, el("summary", null, "As a table"), table(part.table, why)))
+      : el("div", { class: "table wide" }, el("h3", null, part.title), table(part, why), part.note ? el("p", null, part.note) : null)));
     return el("section", { "aria-label": data.title }, el("h2", null, data.title), ...data.words.map((words) => el("p", null, words)),
       why ? whyButton(why, data.title) : null, el("div", { class: "parts" }, ...parts));
   }
 
-  function whyButton(name, about, words) {
-    const button = el("button", { type: "button", class: "why", "aria-expanded": "false", "aria-label": `Why: ${about}`, onclick: () => why(button, name, about, words) }, "why?");
+  // Reasons are the server's, of a name, and what is known here. Only what is known here: the name is empty.
+  function whyButton(name, about, facts, text) {
+    const button = el("button", { type: "button", class: text ? "why cell" : "why", "aria-expanded": "false", "aria-label": `Why: ${about}`, onclick: () => why(button, name, about, facts) }, text ?? "why?");
     return el("div", { class: "reason" }, button);
   }
 
-  async function why(button, name, about, words) {
+  async function why(button, name, about, facts) {
     const open = button.getAttribute("aria-expanded") === "true";
     for (const other of document.querySelectorAll(".why[aria-expanded=true]")) other.setAttribute("aria-expanded", "false");
     for (const old of document.querySelectorAll(".reasons")) old.remove();
     if (open) return;
     button.setAttribute("aria-expanded", "true");
-    let found = words ? { about: words, sections: [] } : null;
-    if (!found) {
+    let found = { about: {}, sections: [] };
+    if (name) {
       const all = await work("finding reasons", "why", asked(shown.question));
       if (all === null || button.getAttribute("aria-expanded") !== "true") return button.setAttribute("aria-expanded", "false");
       found = all[name];
     }
-    const panel = el("section", { class: "reasons", tabindex: "-1", "aria-label": `Why: ${about}` }, el("h3", null, `Why: ${about}`), described(found.about),
+    const panel = el("section", { class: "reasons", tabindex: "-1", "aria-label": `Why: ${about}` }, el("h3", null, `Why: ${about}`), described({ ...facts, ...found.about }),
+      el("button", { type: "button", class: "close", onclick: () => { button.click(); button.focus(); } }, "close"),
       ...found.sections.flatMap((each) => each.parts.filter((part) => !part.id).map((part) => el("div", { class: "table" }, el("h4", null, part.title), table(part), part.note ? el("p", null, part.note) : null))));
-    (button.closest("dl.facts") ?? button.parentElement).after(panel);
-    panel.focus({ preventScroll: true });
+    (button.closest("dl.facts, .scroll, .reason")).after(panel);
+    panel.focus(); // which scrolls to it: on a phone it may be far below
   }
 
   const fact = (name, value, words, verdict, reasons) => el("div", null, el("dt", null, name), el("dd", { class: `value ${verdict ?? ""}` }, value),
-    el("dd", { class: "words" }, words ?? ""), el("dd", null, whyButton(name, `${name} ${value}`, reasons).firstChild));
+    el("dd", { class: "words" }, words ?? ""), el("dd", null, whyButton(reasons ? "" : name, `${name} ${value}`, reasons).firstChild));
 
   const digits = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
   function time(seconds) {
@@ -274,21 +298,23 @@
   function render() {
     const { question, answer } = shown;
     const place = $("answer");
+    $("brief").textContent = "does not fit";
     if (!answer.fits) {
       place.replaceChildren(
-        el("h2", null, "It does not fit"), el("p", { class: "sentence" }, answer.error),
+        el("h2", null, "It does not fit"), el("p", { class: "sentence" }, answer.error), answer.note ? el("p", null, answer.note) : "",
         el("h3", null, answer.remedies?.length ? "It fits with" : "No change is found yet with which it fits"),
         el("ul", null, ...(answer.remedies ?? []).map((each) => el("li", null, el("code", null, each.change), ` (${digits(each.iteration_s)} s an iteration)${each.effect ? `: ${each.effect}` : ""} `, tryButton(each.change)))),
         actions(question, answer), ...same(answer));
     } else {
       const { part, numbers } = answer;
       const whole = run(question, numbers);
+      $("brief").textContent = `fits, ${digits(numbers.tokens_per_s)} tokens/s, cost ${whole.cost}`;
       place.replaceChildren(
         el("h2", null, part.title), el("p", { class: "sentence" }, part.sentence),
         el("dl", { class: "facts" }, ...part.facts.map((each) => fact(each.name, each.value, [each.origin, each.words].filter(Boolean).join(": "), each.verdict)),
           fact("time", whole.time, whole.timeWords, whole.late ? "bad" : "", whole.timeWhy),
           fact("cost", whole.cost, whole.costWords, "", whole.costWhy)),
-        part.warnings.length ? el("ul", { class: "warnings" }, ...part.warnings.map((each) => el("li", null, each))) : "",
+        part.warnings.length || answer.note ? el("ul", { class: "warnings" }, ...[...part.warnings, ...(answer.note ? [answer.note] : [])].map((each) => el("li", null, each))) : "",
         actions(question, answer), el("div", { id: "cheapest" }), ...same(answer),
         ...part.sections.map((each) => section(each, each.key)),
         el("details", null, el("summary", null, "Where this comes from"), described(part.about)));
@@ -381,16 +407,35 @@
 
   async function cheapest() {
     const question = read();
-    const found = await work("planning other machines", "cheapest", asked(question, { tokens: question.tokens * 1e9, days: question.days }));
+    const of = shown;
+    const show = (found) => { if (shown === of) showCheapest(question, found); };
+    const found = await work("comparing machines", "cheapest", asked(question, { tokens: question.tokens * 1e9, days: question.days }), show);
     if (found === null) return;
-    const rows = found.rows.map((row) => [row.machine, String(row.gpus), `${digits(row.tokens_per_s)}`, time(row.run_s), `${digits(row.run)} ${found.currency}`, row.in_time === false ? "no" : "yes"]);
-    const data = { title: "the cheapest first", columns: ["machine", "GPUs", "tokens/s", "time", "cost", "in time"], words: [true, false, false, false, false, false], bold: [0], rows };
-    let place = $("cheapest");
-    if (!place) $("answer").append((place = el("div", { id: "cheapest" })));
-    place.replaceChildren(el("div", { class: "table", role: "region", "aria-label": "Cheapest machine" }, el("h3", null, "Cheapest machine"),
-      ...found.words.map((words) => el("p", null, words)), table(data), ...found.notes.map((words) => el("p", null, words)),
-      el("p", null, "Figures are of the first plan found for each machine, which is a few percent slower than the best.")));
-    status("the cheapest machines are below");
+    show(found);
+    status("the machines are below");
+  }
+
+  // The machines that are known: all of them are kept if the rest is cancelled, or takes too long.
+  function showCheapest(question, { rows, others, currency }) {
+    const money = (cost) => `${digits(cost)} ${currency}`;
+    const named = ({ gpus, machine }) => `${gpus} x ${machine}`;
+    const [best] = rows;
+    const words = !rows.length ? "no machine with a price was found on which it fits"
+      : best.late ? `None of these ends within ${question.days} days. The cheapest is ${named(best)}: ${money(best.cost)} in ${time(best.run_s)}`
+        : `${named(best)}: ${money(best.cost)} in ${time(best.run_s)}`;
+    const state = !others ? "So far; others are being planned. " : !others.count ? "These are all machines. "
+      : others.proven ? `The ${others.count} others ${question.days === null ? "" : "end too late, or "}cost at least ${money(others.cost)}: that is how long they compute. `
+        : `The ${others.count} others compute too slowly for their price. `;
+    const body = rows.map((row, n) => el("tr", { class: n ? null : "bold" },
+      el("th", { scope: "row" }, el("a", { href: "#", onclick: (event) => {
+        event.preventDefault();
+        write({ ...question, machine: row.machine, profile: null, gpus: row.gpus });
+        asking();
+      } }, named(row))), ...[money(row.cost), time(row.run_s), ...(question.days === null ? [] : [row.late ? "late" : "yes"]), digits(row.tokens_per_s)].map((cell) => el("td", null, cell))));
+    const place = $("cheapest") ?? $("answer").appendChild(el("div", { id: "cheapest" }));
+    place.replaceChildren(el("div", { class: "table", role: "region", "aria-label": "Cheapest machine" }, el("h3", null, "Cheapest machine"), el("p", null, words), rows.length
+      ? el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...["machine", "cost", "time", ...(question.days === null ? [] : ["in time"]), "tokens/s"].map((head) => el("th", { scope: "col" }, head)))), el("tbody", null, ...body))) : "",
+    el("p", null, `${state}Choose a machine to see its answer, with reasons. Speeds are of the first plan found, a few percent below the best; prices are examples.`)));
   }
 
   async function sweep() {
@@ -420,8 +465,8 @@
     slider.addEventListener("input", choose);
     const focused = document.activeElement?.id === "slider";
     $("sweep-result").replaceChildren(el("div", { class: "table" }, slider, el("div", { class: "line" }, words, axis in DEFAULTS ? apply : null),
-      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[name, "", "tokens/s", "iteration", "fits"].map((head) => el("th", { scope: "col" }, head)))), el("tbody", null, ...rows))),
-      el("p", null, "Figures are of the first plan found at each value, which is a few percent slower than the best.")));
+      el("div", { class: "scroll" }, el("table", null, el("thead", null, el("tr", null, ...[name, "", "tokens/s", "iteration", "fits"].map((head) => el("th", { scope: "col", class: head === "fits" ? "words" : null }, head)))), el("tbody", null, ...rows))),
+      el("p", null, "Figures are of the first plan found at each value, which is a few percent slower than the best. Ask a value to see its reasons.")));
     choose();
     if (focused) slider.focus();
   }
@@ -493,6 +538,8 @@
     $("models").append(...Object.entries(choices.models).map(([name, count]) => el("option", { value: name }, `${digits(count / 1e9)} billion parameters`)));
     for (const [name, each] of Object.entries(choices.machines)) $("machine").add(new Option(`${name}: ${each.words}`.slice(0, 90), name));
     for (const name of choices.optimizers) $("optimizer").add(new Option(name, name));
+    $("more").open = !matchMedia("(max-width: 40rem)").matches;
+    $("ask").addEventListener("invalid", () => { $("more").open = true; }, true); // a field that is hidden cannot say what is wrong
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       asking();
