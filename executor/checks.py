@@ -91,7 +91,8 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
         entry.rule(group)  # raises for flags that kernels do not support
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ValueError(
-                "the optimizer has a parameter that is not one of the model; make it from model.parameters()"
+                "the optimizer has a parameter that is not one of the model; make it from model.parameters(), and "
+                "train the others with an optimizer of their own, or prepare one module that holds all, with step="
             )
         if entry.others is not None:
             _check_kinds(group, names)

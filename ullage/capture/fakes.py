@@ -155,9 +155,10 @@ class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
+                through = "a variable" if isinstance(leaf, torch.nn.Parameter) else "a tensor"
                 raise CaptureError(
-                    f"the memory of {owner} is read through a tensor that is kept elsewhere (an attribute, a list, a "
-                    "variable), which a plan would not update; read the parameter itself in forward"
+                    f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
+                    "closure), which a plan would not update; read the parameter from its module in forward"
                 )
         return func(*args, **kwargs or {})
 
