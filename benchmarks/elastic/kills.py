@@ -54,7 +54,7 @@ _HANGS_S: Final = 300.0
 """Time without progress after which the run counts as hanging."""
 _PATIENCE_S: Final = 30.0
 """What processes have to end in order, as with ``torchrun``."""
-_SHARE_NODES, _SHARE_EARLY = 0.25, 0.15
+_SHARE_NODES, _SHARE_EARLY = 0.25, 0.1
 
 
 def nodes() -> HardwareProfile:
@@ -273,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--iterations", type=int, default=200, help="of each run")
-    parser.add_argument("--mean-s", type=float, default=3.0, help="mean seconds between kills")
+    parser.add_argument("--mean-s", type=float, default=1.0, help="mean seconds between kills")
     parser.add_argument("--torchrun", action="store_true", help="with agents of torchrun, and new interpreters")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=_OUTPUT)
