@@ -90,6 +90,13 @@ def prepare(
     if "precision" not in options:
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
+    if (name := next((name for name, p in model.named_parameters() if p.grad is not None), None)) is not None:
+        warnings.warn(
+            f"{name} has a gradient from before prepare(), which is dropped, where plain PyTorch would add to it; call "
+            "optimizer.zero_grad() before, or backward() after",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return prepare_planned(model, optimizer, plan, options_of(plan, options))
 
 

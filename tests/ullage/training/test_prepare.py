@@ -64,6 +64,36 @@ def test_parameters_that_the_optimizer_lacks_are_named_because_another_optimizer
     optimizer.session.close()
 
 
+def test_gradients_from_before_are_told_of(plan: Plan) -> None:
+    net = Net()
+    net(torch.ones(8, 16), torch.zeros(8, dtype=torch.long)).backward()
+    with pytest.warns(RuntimeWarning, match=r"first.weight has a gradient from before prepare\(\)"):
+        _, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), plan)
+    optimizer.session.close()
+
+
+def test_a_replaced_step_and_replaced_groups_are_refused(plan: Plan) -> None:
+    net = Net()
+    given = torch.optim.AdamW(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(given, 1)  # which wraps the step
+    scheduled, given.step = given.step, lambda: None
+    with pytest.raises(TypeError, match="the optimizer's step was replaced"):
+        ullage.prepare(net, given, plan)
+    given.step = scheduled
+    given.note = 1
+    net, optimizer = ullage.prepare(net, given, plan)
+    optimizer.note += 1
+    assert (given.note, optimizer.note) == (2, 2)
+    step(net, optimizer, 8)
+    scheduler.step()
+    with pytest.raises(ValueError, match="param_groups"):
+        optimizer.param_groups = [dict(optimizer.param_groups[0])]
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+    with pytest.raises(ValueError, match="set values of the groups"):
+        step(net, optimizer, 8)
+    optimizer.session.close()
+
+
 def test_a_batch_that_is_larger_than_planned_is_reported_once(plan: Plan) -> None:
     model, optimizer = ullage.prepare(net := Net(), torch.optim.AdamW(net.parameters()), plan)
     with optimizer.session:
