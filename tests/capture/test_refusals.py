@@ -355,6 +355,11 @@ def clamped(last: nn.Linear, x: Tensor) -> Tensor:
     return last(x)
 
 
+def averaged(last: nn.Linear, average: nn.Linear, x: Tensor) -> Tensor:
+    average.weight.data = 0.9 * average.weight.data + 0.1 * last.weight.data  # as MoCo has it
+    return last(x) + average(x)
+
+
 def with_frozen(model: nn.Module, name: str) -> nn.Module:
     model.get_parameter(name).requires_grad_(False)
     return model
@@ -379,6 +384,11 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: with_frozen(Of(clamped), "layers.last.weight"),
         "4x8",
         r"forward writes to the frozen parameter layers\.last\.weight",
+    ),
+    "given other data": (
+        lambda: with_frozen(Of(averaged, last=nn.Linear(8, 8), average=nn.Linear(8, 8)), "layers.average.weight"),
+        "4x8",
+        r"forward gives the parameter layers\.average\.weight other data, .* between steps",
     ),
     "set": (resetting, "4x8", "forward sets weight of a Linear"),
     "lazy": (lambda: nn.LazyLinear(8), "4x8", r"run the model once"),

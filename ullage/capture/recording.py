@@ -388,9 +388,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Mark the storages of parameters' gradients.
 
         Raises:
-            CaptureError: no parameter has a gradient.
+            CaptureError: no parameter has a gradient, or forward has given one other data.
         """
         for name, parameter in self.found.model.named_parameters():
+            if any(self._storage(part) not in self._name for part in strided(parameter)):
+                raise CaptureError(
+                    f"forward gives the parameter {name} other data, which a plan would lose; do that between steps, "
+                    "outside of forward, or make it a buffer"
+                )
             if parameter.grad is not None:
                 for part in strided(parameter.grad):
                     self.found.gradients[name] = number = self._storage(part)

@@ -10,6 +10,7 @@ Plans and a line for each iteration are kept beside the checkpoints, on the slow
 nodes see, and what survives most.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -185,7 +186,7 @@ class Progress:
         # A process that was killed may have left a part of a line.
         begin = "\n" if self._is_new and self._before else ""
         self._is_new = False
-        with self._path.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full drive ends nothing
             file.write(f"{begin}{json.dumps(line)}\n")
         return start
 
