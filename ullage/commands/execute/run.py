@@ -265,10 +265,11 @@ def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None])
     if found.path is None:
         places = " or ".join(each[""] for each in args.checkpoint_dirs)
         warn(f"no checkpoint in {places}: training starts from the beginning")
-    elif found.step >= args.num_iterations and not args.elastic:
-        raise ValueError(
-            f"{found.path} has all {args.num_iterations} iterations already; train longer with --iterations"
-        )
+    elif found.step >= args.num_iterations:
+        line = f"{found.path} has all {args.num_iterations} iterations already; train longer with --iterations"
+        if not args.elastic:
+            raise ValueError(line)
+        warn(line)  # a start after the end, for a failure that came then
     else:
         warn(f"continuing from {found.path}")
     return found.step
