@@ -400,6 +400,24 @@ def page() -> Iterator[tuple[str, ...]]:
         yield name, f"{row['first_answer_s']:.1f} s", f"{row['last_answer_s']:.1f} s"
 
 
+def elastic() -> Iterator[tuple[str, ...]]:
+    found = result("elastic.json")
+    yield "processes killed", str(found["kills"]["process"])
+    yield "nodes killed", str(found["kills"]["node"])
+    yield (
+        "starts that got on, with four ranks and with fewer",
+        (f"{found['starts_by_ranks']['4']} and {found['starts'] - found['starts_by_ranks']['4']}"),
+    )
+    yield "largest difference of a loss, relative", f"{found['loss_max_relative_difference']:.0e}"
+    yield (
+        "iterations computed again after a start, on average and at most",
+        (f"{found['lost_iterations']['mean']:.1f} and {found['lost_iterations']['max']}"),
+    )
+    down = found["down_s"]
+    yield "without training, median and worst", f"{down['median']:.1f} s and {down['max']:.0f} s"
+    yield "processes that did not end when asked to", str(found["killed_because_they_did_not_end"])
+
+
 def launcher() -> Iterator[tuple[str, ...]]:
     plans = {"resident": "all on the device", "updated": "updated on the host"}
     plans["fetched"] = "updated on the host, weights fetched"
@@ -553,6 +571,7 @@ TABLES = (
     checkpoint_drive,
     checkpoint_engines,
     checkpoint_engines_predicted,
+    elastic,
     gpu_rates,
     gpu_programs,
     gpu_updates,
