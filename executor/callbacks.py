@@ -178,15 +178,18 @@ def _class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def leads_to(function: Any, wanted: Callable[..., Any], depth: int = 4) -> bool:
-    """Return whether a function holds another one, which it then calls: as audits and wrappers of the user's do."""
+    """Return whether a function holds another one, which it then may call: as audits and wrappers of the user's do."""
     if function is wanted or not depth:
         return function is wanted
-    held = [getattr(function, name, None) for name in ("__wrapped__", "__func__", "func")]
+    held = [getattr(function, name, None) for name in ("__wrapped__", "__func__")]
+    if isinstance(function, functools.partial):
+        held += [function.func, *function.args, *function.keywords.values()]
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a variable without a value
             held.append(cell.cell_contents)
-    held += [*(getattr(function, "__defaults__", None) or ()), *(getattr(function, "args", None) or ())]
-    held += getattr(getattr(function, "__self__", None), "__dict__", {}).values()
+    held += getattr(function, "__defaults__", None) or ()
+    for owner in (function, getattr(function, "__self__", None)):
+        held += getattr(owner, "__dict__", {}).values() if not isinstance(owner, nn.Module) else ()
     return any(callable(each) and leads_to(each, wanted, depth - 1) for each in held)
 
 

@@ -66,7 +66,7 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The same gradient; setting it sets the values, as far as they have the gradient's shape."""
+        """The same gradient; setting it copies values, which must have its shape, in its type."""
         return self.detach()
 
     @data.setter
@@ -182,7 +182,9 @@ def forget_factor() -> None:
 
 
 def _is_number(given: Any) -> bool:
-    return not isinstance(given, torch.Tensor) or given.numel() == 1
+    if isinstance(given, torch.Tensor):
+        return given.numel() == 1 and not given.is_complex()
+    return isinstance(given, int | float)
 
 
 def _has_gradient(leaves: list[Any]) -> bool:
@@ -190,7 +192,9 @@ def _has_gradient(leaves: list[Any]) -> bool:
 
 
 def _is_plain_norm(others: list[Any]) -> bool:
-    """Return whether arguments of a norm, without the tensor, mean the 2-norm of all elements, in any type."""
+    """Return whether arguments of a norm, without the tensor, mean the 2-norm of all elements."""
     return not others or (
-        float(others[0]) == 2 and all(o is None or o is False or isinstance(o, torch.dtype) for o in others[1:])
+        not isinstance(others[0], torch.dtype)
+        and float(others[0]) == 2
+        and all(o is None or o is False for o in others[1:])
     )

@@ -135,12 +135,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 session.name_of(parameter): (_as_real(state), group)
                 for group in self.param_groups
                 for parameter in group["params"]
-                if (state := optimizer.state.get(parameter))
+                if (state := dict.get(optimizer.state, parameter))
             }
             self._check_entries(given)
             self.write_states(given)
             failing.pop_all()
         optimizer.state.clear()
+        self._hold_state()
+
+    def _hold_state(self) -> None:
+        """Let the given optimizer's own methods, which find no state in it, say where it is, until the session ends."""
+        self._given.state = _StateOfSession()
+        self.session.at_end(lambda: setattr(self._given, "state", collections.defaultdict(dict)))
 
     def __getattr__(self, name: str) -> Any:
         """Return what the given optimizer has beside ``torch.optim.Optimizer``: methods and attributes of its class."""
@@ -157,14 +163,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         own = vars(self)
         if name == "param_groups" and "session" in own and value is not self.param_groups:
             raise ValueError(_GROUPS)
-        if "_given" in own and name not in own and name in vars(self._given) and not hasattr(type(self), name):
+        if "_given" in own and name not in own and hasattr(self._given, name) and not hasattr(type(self), name):
             setattr(self._given, name, value)
         else:
             super().__setattr__(name, value)
 
     @property
     def state(self) -> "collections.defaultdict[torch.Tensor, Any]":
-        """Empty: the session has the state."""
+        """In the session; refuses to be used."""
         return _StateOfSession()
 
     @state.setter
@@ -424,6 +430,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         torch.cuda.empty_cache()  # cached blocks have the old sizes; does nothing without a GPU
         try:
             self.session = Session(model, self.entry, self.param_groups, *way)
+            self._hold_state()
         except (ValueError, MemoryError, OSError) as error:
             return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}

@@ -472,6 +472,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if self._ranks is not None:
                 self._ranks.close(on_all_ranks=self._on_all_ranks)
 
+    def at_end(self, undo: Callable[[], None]) -> None:
+        """Call a function when the session ends; perhaps twice."""
+        self._undo.append(undo)
+
     def _undo_all(self) -> None:
         while self._undo:
             self._undo[-1]()  # each may be called twice

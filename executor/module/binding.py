@@ -456,6 +456,7 @@ def _recompute(
     signature = inspect.signature(original)
     numbers = (vars(inner).get("layer_idx") for inner in module.modules())
     layer = next((number for number in numbers if isinstance(number, int)), None)
+    has_ended: list[bool] = []
     owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -483,8 +484,8 @@ def _recompute(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            if callbacks.trains:
+        if has_ended or not torch.is_grad_enabled():  # if it has ended, a wrapper of the user's still calls this one
+            if not has_ended and callbacks.trains:
                 callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
             return original(*args, **kwargs)
         segment = of_call.get(callbacks.call, None if callbacks.trains else first)
@@ -502,6 +503,7 @@ def _recompute(
         with activations.forward(names, callbacks, bound.args) as modes:
             return _checkpoint(call, bound, context_fn=modes)
 
+    yield lambda: has_ended.append(True)
     yield replace_attribute(module, "forward", forward)
     watch = functools.partial(_watch_forward, forward, first.names[0].partition("@")[0], callbacks)
     yield module.register_forward_pre_hook(watch, prepend=True).remove

@@ -9,7 +9,8 @@ be had, or written, the call is refused: in an iteration, say, for weights that 
 In grad mode, gradients pass through such a read to where the plan adds up the parameter's: a hook on the read values
 gives them to the reader. ``parameter.data`` and ``parameter.detach()`` are guarded too, and read current weights at
 each use. So are results that are views of weights, as ``parameter[0]``, but they cannot be used any more once weights
-may have changed by another way.
+may have changed by another way. When a parameter gets other data (``parameter.data = average``), what shared its
+weights keeps those of before, as in torch.
 
 While its unit computes, a parameter is an ordinary one, without any overhead. A write during that time changes the
 parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
@@ -92,7 +93,7 @@ _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
 _BASE: Final = "values_of_view"  # of a view of weights: the whole values that it is a view of
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
-_SHARED: Final = "others_with_weights"  # of a parameter and its aliases and views: these, weakly
+_SHARED: Final = "others_with_weights"  # aliases and views of the same parameter, weakly
 _STALE: Final = -1
 LAST_HOOK: Final = "id_of_last_hook"
 """Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
@@ -298,11 +299,15 @@ def _write(
     Raises:
         ValueError: the weights cannot be read or written now, or would get another shape, stride or type.
     """
-    targets = list(_targets(written))
+    is_data = name == "__set__" and func.__self__.__name__ == "data"  # type: ignore[attr-defined]
+    if is_data and _VERSION in vars(written[0]):
+        values = _current(args[1]) if isinstance(args[1], Guarded) else args[1]
+        _rebind(written[0], values.detach().as_subclass(torch.Tensor))
+        return None
+    targets, kept = list(_targets(written)), []
     if name == "__set__":
-        result = None
-        _set_data(targets[0], args[1] if func.__self__.__name__ == "data" else None)  # type: ignore[attr-defined]
-        _let_go(targets[0].tensor)
+        result, kept = None, _kept(targets[0])
+        _set_data(targets[0], args[1] if is_data else None)
     else:
         result = _read(name, func, args, kwargs, {id(target.tensor): target for target in targets})
     for target in targets:
@@ -317,6 +322,8 @@ def _write(
             if of_view[_VERSION] == before and (base := of_view.get(_BASE)) is not None:
                 base.copy_(target.whole)
                 of_view[_VERSION] = own[_READER].version
+    for shared, values in kept:
+        _rebind(shared, values)
     return result
 
 
@@ -351,21 +358,34 @@ def _set_data(target: _Target, values: Any) -> None:
     target.values.detach().copy_(values)
 
 
-def _let_go(tensor: Guarded) -> None:
-    """Let what shares a parameter's weights keep those of now, because the parameter gets other memory.
+def _kept(target: _Target) -> list[tuple[Guarded, torch.Tensor]]:
+    """Return what shares a parameter's weights, with the values of now, for when the parameter gets other data.
 
     So ``backup = parameter.data``, before ``parameter.data = average``, is what it is in torch.
     """
-    shares = vars(tensor).get(_SHARED, {})
-    for shared in list(shares):
+    found, whole = [], target.whole.detach().clone()
+    for shared in list(vars(target.tensor).get(_SHARED, ())):
         own = vars(shared)
-        if own[_IS_ALIAS] or own[_VERSION] == own[_READER].version:
-            values = _current(shared).detach().as_subclass(torch.Tensor)
-            shared.__class__ = torch.Tensor
-            for key in (_NAME, _READER, _VERSION, _IS_ALIAS, _BASE, _LIKE):
-                own.pop(key, None)
-            shared.data = values.clone()
-    shares.clear()
+        if own[_IS_ALIAS]:
+            found.append((shared, whole.to(own.get(_LIKE, whole).device)))
+        elif own[_VERSION] == own[_READER].version:
+            offset = shared.storage_offset() - own[_BASE].storage_offset()
+            found.append((shared, whole.as_strided(shared.shape, shared.stride(), offset)))
+    return found
+
+
+def _rebind(shared: Guarded, values: torch.Tensor) -> None:
+    """Make an alias or a view of weights an ordinary tensor with other memory."""
+    own = vars(shared)
+    own[_SHARED].pop(shared, None)
+    has_memory = own.get(_LIKE) is None
+    for key in (_NAME, _READER, _VERSION, _IS_ALIAS, _BASE, _LIKE, _SHARED):
+        own.pop(key, None)
+    shared.__class__ = torch.Tensor  # type: ignore[assignment]
+    if has_memory:
+        shared.data = values
+    else:
+        torch.utils.swap_tensors(shared, values.view(values.shape))  # type: ignore[no-untyped-call]
 
 
 def _read(

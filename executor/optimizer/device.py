@@ -119,7 +119,7 @@ class OwnStep:
         if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
             raise ValueError("it steps through another optimizer")  # which would step here and now
         told_apart_by = {"id", *(key for group in optimizer.param_groups for p in group["params"] for key in vars(p))}
-        if looks := told_apart_by.intersection(_names_in(inspect.unwrap(type(optimizer).step).__code__)):
+        if looks := told_apart_by.intersection(_names_in(type(optimizer), "step", set())):
             raise ValueError(f"its step looks at {min(looks)} of a parameter, and gets parts of it to update")
         self._optimizer = optimizer
         self._like: dict[torch.device, Mapping[str, Any]] = {}
@@ -245,14 +245,19 @@ class OwnStep:
             raise ValueError("it keeps state beside that of parameters")
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names and texts in the code of a function and of those inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _names_in(constant)
+def _names_in(kind: type, method: str, seen: set[str]) -> Iterator[str]:
+    """Yield the names and texts in the code of a method, of functions inside it, and of methods that it names."""
+    seen.add(method)
+    left = [getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)]
+    while left:
+        if not isinstance(code := left.pop(), CodeType):
+            continue
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        left += code.co_consts
+        for name in code.co_names:
+            yield name
+            if name not in seen and name in vars(kind) and callable(getattr(kind, name)):
+                yield from _names_in(kind, name, seen)
 
 
 def _bare(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:

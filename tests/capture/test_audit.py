@@ -104,6 +104,17 @@ def test_what_a_hook_takes_from_inside_a_module_is_another_output(activations: A
     assert "bit for bit (" in lines[0]
 
 
+def test_later_micro_batches_take_no_weight_from_what_is_compared() -> None:
+    model, optimizer, _ = prepared(Routed, micro_batches=2)
+    with optimizer.session as session:
+        before = {case.path: case.exclusive for case in session.audit._all}
+        for _ in range(2):
+            model(torch.randn(BATCH, LENGTH, WIDTH)).backward()
+        assert {case.path: case.exclusive for case in session.audit._all} == before
+        assert all(before.values())
+        COLLECTED.clear()
+
+
 def step(model, optimizer, micro_batches=1) -> None:
     for _ in range(micro_batches):
         model(torch.randn(BATCH, LENGTH, WIDTH)).backward()

@@ -73,6 +73,7 @@ ALLOWED = {
     "executor/weights/saving.py": "configurations and tokenizers, into such a folder",
     "ullage/training/exporting.py": "a configuration, into such a folder",
     "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
+    "ullage/training/elastic.py": "iterations of a run, a line each, to which the next start adds",
     "ullage/training/text.py": "memory maps that are only read",
     "ullage/web/question.py": "what a visitor sent, in a folder that goes with the answer",
     "ullage/web/worker.py": "a plan that is known, in such a folder",

@@ -391,7 +391,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             CaptureError: no parameter has a gradient, or forward has given one other data.
         """
         for name, parameter in self.found.model.named_parameters():
-            if any(self._storage(part) not in self._name for part in strided(parameter)):
+            parts = [] if is_traceable_wrapper_subclass_type(type(parameter)) else strided(parameter)
+            if any(self._storage(part) not in self._name for part in parts):
                 raise CaptureError(
                     f"forward gives the parameter {name} other data, which a plan would lose; do that between steps, "
                     "outside of forward, or make it a buffer"

@@ -104,7 +104,7 @@ class Batches:
     def loss(self, model: nn.Module, num_sequences: int | None = None) -> Tensor:
         """Return the mean loss of the next micro-batch, which all ranks together read; by default one as planned.
 
-        Ranks for which it has no sequences compute some of the others.
+        A rank for which it has no sequences computes those of another.
         """
         there = self._at_once if num_sequences is None else num_sequences
         own = self._own if self._own.start < there else slice(self._own.stop - self._own.start)

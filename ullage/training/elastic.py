@@ -6,8 +6,7 @@ the ranks that are there then. An iteration reads the same sequences under every
 means the same state, and the loss curve goes on. Where the sequences cannot be divided equally, some ranks compute
 their last micro-batch for nothing, with a weight of zero.
 
-Plans and a line for each iteration are kept beside the checkpoints, on the slowest level that is a folder: what all
-nodes see, and what survives most.
+Plans and a line for each iteration are kept beside the checkpoints, on the slowest level that is a folder.
 """
 
 import contextlib
@@ -66,7 +65,7 @@ def planned_for(plan: Plan, num_ranks: int, folder: Path) -> Plan:
     path = folder / f"plan-{plan.digest()[:12]}-{num_ranks}.json"
 
     def make() -> Plan:
-        if path.exists():
+        with contextlib.suppress(OSError, PlanError):  # there is none, or one of an earlier version
             return load_plan(path)
         found = _fastest(plan, num_ranks)
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +116,7 @@ class Start(NamedTuple):
         iteration: iterations in the checkpoint that training went on from.
         ranks: ranks from then on.
         lost_iterations: iterations that had ended, and are computed again.
-        down_s: seconds without training, from the end of the last iteration before to the begin of the next.
+        down_s: seconds without training, from the end of the last iteration to the beginning of the next.
         predicted_down_s: what the plan predicts for a failure, if it has checkpoints (``ullage plan --mtbf``).
     """
 
@@ -151,14 +150,15 @@ class Progress:
 
     Args:
         folder: see :func:`shared_folder`.
-        plan: the plan of this start.
+        plan: the plan that the run began with, which may predict what failures cost.
+        ranks: ranks of this start.
 
     Attributes:
         starts: how training went on, each time but the first.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._path, self._plan, self._is_new = folder / _PROGRESS, plan, True
+    def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
+        self._path, self._plan, self._ranks, self._is_new = folder / _PROGRESS, plan, ranks, True
         self._before = list(read_progress(self._path))
         self.starts = list(starts_of(self._before))
 
@@ -170,7 +170,7 @@ class Progress:
             "loss": step.loss,
             "begin_s": end_s - step.measured_s,
             "end_s": end_s,
-            "ranks": self._plan.decisions.num_devices,
+            "ranks": self._ranks,
             "position": position,
         }
         start = None
@@ -183,11 +183,10 @@ class Progress:
                 planned = None if checkpoints is None else checkpoints.levels[0].restart_s
                 start = start._replace(predicted_down_s=planned)
                 self.starts.append(start)
-        # A process that was killed may have left a part of a line.
-        begin = "\n" if self._is_new and self._before else ""
         self._is_new = False
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:  # a full drive ends nothing
-            file.write(f"{begin}{json.dumps(line)}\n")
+        # A process that was killed, or a full drive, may have left a part of a line; and neither ends training.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps(line)}")
         return start
 
 

@@ -120,7 +120,8 @@ class Draft:
             path = self.folder / f"part-{rank}.json"
             while not path.exists():
                 if not next(waits, False):
-                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
+                    why = "a rank is lost" if is_lost() else f"in {patience_s:g} s"
+                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part ({why})")
             sent = _read_part(path)
             if "error" in sent:
                 raise CheckpointError(f"rank {rank}: {sent['error']}")
@@ -227,8 +228,10 @@ class JoinedDraft:
         while not all((self.folder / name).is_dir() for name in folders):
             if not next(waits, False):
                 raise CheckpointError(
-                    f"{self.folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the same "
-                    "folder for checkpoints"
+                    f"{self.folder}: rank 0 has not made this folder, and is lost"
+                    if is_lost()
+                    else f"{self.folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the "
+                    "same folder for checkpoints"
                 )
 
     def send_part(self, rank: int, part: Manifest) -> None:
@@ -374,7 +377,7 @@ class FolderPlace(Place):
 
     @property
     def _mark(self) -> Path:
-        return self.root / "mark"
+        return self.root / "run.mark"
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:
         """See :class:`Place`."""

@@ -321,6 +321,30 @@ def test_hooks_that_the_optimizer_had_go_on():
     assert called == ["before", "loaded"]
 
 
+def test_methods_of_the_given_optimizer_find_no_state_and_say_so() -> None:
+    model, decisions = make_model(TASK), decide(TASK, KEEP)
+    given = make_optimizer(TASK, model)
+    given.forget = lambda: [state["exp_avg"].zero_() for state in given.state.values()]
+    for _ in range(2):
+        _, optimizer = prepare_session(model, given, units_of(TASK, decisions), decisions, session_options())
+        with optimizer.session, pytest.raises(ValueError, match="is in the session"):
+            optimizer.forget()
+        given.forget()  # it has state of its own again
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_a_forward_that_was_wrapped_later_runs_on_when_the_session_has_ended(activations) -> None:
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
+    layer = model.model.layers[1]
+    layer.forward = functools.partial(lambda forward, *args, **kwargs: forward(*args, **kwargs), layer.forward)
+    layer.args = object()  # of the user's own, which is no arguments
+    with optimizer.session:
+        loss = backward(model).item()
+        assert optimizer.session.num_left == 0
+        optimizer.zero_grad()
+    assert backward(model).item() == pytest.approx(loss, rel=1e-6)
+
+
 @pytest.mark.parametrize("ends", ["whole", "in the middle"])
 def test_a_closed_session_says_so(started, ends):
     model, optimizer = started
@@ -416,6 +440,20 @@ def test_a_gradient_is_divided_by_a_number(divide, number, exact):
             assert torch.equal(plain, divided)
         else:
             torch.testing.assert_close(plain, divided, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_a_gradient_in_a_type_and_along_dimensions(started):
+    model, _ = started
+    backward(model)
+    gradient = model.lm_head.weight.grad
+    values = gradient.clone()
+    for norm in (
+        lambda g: torch.linalg.vector_norm(g, dtype=torch.float64),
+        lambda g: g.norm(dim=0),
+        lambda g: g.norm(2, 1, keepdim=True),
+        lambda g: g.norm(),
+    ):
+        assert torch.allclose(norm(gradient).double(), norm(values).double(), rtol=1e-6)
 
 
 def test_a_gradient_divided_by_nothing_is_no_number(started):

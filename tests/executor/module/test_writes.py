@@ -443,3 +443,39 @@ def test_a_parameter_of_a_class_of_the_users_own_has_it_back() -> None:
     unguard(parameter)
     assert type(parameter) is Own
     assert parameter.detach().zero_().tolist() == [0.0] * 3
+
+
+def test_what_shared_weights_keeps_them_when_the_parameter_gets_other_data() -> None:
+    """As in torch: also what is given other data itself, and views; it is then a tensor that can be saved."""
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
+    weight = model.get_submodule(WHOLE).weight
+    with optimizer.session:
+        before = weight.clone()
+        kept, other = weight.data, weight.detach()
+        row = kept[0]
+        other.data = torch.ones_like(other)  # which leaves the parameter as it is
+        assert torch.equal(weight, before)
+        assert torch.equal(other, torch.ones_like(before))
+        weight.data = torch.zeros_like(before)
+        assert torch.equal(kept, before)
+        row.fill_(7.0)
+        assert (kept[0] == 7).all()
+        assert not weight.any()
+        assert pickle.dumps(kept)
+        with pytest.raises(ValueError, match=REFUSED):
+            weight.data = torch.zeros(3)
+        assert torch.equal(weight.data, torch.zeros_like(before))
+
+
+def test_views_follow_each_others_writes() -> None:
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
+    weight = model.get_submodule(WHOLE).weight
+    expected = weight.detach().clone()
+    with optimizer.session:
+        for tensor in (weight.data, expected):
+            flat = tensor.view(-1)
+            flat[::2] *= 0.5
+            row = tensor[1]
+            tensor.mul_(2)
+            row.add_(1)
+        assert torch.equal(weight, expected)

@@ -53,7 +53,7 @@ FLAGS = {
     "execute": {
         *("plan", "--iterations", "--data", "--seed", "--lr", "--weights", "--save", "--output-dir", "--storage-dir"),
         *("--cores", "--audit", "--compile", "--replan", "--allow-other-machine", "--json"),
-        *("--checkpoint-dir", "--resume"),
+        *("--checkpoint-dir", "--resume", "--elastic"),
     },
     "checkpoint": {"action", "place", "--save", "--keep", "--json"},
     "simulate": {"plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},

@@ -87,7 +87,7 @@ def test_a_plan_for_other_ranks_is_made_once(tmp_path, monkeypatch) -> None:
 
 def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     def run(first: int, last: int) -> Start | None:
-        progress = Progress(tmp_path, planned())
+        progress = Progress(tmp_path, planned(), 1)
         told = [progress.add(Step(n, 1.0, 0.25), n) for n in range(first, last)]
         assert told[1:] == [None] * len(told[1:])
         return told[0]
@@ -95,14 +95,14 @@ def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     path = tmp_path / "iterations.jsonl"
     assert run(0, 5) is None
     with path.open("a") as file:
-        file.write(json.dumps({"iteration": 5})[:9])  # killed while it wrote
+        file.write("\n" + json.dumps({"iteration": 5})[:9])  # killed while it wrote
     start = run(3, 7)
     assert start is not None
     assert (start.iteration, start.ranks, start.lost_iterations) == (3, 1, 2)
     assert -0.25 <= start.down_s < 10
     assert [line["iteration"] for line in read_progress(path)] == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     run(7, 9)
-    kept = Progress(tmp_path, planned()).starts
+    kept = Progress(tmp_path, planned(), 1).starts
     assert [each.lost_iterations for each in kept] == [2, 0]
     assert "2 times" in in_words(kept)
     assert "2 iterations computed again" in in_words(kept)

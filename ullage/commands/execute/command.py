@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints,every=10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory,every=10 --checkpoint-dir s3://bucket/run,every=100
-        torchrun --nnodes 1:4 --max-restarts 100 -m ullage execute plan.json --elastic --checkpoint-dir checkpoints
+        ullage execute plan.json --elastic --checkpoint-dir checkpoints,every=10
         ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
         ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
         """,

@@ -124,8 +124,8 @@ def _options(args: argparse.Namespace, plan: Plan) -> Options:
 def _for_who_is_there(plan: Plan, levels: Sequence[Level]) -> tuple[Plan, Progress | None]:
     """Return a plan for the ranks that are there, and what rank 0 keeps of the run over all its starts."""
     folder = shared_folder(levels)
-    plan = planned_for(plan, world_size(), folder)
-    return plan, Progress(folder, plan) if is_first_process() else None
+    progress = Progress(folder, plan, world_size()) if is_first_process() else None
+    return planned_for(plan, world_size(), folder), progress
 
 
 def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None, *, is_first: bool) -> None:
