@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from executor.training_state.restoring import restore
 from executor.training_state.rng_state import rng_state
 
 _PATIENCE_S = 60.0
+_SHARED_S = 5.0  # longest until a file that another node has written is seen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +111,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             for place in places if self._rank == 0 else ():
                 marks.enter_context(place.marked(nonce))
             collectives.broadcast(nonce)  # after it, all marks are there
-            missing = collectives.means(np.array([not place.has_mark(nonce) for place in places], float))
+            deadline_s = time.monotonic() + _SHARED_S
+            while (unseen := [not place.has_mark(nonce) for place in places]) != [False] * len(places):
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(0.1)
+            missing = collectives.means(np.array(unseen, float))
         if lacking := [place.place for place, share in zip(places, missing, strict=True) if share]:
             raise CheckpointError(
                 f"{lacking[0]} is not the same on all nodes: give a folder on a file system that all nodes share, and "

@@ -152,13 +152,15 @@ class Progress:
         folder: see :func:`shared_folder`.
         plan: the plan that the run began with, which may predict what failures cost.
         ranks: ranks of this start.
+        num_iterations: iterations in all. A start after the last one is no loss.
 
     Attributes:
         starts: how training went on, each time but the first.
     """
 
-    def __init__(self, folder: Path, plan: Plan, ranks: int) -> None:
+    def __init__(self, folder: Path, plan: Plan, ranks: int, num_iterations: int) -> None:
         self._path, self._plan, self._ranks, self._is_new = folder / _PROGRESS, plan, ranks, True
+        self._num_iterations = num_iterations
         self._before = list(read_progress(self._path))
         self.starts = list(starts_of(self._before))
 
@@ -173,6 +175,8 @@ class Progress:
             "ranks": self._ranks,
             "position": position,
         }
+        if step.iteration + 1 == self._num_iterations:
+            line["last"] = True
         start = None
         if self._is_new:
             line["start"] = True
@@ -204,6 +208,6 @@ def read_progress(path: Path) -> Iterator[Mapping[str, Any]]:
 def starts_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Start]:
     """Yield how a run went on, from the lines of :class:`Progress`."""
     for before, line in itertools.pairwise(lines):
-        if line.get("start"):
+        if line.get("start") and not before.get("last"):
             lost = before["iteration"] + 1 - line["iteration"]
             yield Start(line["iteration"], line["ranks"], lost, line["begin_s"] - before["end_s"])

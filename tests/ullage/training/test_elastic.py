@@ -87,7 +87,7 @@ def test_a_plan_for_other_ranks_is_made_once(tmp_path, monkeypatch) -> None:
 
 def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     def run(first: int, last: int) -> Start | None:
-        progress = Progress(tmp_path, planned(), 1)
+        progress = Progress(tmp_path, planned(), 1, 9)
         told = [progress.add(Step(n, 1.0, 0.25), n) for n in range(first, last)]
         assert told[1:] == [None] * len(told[1:])
         return told[0]
@@ -102,7 +102,8 @@ def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     assert -0.25 <= start.down_s < 10
     assert [line["iteration"] for line in read_progress(path)] == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     run(7, 9)
-    kept = Progress(tmp_path, planned(), 1).starts
+    assert run(9, 10) is None, "trained longer, as somebody has asked for"
+    kept = Progress(tmp_path, planned(), 1, 9).starts
     assert [each.lost_iterations for each in kept] == [2, 0]
     assert "2 times" in in_words(kept)
     assert "2 iterations computed again" in in_words(kept)

@@ -76,7 +76,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
     if args.checkpoint_dirs:
         levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
         if args.elastic:
-            plan, progress = _for_who_is_there(plan, levels)
+            plan, progress = _for_who_is_there(plan, levels, args.num_iterations)
     process = Process.of(plan)
     check_machine(plan, process)
     if not args.allow_other_machine:
@@ -121,10 +121,10 @@ def _options(args: argparse.Namespace, plan: Plan) -> Options:
     return options
 
 
-def _for_who_is_there(plan: Plan, levels: Sequence[Level]) -> tuple[Plan, Progress | None]:
+def _for_who_is_there(plan: Plan, levels: Sequence[Level], num_iterations: int) -> tuple[Plan, Progress | None]:
     """Return a plan for the ranks that are there, and what rank 0 keeps of the run over all its starts."""
     folder = shared_folder(levels)
-    progress = Progress(folder, plan, world_size()) if is_first_process() else None
+    progress = Progress(folder, plan, world_size(), num_iterations) if is_first_process() else None
     return planned_for(plan, world_size(), folder), progress
 
 
