@@ -7,12 +7,14 @@ import pytest
 import torch
 from packed_sizes import packed_bytes
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig, OPTConfig
 
+from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel, CapturedOperator
 from planner.models.kernels import Elementwise, Gemm
 from planner.models.quantization import Quantization
-from ullage.capture import capture_module
+from ullage.capture import capture, capture_module
+from ullage.capture.architectures import architecture
 from ullage.capture.quantized import quantize
 
 ROWS, WIDTH, INNER = 24, 128, 192
@@ -91,6 +93,15 @@ def test_a_model_that_is_quantized_already_is_captured_alike(quantization: Quant
     with torch.device("cpu"):
         model = make(quantization, quantize=True)
     assert capture_module(lambda: model, [f"{ROWS}x{WIDTH}"], name="own:model") == captured(quantization)
+
+
+def test_biases_that_a_quantized_layer_takes_to_the_type_of_its_input_are_no_other_data(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = tmp_path / "config.json"
+    config.write_text(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32).to_json_string())
+    inputs = architecture(str(config)).inputs(1, 16)
+    model = capture(str(config), inputs, lora=Lora(rank=4), quantization="nf4")
+    assert any(spec.name.endswith("k_proj.base_layer.bias") for o in model.operators() for spec in o.parameters)
 
 
 def test_what_captures_leave_behind_is_real() -> None:

@@ -232,6 +232,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, stored in stored_parameters(model).items():
             for tensor in (*stored.tensors(), *stored.tables()):
                 self._name[self._known(tensor, "parameter")] = name
+        self._types = {name: parameter.dtype for name, parameter in model.named_parameters()}
         for buffer in strided(list(model.buffers())):
             self._known(buffer, "buffer")
         for number, tensor in enumerate(called.inputs):
@@ -391,7 +392,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             CaptureError: no parameter has a gradient, or forward has given one other data.
         """
         for name, parameter in self.found.model.named_parameters():
-            parts = [] if is_traceable_wrapper_subclass_type(type(parameter)) else strided(parameter)
+            # A layer of bitsandbytes takes its bias to the type of its input, which is the same each time.
+            converted = parameter.dtype is not self._types[name] or is_traceable_wrapper_subclass_type(type(parameter))
+            parts = [] if converted else strided(parameter)
             if any(self._storage(part) not in self._name for part in parts):
                 raise CaptureError(
                     f"forward gives the parameter {name} other data, which a plan would lose; do that between steps, "
