@@ -1,8 +1,10 @@
 """What is not as it was written is never read: bits, lengths, files of another step, manifests."""
 
+import itertools
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,7 +129,9 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
 
 
 def test_nobody_waits_long_for_the_part_of_a_rank_that_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor.checkpoint.places.folder, "_LOST_S", 0.05)
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=int)
+    monkeypatch.setattr(executor.checkpoint.places.folder, "time", clock)
     store = FolderPlace(tmp_path / "store")
     draft = store.begin(1)
     part = Manifest(step=1, files=(), tensors={}, extra={})
@@ -135,6 +139,7 @@ def test_nobody_waits_long_for_the_part_of_a_rank_that_is_lost(tmp_path, monkeyp
         draft.collect(2, part, 600.0, lambda: True)
     with pytest.raises(CheckpointError, match="rank 0 has not made this folder"):
         JoinedDraft(store.root, 2, ("model",), "00000000", 600.0, lambda: True)
+    assert next(seconds) < 50
     draft.abandon()
 
 

@@ -442,6 +442,25 @@ def test_a_gradient_is_divided_by_a_number(divide, number, exact):
             torch.testing.assert_close(plain, divided, rtol=1e-4, atol=1e-4)
 
 
+def test_a_gradient_is_multiplied_by_a_mask(started):
+    model, _ = started
+    backward(model)
+    gradient = model.lm_head.weight.grad
+    before = gradient.clone()
+    gradient.mul_(before > 0)
+    assert torch.equal(gradient.clone(), before * (before > 0))
+
+
+def test_a_forward_of_a_class_that_is_replaced_later_counts(monkeypatch) -> None:
+    plain = make_model(TASK)
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", "recompute")))
+    kind = type(plain.model.layers[0])
+    own = kind.forward
+    with optimizer.session:
+        monkeypatch.setattr(kind, "forward", lambda layer, hidden, **given: own(layer, 0.5 * hidden, **given))
+        assert backward(model) == backward(plain)
+
+
 def test_norms_of_a_gradient_in_a_type_and_along_dimensions(started):
     model, _ = started
     backward(model)
