@@ -457,7 +457,7 @@ def test_a_forward_of_a_class_that_is_replaced_later_counts(monkeypatch) -> None
     kind = type(plain.model.layers[0])
     own = kind.forward
     with optimizer.session:
-        monkeypatch.setattr(kind, "forward", lambda layer, hidden, **given: own(layer, 0.5 * hidden, **given))
+        monkeypatch.setattr(kind, "forward", lambda layer, x, *rest, **given: own(layer, 0.5 * x, *rest, **given))
         assert backward(model) == backward(plain)
 
 
