@@ -180,8 +180,7 @@ class Progress:
         start = None
         if self._is_new:
             line["start"] = True
-            last = self._before[-1:]
-            start = next(starts_of([*last, line]), None)
+            start = next(starts_of([*self._before[-1:], line]), None)
             if start is not None:
                 checkpoints = self._plan.checkpoints
                 planned = None if checkpoints is None else checkpoints.levels[0].restart_s

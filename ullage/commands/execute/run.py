@@ -175,7 +175,7 @@ def _train(
         _progress(args.num_iterations, process, optimizer) as (show, warn),
         _interruption(warn, saves=saver is not None, alone=alone) as interruption,
     ):
-        goes_on = saver is not None and (args.resume or args.elastic)
+        goes_on = args.resume or args.elastic
         iteration = _resume(args, saver, warn) if saver is not None and goes_on else 0
         num_seen = 0
         for step in train(model, optimizer, batches, iteration, args.num_iterations, saver):
