@@ -80,7 +80,8 @@ class SharedHidden(LazyRows):
         at = ((own >= 0) & (own < num_own)).nonzero().flatten()
         chosen = own[at]
         made = compute(_taken(self._own, chosen), _taken(targets, at))
-        if len(chosen) == num_own and _is_range(chosen):  # as planned
+        by_rank = numbers[(numbers // max(num_own, 1)).argsort(stable=True)]
+        if len(by_rank) == self._group.size * num_own and _is_range(by_rank):  # each rank's rows, in order: as planned
             return _taken(gather_rows(made, self._group), numbers)
         at_all = made.new_zeros(len(numbers)).index_put((at.to(made.device),), made)
         return copy_to_group(reduce_from_group(at_all, self._group), self._group)

@@ -52,11 +52,12 @@ def copies_of_keys(config: ModelConfig, batch: "Batch") -> int:
     return max(batch.context_parallel // config.num_key_value_heads, 1)
 
 
-def exchange(batch: "Batch", *sizes: int) -> Work:
+def exchange(batch: "Batch", *sizes: int, saves: bool = False) -> Work:
     """Return the all-to-all of tensors of so many bytes each, and of their gradients.
 
     A copy sorts what is sent by rank. What is received from each rank is a part of each sequence, so that several
-    sequences are sorted by another. A tensor exists as it was, sorted, and received.
+    sequences are sorted by another. A tensor exists as it was, sorted, and received. With ``saves``,
+    backward keeps what is received; otherwise the next operator counts it.
     """
     if batch.context_parallel == 1:
         return Work()
@@ -69,7 +70,7 @@ def exchange(batch: "Batch", *sizes: int) -> Work:
             *each(size, *[2.0] * num_copies),
         )
     )
-    return Work(swaps, swaps, workspace_bytes=3 * max(sizes))
+    return Work(swaps, swaps, sum(sizes) if saves else 0, 3 * max(sizes))
 
 
 def cut(batch: "Batch", width: int) -> Work:
