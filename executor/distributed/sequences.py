@@ -29,12 +29,9 @@ class SharedHidden(LazyRows):
 
     @staticmethod
     def __new__(cls, group: Group, own: Tensor, numbers: Tensor) -> "SharedHidden":
-        """Make the tensor.
+        """Make the tensor of the rows of these numbers, ``[..., 1]``, from each rank's ``own``, ``[rows, width]``.
 
-        Args:
-            group: ranks that share sequences.
-            own: this rank's rows, ``[rows, width]``.
-            numbers: of the tensor's rows among those of all ranks, one rank after another, ``[..., 1]``, on the host.
+        Rows are numbered rank after rank of the group. The numbers are on the host.
         """
         shape = (*numbers.shape[:-1], own.shape[-1])
         self: SharedHidden = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
@@ -46,7 +43,10 @@ class SharedHidden(LazyRows):
 
     @classmethod
     def at(cls, own: Tensor, group: Group, num_tokens: int) -> "SharedHidden":
-        """Return the hidden states of ``num_tokens`` tokens; ``own``, ``[batch, own tokens, width]``, are this rank's."""
+        """Return the hidden states of ``num_tokens`` tokens.
+
+        ``own``, ``[batch, own tokens, width]``, are those of this rank's.
+        """
         batch, num_own, _ = own.shape
         numbers = torch.arange(group.size * batch * num_own, device="cpu").view(group.size, batch, num_own)
         numbers = numbers.transpose(0, 1).reshape(batch, -1)[:, :num_tokens]

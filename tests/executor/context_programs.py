@@ -80,7 +80,7 @@ def losses(vocabulary: int):
     yield "one sequence", _labels({name: values[:1] for name, values in several[2].items()})
 
 
-def off_by(rank: int, _size: int, task: Task, decisions: Decisions) -> dict[str, float]:
+def off_by(_rank: int, _size: int, task: Task, decisions: Decisions) -> dict[str, float]:
     """Train with each of :func:`losses`, also in memory; return how far off losses and weights are, and evaluations."""
     plain = make_model(task)
     reference = make_optimizer(task, plain)
@@ -118,8 +118,8 @@ def wrong_batches(rank: int, _size: int, task: Task, decisions: Decisions, kind:
         model(input_ids=tokens, labels=tokens).loss.backward()
 
 
-def exchanged(rank: int, _size: int, task: Task, decisions: Decisions) -> tuple[dict[str, int], list[int]]:
-    """Train two steps; return the bytes that ranks exchange in the second one, and those that each layer saves first."""
+def exchanged(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple[dict[str, int], list[int]]:
+    """Train two steps; return the bytes that ranks exchange in the second one, and what each layer saves first."""
     sent: collections.Counter[str] = collections.Counter()
     model, optimizer = prepare(task, decisions)
     group = optimizer.session._ranks.contexts

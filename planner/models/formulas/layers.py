@@ -206,7 +206,9 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterab
         (),
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
-    output = context.exchange(batch, rows * query * e, saves=True) + linear(batch, query, hidden, bias=config.output_bias)
+    output = context.exchange(batch, rows * query * e, saves=True) + linear(
+        batch, query, hidden, bias=config.output_bias
+    )
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
     output += _residual(batch, hidden)
     yield Part(

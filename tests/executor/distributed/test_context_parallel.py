@@ -23,6 +23,7 @@ SHARED = {
 }
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(("family", "degrees", "further", "choose"), SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degrees, further, choose, dtype):
@@ -48,6 +49,7 @@ WAYS = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "degrees", "choose"), WAYS.values(), ids=WAYS)
 def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, family, degrees, choose):
     tensor, context = degrees
@@ -73,6 +75,7 @@ def test_what_ranks_cannot_share_is_refused(processes, kind, message):
     assert all(message in str(error) for error in processes.results(2))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize(("family", "ranks"), [("llama-shared", 2), ("llama-shared", 4), ("gpt2-still-shared", 2)])
 def test_what_is_exchanged_and_saved_is_what_is_planned(processes, family, ranks, activations):
