@@ -55,9 +55,9 @@ def prepare_session(
 
     Every rank passes the whole model and optimizer, also with tensor or expert parallelism. Tensor-parallel ranks
     (ranks 0 and 1, 2 and 3, ... if ``tensor_parallel`` is 2) get the same batches and draw the same random numbers.
-    While the model trains with ``labels``, the logits in its output are the rank's shard. Expert-parallel ranks have
-    their own part of every batch. Parameters of experts that are divided over several units have a shape but no values
-    until the session is closed.
+    While the model trains with ``labels``, the logits in its output are the rank's shard. Context-parallel ranks
+    (neighbours too) get the same batches. Expert-parallel ranks have their own part of every batch. Parameters of
+    experts that are divided over several units have a shape but no values until the session is closed.
 
     Args:
         model: an unmodified module with the planned parameters.

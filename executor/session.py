@@ -22,6 +22,7 @@ from executor.devices.backend import Backend, Meter
 from executor.devices.cores import take_cores
 from executor.devices.cuda import fused
 from executor.distributed.adapters import bind_adapted_parameters
+from executor.distributed.context_parallel import bind_context_parallel
 from executor.distributed.experts import split_experts
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import HostCollectives, Ranks
@@ -146,6 +147,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 self._undo += bind_fp8_weights(model, self.runtime.state.units.values())
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
+            if ranks is not None and decisions.context_parallel > 1:
+                self._undo += bind_context_parallel(model, units, ranks.contexts, no_compile(options.compile_backend))
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(
                     model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device

@@ -95,6 +95,8 @@ def cases(
     ]
     readers = _readers(model, units)
     heads = {o.name: shards[o.parameter_names[0]] for unit in units for o in unit.operators if o.kind == "head"}
+    attention = {o.name.rpartition(".")[0] for unit in units for o in unit.operators if o.kind == "qkv"}
+    sharing = attention if decisions.context_parallel > 1 else set()
     of_kind: dict[Any, Case] = {}
     for path, module, own in _largest(model, names, segment_of):
         structure = tuple((inner, type(m)) for inner, m in module.named_modules())
@@ -104,7 +106,10 @@ def cases(
         exclusive = frozenset(own) - _read_outside(readers, path)
         columns = heads.get(path) if decisions.tensor_parallel > 1 else None
         in_tiles = segments(units)[segment_of[own[0]]][0].num_tiles > 1
-        of_kind[kind] = Case(path, module, {name: by_name[name] for name in own}, exclusive, in_tiles, columns)
+        case = Case(path, module, {name: by_name[name] for name in own}, exclusive, in_tiles, columns)
+        if any(f"{inner}.".startswith(f"{path}.") for inner in sharing):
+            case.why_not = "ranks share its sequences"
+        of_kind[kind] = case
     yield from of_kind.values()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from executor.callbacks import with_gradient
 from executor.distributed.groups import Group
@@ -14,6 +15,8 @@ def copy_to_group(values: torch.Tensor, group: Group) -> torch.Tensor:
     Raises:
         RankError: a rank has failed, here or in backward. All functions of this module raise it.
     """
+    if has_torch_function_unary(values):
+        return handle_torch_function(copy_to_group, (values,), values, group)
 
     def backward(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.contiguous()  # a product has just made it, so the all-reduce may overwrite it
@@ -48,6 +51,23 @@ def gather_last_dim(values: torch.Tensor, group: Group, size: int) -> torch.Tens
         padded = mine.new_zeros(*mine.shape[:-1], width)
         padded[..., : mine.shape[-1]] = mine
         return padded
+
+    return with_gradient(values, forward, backward)
+
+
+def gather_rows(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather rows, of which each rank has equally many. Backward sums their gradients over ranks."""
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        whole = values.new_empty(group.size * len(values), *values.shape[1:])
+        group.all_gather(whole.view(-1), values.contiguous().view(-1))
+        return whole
+
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
+        of_all = gradient.clone(memory_format=torch.contiguous_format)
+        own = torch.empty_like(of_all[: len(of_all) // group.size])
+        group.reduce_scatter(own.view(-1), of_all.view(-1))
+        return own
 
     return with_gradient(values, forward, backward)
 

@@ -40,6 +40,17 @@ class Mesh:
         """Expert-parallel rank."""
         return self.data % self.degrees.expert_parallel
 
+    @property
+    def reader(self) -> int:
+        """The number of the group of ranks that share sequences, and so read the same ones."""
+        return self.data // self.degrees.context_parallel
+
+    def context_groups(self) -> Groups:
+        """Return all groups of ranks that share sequences."""
+        size, tensor = self.degrees.context_parallel, self.degrees.tensor_parallel
+        ranks = np.arange(self.degrees.num_devices).reshape(-1, size, tensor)
+        return _groups(ranks.transpose(0, 2, 1).reshape(-1, size))
+
     def tensor_groups(self) -> Groups:
         """Return all tensor-parallel groups."""
         return _groups(self._ranks.reshape(-1, self.degrees.tensor_parallel))

@@ -2,10 +2,10 @@
 
 All ranks must call the collectives of one process group in the same order. Four kinds of groups ensure
 that. Only the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in
-first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor- or expert-parallel
-ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over host memory, for
-casts of weights. All other collectives (norms, initial values, saved states) use groups over host memory, in the order
-of the caller's program. No collective waits for ever: see [Note: Failed ranks].
+first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor-, expert- or
+context-parallel ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over
+host memory, for casts of weights. All other collectives (norms, initial values, saved states) use groups over host
+memory, in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
@@ -53,7 +53,7 @@ class Ranks:
         rank, size: this rank's number, and the number of ranks.
         mesh: this rank's position.
         all: group of all ranks over host memory. The caller's thread calls its collectives.
-        tensor, experts: this rank's tensor-parallel and expert-parallel groups.
+        tensor, experts, contexts: this rank's tensor-, expert- and context-parallel groups.
         matrices: the tensor-parallel group again, for updates; ``None`` if none needs it. Only the lanes of updates use
             it: one on the device, one on the host.
         num_values: number of values that :meth:`check_same_call` sums. Set once, to the same number on all ranks.
@@ -101,6 +101,7 @@ class Ranks:
             self._parts.append(self.all)
             del everybody  # a group's connections close with its last reference
             self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
+            self.contexts = self._group(self.mesh.context_groups())
             self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
             kinds = dict.fromkeys((1, degrees.expert_parallel))
             self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}

@@ -172,7 +172,7 @@ def bind(
     unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
-    if decisions.loss_tile_tokens is not None:
+    if decisions.loss_tile_tokens is not None or decisions.context_parallel > 1:
         at_first = unit_of
         undo.append(
             tile_head(
@@ -185,7 +185,7 @@ def bind(
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
-        if decisions.loss_tile_tokens is None and decisions.tensor_parallel == 1:
+        if decisions.loss_tile_tokens is None and decisions.tensor_parallel == decisions.context_parallel == 1:
             from executor.module.compilation import compile_loss  # noqa: PLC0415 - takes a second
 
             undo.append(compile_loss(model, compile_backend))

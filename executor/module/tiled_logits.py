@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.callbacks import replace_attribute, same_autocast
+from executor.distributed.lazy_rows import CHOOSING, LazyRows, in_values
+from executor.distributed.sequences import SharedHidden
 from executor.distributed.shards import BindingError
 from executor.distributed.vocabulary import RowLosses
 
@@ -36,7 +38,7 @@ def find_head(model: nn.Module) -> nn.Linear | None:
 
 def tile_head(
     model: nn.Module,
-    num_tokens: int,
+    num_tokens: int | None,
     on_backward: Callable[[nn.Module], None] = lambda _head: None,
     on_logits: Callable[[nn.Module], Reading] = lambda _head: contextlib.nullcontext,
 ) -> Callable[[], None]:
@@ -44,7 +46,8 @@ def tile_head(
 
     Args:
         model: a model whose head :func:`find_head` finds.
-        num_tokens: number of tokens in a tile.
+        num_tokens: number of tokens in a tile; ``None``: all that the head is given. Then the logits are kept for
+            backward, as without tiles.
         on_backward: called with the head when backward reaches it.
         on_logits: called with the head in each forward; returns what makes a context, in which it has these weights.
 
@@ -52,9 +55,12 @@ def tile_head(
         BindingError: the model has no such head.
     """
     if (head := find_head(model)) is None:
+        way, remedy = f"in tiles of {num_tokens} tokens", "--tiles loss as large as the micro-batch"
+        if num_tokens is None:
+            way, remedy = "where ranks share sequences", "--parallel context=1"
         raise BindingError(
-            f"the plan computes the loss in tiles of {num_tokens} tokens, but the model has no torch.nn.Linear as its "
-            "output embeddings; plan with --tiles loss as large as the micro-batch"
+            f"the plan computes the loss {way}, but the model has no torch.nn.Linear as its output embeddings; plan "
+            f"with {remedy}"
         )
     return replace_attribute(head, "forward", TiledHead(head, num_tokens, on_backward, on_logits).forward)
 
@@ -74,7 +80,7 @@ class TiledHead:
     """
 
     module: nn.Linear
-    num_tokens: int
+    num_tokens: int | None
     on_backward: Callable[[nn.Module], None]
     on_logits: Callable[[nn.Module], Reading]
     watcher: Watcher | None = None
@@ -123,9 +129,6 @@ class _Recipe(NamedTuple):
     def num_logits(self) -> int:
         return self.head.module.weight.shape[0]
 
-    def of(self, hidden: Tensor) -> "TiledLogits":
-        return TiledLogits(self._replace(hidden=hidden))
-
     def then(self, step: Callable[[Tensor], Tensor]) -> "TiledLogits":
         return TiledLogits(self._replace(steps=(*self.steps, step)))
 
@@ -136,11 +139,11 @@ class _Recipe(NamedTuple):
 
     def tiles(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield tiles of tensors whose first dimension is the rows."""
-        return zip(*(torch.split(tensor, self.head.num_tokens) for tensor in rows), strict=True)
+        return zip(*(torch.split(tensor, self.head.num_tokens or max(len(tensor), 1)) for tensor in rows), strict=True)
 
 
 @final
-class TiledLogits(Tensor):
+class TiledLogits(LazyRows):
     """Logits ``[..., vocabulary]`` that are computed when they are needed; see [Note: Tiled logits]."""
 
     _recipe: _Recipe
@@ -163,29 +166,19 @@ class TiledLogits(Tensor):
         """The head that computes it."""
         return self._recipe.head
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
-        name = getattr(func, "__name__", "")
-        if func in _KNOWN_WITHOUT_VALUES or (
-            name == "__get__" and getattr(func, "__self__", None) in _KNOWN_WITHOUT_VALUES
-        ):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if isinstance(first, cls) and first._whole is None and (handler := _HANDLERS.get(name)) is not None:
-            result = handler(first, func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
+    @property
+    def stand_in(self) -> Tensor:
+        """The input of the head."""
+        return self._recipe.hidden
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*_whole(args), **{key: _whole(value) for key, value in (kwargs or {}).items()})
+    def of(self, stand_in: Tensor) -> "TiledLogits":
+        """Return the logits of other rows of that input."""
+        return TiledLogits(self._recipe._replace(hidden=stand_in))
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether they are kept whole."""
+        return self._whole is not None
 
     def whole(self) -> Tensor:
         """Compute all logits at once, and keep them; return them as an ordinary tensor.
@@ -196,7 +189,7 @@ class TiledLogits(Tensor):
         if self._whole is None:
             head, recipe = self._recipe.head, self._recipe
             with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-                self._whole = recipe.after_head(head.compute(head.linear, head.linear, recipe.hidden))
+                self._whole = recipe.after_head(head.compute(head.linear, head.linear, in_values(recipe.hidden)))
         return self._whole
 
     def row_losses(self, losses: RowLosses, targets: Tensor) -> Tensor:
@@ -209,13 +202,21 @@ class TiledLogits(Tensor):
         with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
             module, kept = head.module, recipe._replace(hidden=recipe.hidden.new_empty(0))
 
-            def planned(hidden: Tensor) -> Tensor:
-                result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
-                    hidden, module.weight, module.bias, targets, kept, losses
-                )
-                return result
+            def of_rows(hidden: Tensor, targets: Tensor) -> Tensor:
+                def plain(hidden: Tensor) -> Tensor:
+                    return losses(kept.after_head(head.linear(hidden)), targets)
 
-            return head.compute(planned, lambda h: losses(kept.after_head(head.linear(h)), targets), recipe.hidden)
+                def tiled(hidden: Tensor) -> Tensor:
+                    result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
+                        hidden, module.weight, module.bias, targets, kept, losses
+                    )
+                    return result
+
+                return head.compute(plain if head.num_tokens is None else tiled, plain, hidden)
+
+            if isinstance(recipe.hidden, SharedHidden):
+                return recipe.hidden.row_by_row(of_rows, targets)
+            return of_rows(recipe.hidden, targets)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -268,26 +269,6 @@ class _RowLosses(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _whole(value: Any) -> Any:
-    """Return a value with all tiled logits replaced by ordinary tensors."""
-    if isinstance(value, TiledLogits):
-        return value.whole()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_whole, value))
-    return value
-
-
-_KNOWN_WITHOUT_VALUES: Final = frozenset(
-    {
-        *(torch.is_floating_point, torch.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device),
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
-        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.layout, Tensor.ndim, Tensor.is_cuda, Tensor.is_meta),
-        *(Tensor.requires_grad, Tensor.grad_fn, Tensor.is_leaf),
-    }
-)
-"""Attributes that are known before logits are computed."""
-
-
 def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     """Record an elementwise function."""
     others = args[1:]  # the step must not hold the logits, and through them the head's input
@@ -306,52 +287,15 @@ def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: 
     return _elementwise(logits, func, *args, **kwargs)
 
 
-def _unchanged(logits: TiledLogits, *_args: Any, **_kwargs: Any) -> TiledLogits:
-    return logits
-
-
 def _detach(logits: TiledLogits, *_args: Any) -> TiledLogits:
     return TiledLogits(logits._recipe._replace(hidden=logits._recipe.hidden.detach(), trains=False))
-
-
-def _reshape(logits: TiledLogits, _func: object, _self: object, *shape: Any, **kwargs: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    if kwargs or not sizes or isinstance(sizes[0], torch.dtype) or sizes[-1] != logits.shape[-1]:
-        return NotImplemented
-    hidden = logits._recipe.hidden
-    return logits._recipe.of(hidden.reshape(*sizes[:-1], hidden.shape[-1]))
-
-
-def _flatten(logits: TiledLogits, _func: object, _self: object, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % logits.ndim == logits.ndim - 1:
-        return NotImplemented
-    return logits._recipe.of(logits._recipe.hidden.flatten(start_dim, end_dim))
-
-
-def _split(logits: TiledLogits, _func: object, _self: object, size: Any, dim: int = 0) -> Any:
-    if dim % logits.ndim == logits.ndim - 1:
-        return NotImplemented
-    return tuple(map(logits._recipe.of, torch.split(logits._recipe.hidden, size, dim)))
-
-
-def _index(logits: TiledLogits, _func: object, _self: object, index: Any) -> Any:
-    """Select rows. The index must not change the last dimension."""
-    items = index if isinstance(index, tuple) else (index,)
-    if any(not (item is Ellipsis or isinstance(item, int | slice | Tensor)) for item in items):
-        return NotImplemented
-    num_dims = sum(item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1 for item in items)
-    last = items[-1]
-    reaches_last = num_dims == logits.ndim or any(item is Ellipsis for item in items)
-    if reaches_last and (isinstance(last, Tensor) or last not in (Ellipsis, slice(None))):
-        return NotImplemented
-    return logits._recipe.of(logits._recipe.hidden[index])
 
 
 def _argmax(logits: TiledLogits, _func: object, _self: object, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim % logits.ndim != logits.ndim - 1:
         return NotImplemented
     recipe, head = logits._recipe, logits._recipe.head
-    rows = recipe.hidden.detach().flatten(0, -2)
+    rows = in_values(recipe.hidden.detach()).flatten(0, -2)
     with recipe.reading(), torch.no_grad():
         best = [recipe.after_head(head.linear(inputs)).argmax(-1) for (inputs,) in recipe.tiles(rows)]
     found = torch.cat(best).view(logits.shape[:-1])
@@ -384,20 +328,14 @@ def _row_losses(logits: TiledLogits, _func: object, _self: object, targets: Tens
     return logits.row_losses(losses, targets)
 
 
-_HANDLERS: Final[dict[str, Callable[..., Any]]] = {
+TiledLogits.handlers = CHOOSING | {
     **dict.fromkeys(
         ("float", "double", "half", "bfloat16", "mul", "div", "tanh", "__mul__", "__rmul__", "__truediv__"),
         _elementwise,
     ),
     "to": _to,
-    "contiguous": _unchanged,
     "detach": _detach,
-    **dict.fromkeys(("view", "reshape"), _reshape),
-    "flatten": _flatten,
-    "split": _split,
-    "__getitem__": _index,
     "argmax": _argmax,
     "cross_entropy": _cross_entropy,
     "row_losses": _row_losses,
 }
-"""Operations that do not compute all logits. If a handler returns ``NotImplemented``, all logits are computed."""

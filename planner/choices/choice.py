@@ -15,7 +15,7 @@ from planner.decisions import Choice
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
-from planner.models.formulas import experts
+from planner.models.formulas import context, experts
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 from planner.terms import default_micro_batch
@@ -45,16 +45,17 @@ def choices(request: Request) -> tuple[Choice, ...]:
         if request.num_devices % (tensor * pipeline):
             continue
         data = request.num_devices // (tensor * pipeline)
-        for expert in _expert_ways(request, data):
+        for expert, sharing in itertools.product(_expert_ways(request, data), _context_ways(request, data)):
             degrees = Choice(
                 data_parallel=data,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 expert_parallel=expert,
+                context_parallel=sharing,
                 kernels=None if request.kernels == "auto" else request.kernels,
             )
             try:
-                _check(model, degrees)
+                _check(model, degrees, request.seq_len)
             except ValueError as error:
                 reasons.append(error)
                 continue
@@ -62,7 +63,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
             own = {"expert_units": request.expert_units or _expert_units(model, expert)}
             found += [
                 degrees.model_copy(update=own | {"micro_batch": size, "num_micro_batches": count})
-                for size, count in _cuts(request, data, pipeline)
+                for size, count in _cuts(request, degrees)
             ]
     if not found:
         if not can_be_shared:
@@ -70,14 +71,15 @@ def choices(request: Request) -> tuple[Choice, ...]:
         raise ValueError(
             f"a global batch of {request.global_batch} sequences cannot be cut into equal micro-batches for "
             f"{request.num_devices} devices with the given degrees and sizes; choose a multiple of the data-parallel "
-            f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each"
+            f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each, or let ranks share sequences (--parallel "
+            "context=)"
         )
     return tuple(found)
 
 
 def _check_captured(request: Request, model: CapturedModel) -> None:
     """Check that the request does not need a captured model at another degree or batch size."""
-    for kind in ("tensor", "pipeline", "expert"):
+    for kind in ("tensor", "pipeline", "expert", "context"):
         if (getattr(request, f"{kind}_parallel") or 1) > 1:
             masked = any(spec.name == "attention_mask" for spec in model.inputs) and ":" not in model.factory
             remedy = "leave out the mask (batches masked), or that" if masked else "leave it out"
@@ -110,15 +112,29 @@ def _expert_ways(request: Request, data: int) -> list[int]:
     return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
 
 
-def _cuts(request: Request, data: int, pipeline: int) -> Iterator[tuple[int, int]]:
-    """Yield sizes and numbers of micro-batches."""
+def _context_ways(request: Request, data: int) -> list[int]:
+    if request.context_parallel:
+        return [request.context_parallel]
+    if request.global_batch is None or isinstance(request.model, CapturedModel):
+        return [1]
+    return [2**i for i in range(data.bit_length()) if data % 2**i == 0]
+
+
+def _cuts(request: Request, degrees: Choice) -> Iterator[tuple[int, int]]:
+    """Yield sizes and numbers of micro-batches.
+
+    Ranks that share sequences compute one at a time: several would rather be divided among fewer ranks, which
+    exchange less.
+    """
+    data, pipeline = degrees.num_readers, degrees.pipeline_parallel
     if request.global_batch is None:
         yield request.micro_batch or default_micro_batch(request.seq_len), request.num_micro_batches or 1
         return
     if request.global_batch % data:
         return
     each = request.global_batch // data
-    for size in [request.micro_batch] if request.micro_batch else [2**i for i in range(each.bit_length())]:
+    sizes = [2**i for i in range(each.bit_length() if degrees.context_parallel == 1 else 1)]
+    for size in [request.micro_batch] if request.micro_batch else sizes:
         count, rest = divmod(each, size)
         # With fewer micro-batches than stages, some stages are always idle.
         filled = pipeline == 1 or count >= pipeline or request.pipeline_parallel
@@ -126,7 +142,7 @@ def _cuts(request: Request, data: int, pipeline: int) -> Iterator[tuple[int, int
             yield size, count
 
 
-def _check(model: Model, degrees: Choice) -> None:
+def _check(model: Model, degrees: Choice, seq_len: int) -> None:
     """Check that a model can be divided by these degrees.
 
     Raises:
@@ -134,21 +150,28 @@ def _check(model: Model, degrees: Choice) -> None:
     """
     if isinstance(model, CapturedModel):
         return
-    batch = Batch(1, 1, tensor_parallel=degrees.tensor_parallel, expert_parallel=degrees.expert_parallel)
+    batch = Batch(
+        1,
+        seq_len,
+        tensor_parallel=degrees.tensor_parallel,
+        expert_parallel=degrees.expert_parallel,
+        context_parallel=degrees.context_parallel,
+    )
     experts.check(model, batch)
-    share(model, batch)
-    if degrees.data_parallel % degrees.expert_parallel:
-        raise ModelConfigError(
-            f"expert_parallel {degrees.expert_parallel} must divide the {degrees.data_parallel} data-parallel "
-            "ranks, who share the experts; change one of them"
-        )
+    context.check(share(model, batch), batch)
+    for name in ("expert_parallel", "context_parallel"):
+        if degrees.data_parallel % getattr(degrees, name):
+            raise ModelConfigError(
+                f"{name} {getattr(degrees, name)} must divide the {degrees.data_parallel} data-parallel ranks, of "
+                "which so many share experts or sequences; change one of them"
+            )
     if degrees.pipeline_parallel > model.num_layers:
         raise ModelConfigError(
             f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
             "share; choose fewer stages"
         )
-    if degrees.pipeline_parallel > 1 and degrees.expert_parallel > 1:
-        raise ModelConfigError("experts are not shared by ranks of a pipeline; choose one of both")
+    if degrees.pipeline_parallel > 1 and max(degrees.expert_parallel, degrees.context_parallel) > 1:
+        raise ModelConfigError("experts and sequences are not shared by ranks of a pipeline; choose one of both")
 
 
 def _expert_units(model: Model, expert_parallel: int) -> int:

@@ -99,6 +99,13 @@ class Constraints:
     expert_parallel: Count | None = described(
         "data-parallel ranks that share the experts", most=100_000, flags=("--parallel",), part="expert"
     )
+    context_parallel: Count | None = described(
+        "data-parallel ranks that share every sequence, so that each computes with a part of its tokens: for sequences "
+        "that one device does not hold, or fewer than there are devices",
+        most=100_000,
+        flags=("--parallel",),
+        part="context",
+    )
     expert_units: Count | None = described(
         "units per rank into which the experts of a layer are divided (default: units that are large enough to be "
         "worth moving)",

@@ -127,6 +127,7 @@ def batch_of(
         attention_scratch=hardware.device.kind == "gpu",
         tensor_parallel=choice.tensor_parallel,
         expert_parallel=choice.expert_parallel,
+        context_parallel=choice.context_parallel,
         expert_units=choice.expert_units,
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,

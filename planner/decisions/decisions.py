@@ -55,6 +55,11 @@ class Decisions(Sharding):
                 f"expert_parallel {self.expert_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
                 "share the experts; change one of them"
             )
+        if self.data_parallel % self.context_parallel:
+            raise ValueError(
+                f"context_parallel {self.context_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
+                "share the sequences; change one of them"
+            )
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
         if self.fp8_weights:

@@ -9,7 +9,7 @@ from planner.terms import KernelChoice
 
 Count = Annotated[int, Field(ge=1)]
 TILES: Final = ("loss_tile_tokens", "layer_tile_tokens", "segment_tile_sequences")
-DEGREES: Final = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+DEGREES: Final = ("data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
 
 
 class Choice(Frozen):
@@ -20,6 +20,8 @@ class Choice(Frozen):
         tensor_parallel: ranks that share every layer, per data-parallel rank; units are then one rank's share.
         pipeline_parallel: stages that share the layers, per data-parallel rank.
         expert_parallel: data-parallel ranks that share the experts of every layer.
+        context_parallel: data-parallel ranks that share the tokens of every sequence; see [Note: Context parallelism]
+            in :mod:`planner.models.formulas.context`.
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
             :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
@@ -31,7 +33,7 @@ class Choice(Frozen):
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
         kernels: the kernels that run beside products and attention, see [Note: Kernel sets] in
             :mod:`planner.models.formulas.kernel_sets`; ``None``: those of ``transformers``.
-        micro_batch: sequences per forward, on each rank.
+        micro_batch: sequences per forward, on each rank, or on the ranks that share them.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
     """
 
@@ -39,6 +41,7 @@ class Choice(Frozen):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     expert_parallel: Count = 1
+    context_parallel: Count = 1
     expert_units: Count = 1
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
@@ -62,6 +65,16 @@ class Choice(Frozen):
     def num_devices(self) -> int:
         """All ranks, each with one device."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_readers(self) -> int:
+        """Data-parallel ranks, or groups of those that share sequences: each reads sequences of its own."""
+        return self.data_parallel // self.context_parallel
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that all ranks together read in an iteration."""
+        return self.num_readers * self.num_micro_batches * self.micro_batch
 
     @property
     def words(self) -> str:

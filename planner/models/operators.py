@@ -26,6 +26,7 @@ class Batch:
         kernels: the implementation that runs; see [Note: Kernel lists], and [Note: Kernel sets] in
             :mod:`planner.models.formulas.kernel_sets`.
         expert_parallel: ranks that share the experts of every layer; operators are those of the rank with most tokens.
+        context_parallel: ranks that share the tokens of every sequence, a divisor of their number.
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
@@ -45,6 +46,7 @@ class Batch:
     tensor_parallel: int = 1
     kernels: KernelChoice = "transformers"
     expert_parallel: int = 1
+    context_parallel: int = 1
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None
@@ -56,7 +58,7 @@ class Batch:
     def __post_init__(self) -> None:
         for name in (
             "micro_batch", "seq_len", "tensor_parallel", "expert_parallel", "expert_units", "loss_tile_tokens",
-            "layer_tile_tokens", "segment_tile_sequences",
+            "layer_tile_tokens", "segment_tile_sequences", "context_parallel",
         ):  # fmt: skip
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
@@ -66,6 +68,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the micro-batch on one rank."""
+        return self.micro_batch * self.seq_len // self.context_parallel
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Tokens that a rank reads: with those of the ranks that share its sequences."""
         return self.micro_batch * self.seq_len
 
     @property

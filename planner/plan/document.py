@@ -264,7 +264,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     if decisions.data_parallel > 1:
         parts.append(decisions.shared_in_words)
     degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
-    degrees |= {"expert": decisions.expert_parallel}
+    degrees |= {"expert": decisions.expert_parallel, "context": decisions.context_parallel}
     parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
     return ", ".join(parts)
 

@@ -82,7 +82,7 @@ class Workload:
 
     def tokens(self, decisions: Sharding) -> int:
         """Return the tokens of one iteration over all devices."""
-        return decisions.data_parallel * decisions.num_micro_batches * decisions.micro_batch * self.seq_len
+        return decisions.num_sequences * self.seq_len
 
 
 def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:

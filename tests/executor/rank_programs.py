@@ -67,7 +67,7 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays + rank)
-        seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
@@ -83,7 +83,7 @@ def audited(rank: int, _size: int, task: Task, decisions: Decisions, spoilt: str
         collect = audit.collect
         if spoilt:
             audit.collect = lambda shard, gradient: collect(shard, gradient * (1 + (spoilt in shard.name)))
-        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
     return audit.result.kinds, dict(audit.result.left_out), audit._difference
 
 
@@ -100,7 +100,7 @@ def ran(rank: int, size: int, program, task: Task, decisions: Decisions):
                 dist.all_reduce(gradient)
                 parameter.grad = gradient / size
 
-    tokens = batches(task, rank // decisions.tensor_parallel)
+    tokens = batches(task, rank // decisions.tensor_parallel // decisions.context_parallel)
     expected = run(program, plain, ReferenceOptimizer(make_optimizer(task, plain)), tokens, task.max_norm, average)
     model, optimizer = prepare(task, decisions)
     with optimizer.session as session:
@@ -125,7 +125,9 @@ def dropped(rank: int, _size: int, task: Task, decisions: Decisions):
     torch.nn.functional.dropout = noting
     try:
         with optimizer.session:
-            return found, train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+            return found, train(
+                task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel
+            )
     finally:
         torch.nn.functional.dropout = dropout
 
@@ -149,7 +151,7 @@ def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blin
         torch.use_deterministic_algorithms(True)
         model, optimizer = prepare(task, decisions, device="cuda")
         with optimizer.session:
-            seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+            seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
             optimizer.session.full_parameters()
     return seen, list(races.found)
 
@@ -210,8 +212,12 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 restore(optimizer, checkpoint)
         begin = _digest(optimizer)
         seen = []
-        torch.manual_seed(11 + rank // decisions.tensor_parallel)  # what is left to chance is a rank's own
-        for step, micro_batches in enumerate(batches(task, rank // decisions.tensor_parallel)[start:], start + 1):
+        torch.manual_seed(
+            11 + rank // decisions.tensor_parallel // decisions.context_parallel
+        )  # what is left to chance is a rank's own
+        for step, micro_batches in enumerate(
+            batches(task, rank // decisions.tensor_parallel // decisions.context_parallel)[start:], start + 1
+        ):
             for tokens in micro_batches:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
@@ -303,7 +309,7 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
     wrong = []
     model, optimizer = prepare(task, decisions, record=True)
     with optimizer.session as session:
-        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
         timeline = session.timeline()
         for tier, memory in session.memory().items():
             stated = Counter()
@@ -434,7 +440,7 @@ def left(rank: int, _size: int, task: Task, decisions: Decisions):
             all_reduce(values, *op)
 
         activations.offload, group.all_reduce = leaving, adding_up
-        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
         stated = {t.unit: t.num_bytes for t in session.schedule.tasks if t.op is Op.OFFLOAD}
     return moved, stated, again, sums
 
@@ -459,7 +465,7 @@ def loaded_and_saved(rank: int, _size: int, task: Task, decisions: Decisions, fo
     model, optimizer = prepare(task, decisions, model=model)
     with optimizer.session as session:
         load(optimizer, Path(folder) / "source")
-        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
         warns = pytest.warns(RuntimeWarning, match="belong to other weights")
         with warns if rank == 0 else contextlib.nullcontext():  # warnings are errors
             load(optimizer, Path(folder) / "source")
@@ -584,7 +590,7 @@ def edited(rank: int, size: int, task: Task, decisions: Decisions, name: str):
             gradient /= replicas * decisions.tensor_parallel
             parameter.grad = gradient if there is None else there + gradient
 
-    edit, tokens = EDITS[name], batches(task, rank // decisions.tensor_parallel)[:, 0]
+    edit, tokens = EDITS[name], batches(task, rank // decisions.tensor_parallel // decisions.context_parallel)[:, 0]
     plain = make_model(task)
     reference = ReferenceOptimizer(make_optimizer(task, plain))
     reference.register_step_pre_hook(_follow_writes)

@@ -20,11 +20,13 @@ def assert_same_step(task: Task, decisions, results, num_parts: int) -> None:
     has 26 products, one behind the other. What is in theory 0 (the gradient of a key's bias) has the error of its
     terms, so that a part of the whole gradient's size is allowed too.
     """
-    losses, expected = reference(task, decisions.data_parallel, decisions)
+    losses, expected = reference(task, decisions.num_readers, decisions)
     fp32 = task.dtype is torch.float32
     error = 200 * 2**-24 if fp32 else (2 * num_parts - 1) * 2**-9
     for rank, (seen, final) in enumerate(results):
-        assert seen == pytest.approx(losses[rank // decisions.tensor_parallel], rel=3 * error)
+        assert seen == pytest.approx(
+            losses[rank // (decisions.tensor_parallel * decisions.context_parallel)], rel=3 * error
+        )
         assert all(final[name].tobytes() == results[0][1][name].tobytes() for name in expected), "ranks agree in all"
     first, final = weights(make_model(task)), tensors(results[0][1], expected)
     change = {name: (expected[name] - first[name]).float() for name in expected}

@@ -33,6 +33,7 @@ PRECISION: Any = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 DEGREES = (
     "tensor_parallel",
     "expert_parallel",
+    "context_parallel",
     "expert_units",
     "loss_tile_tokens",
     "layer_tile_tokens",
@@ -102,6 +103,12 @@ CONFIGS = {
     ),
     "llama-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED | {"num_key_value_heads": 2}),
     "llama-tied-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED, tie_word_embeddings=True),
+    "gpt2-still-shared": lambda: transformers.GPT2Config(
+        **_GPT2 | {"vocab_size": 200, "n_head": 4}, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+    ),
+    "opt-still-shared": lambda: transformers.OPTConfig(
+        **_OPT | _SHARED, max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.0
+    ),
     "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED | {"vocab_size": 128}),  # one padded share
     "qwen3-shared": lambda: transformers.Qwen3Config(**_LLAMA_SHARED),
     "qwen3-moe-shared": lambda: transformers.Qwen3MoeConfig(

@@ -56,8 +56,7 @@ def engine_setting(row: EngineRow) -> str:
 
 def tokens_per_iteration(plan: Plan) -> int:
     """Return the tokens of one iteration over all ranks; for a captured model, the samples."""
-    decided = plan.decisions
-    return decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    return plan.decisions.num_sequences * plan.seq_len
 
 
 def batch_line(plan: Plan) -> str:
@@ -67,10 +66,11 @@ def batch_line(plan: Plan) -> str:
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     products = f" with products in {decided.precision.products}" if decided.precision.products else ""
     ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
+    ranks = f"groups of {decided.context_parallel} {ranks}" if decided.context_parallel > 1 else ranks
     master = " (also the master copy)" if decided.precision.rounds else ""
     per_rank = f"{sequences if items == 'tokens' else f'{decided.micro_batch} samples'}{accumulated}"
     return (
-        f"{per_rank} x {decided.data_parallel} {ranks} = {tokens_per_iteration(plan):,} {items}, "
+        f"{per_rank} x {decided.num_readers} {ranks} = {tokens_per_iteration(plan):,} {items}, "
         f"{decided.precision.weights}{master}{products}, "
         f"{OPTIMIZERS[decided.optimizer].words}, gradients {'clipped' if decided.clip else 'not clipped'}"
     )

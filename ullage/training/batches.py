@@ -59,7 +59,7 @@ class Batches:
         plan: the plan, which sets the size of a micro-batch.
         tokens: what :func:`tokens_for` returned.
         seed: seed of the order, or of the random batch.
-        rank: data-parallel rank.
+        reader: number of the group of ranks that reads these sequences; without groups, the data-parallel rank.
         num_sequences: sequences that all ranks together read in an iteration, if they are fewer than the plan's ranks
             and micro-batches have room for; see [Note: Elastic runs] in :mod:`ullage.training.elastic`.
 
@@ -70,22 +70,22 @@ class Batches:
     """
 
     def __init__(
-        self, plan: Plan, tokens: Tokens | None, seed: int = 0, rank: int = 0, num_sequences: int | None = None
+        self, plan: Plan, tokens: Tokens | None, seed: int = 0, reader: int = 0, num_sequences: int | None = None
     ) -> None:
         decided = plan.decisions
         self.position = 0
         self._plan = plan
         self._num_micro_batches = decided.num_micro_batches
-        self._at_once = decided.micro_batch * decided.data_parallel
+        self._at_once = decided.micro_batch * decided.num_readers
         self.num_sequences = num_sequences or self._num_micro_batches * self._at_once
-        self._own = slice(rank * decided.micro_batch, (rank + 1) * decided.micro_batch)
+        self._own = slice(reader * decided.micro_batch, (reader + 1) * decided.micro_batch)
         self._stream: TokenStream | None = None
         self._random: list[tuple[str, Tensor]] = []
         if tokens is not None:
             self._stream = TokenStream(tokens, plan.seq_len, seed, plan.model.vocab_size)
         else:
             assert isinstance(plan.model, CapturedModel)
-            generator, dtype = torch.Generator().manual_seed(seed + rank), DTYPES[decided.precision.weights]
+            generator, dtype = torch.Generator().manual_seed(seed + reader), DTYPES[decided.precision.weights]
             self._random = [(spec.name, random_input(spec, dtype, generator)) for spec in plan.model.inputs]
 
     def losses(self, model: nn.Module) -> Iterator[Tensor]:

@@ -40,11 +40,6 @@ def shared_folder(levels: Sequence[Level]) -> Path:
     return next(Path(level.place) for level in reversed(levels) if not is_remote(level.place))
 
 
-def sequences_of(plan: Plan) -> int:
-    """Return the sequences that all ranks together read in an iteration."""
-    return plan.decisions.micro_batch * plan.decisions.num_micro_batches * plan.decisions.data_parallel
-
-
 def planned_for(plan: Plan, num_ranks: int, folder: Path) -> Plan:
     """Return a plan for the ranks that are there, which reads as many sequences an iteration as the given one.
 
@@ -90,11 +85,11 @@ def _fastest(plan: Plan, num_ranks: int) -> Plan:
 def _requests(plan: Plan, num_ranks: int) -> Iterator[Request]:
     """Yield the plan's request for other ranks, cut into micro-batches in all ways that may be the fastest."""
     chosen, data = chosen_request(plan), num_ranks // plan.decisions.tensor_parallel
-    sequences, most = sequences_of(plan), plan.decisions.micro_batch
-    experts = math.gcd(plan.decisions.expert_parallel, data)
+    sequences, most = plan.decisions.num_sequences, plan.decisions.micro_batch
+    experts, sharing = (math.gcd(n, data) for n in (plan.decisions.expert_parallel, plan.decisions.context_parallel))
     least = math.inf
     for micro_batch in range(most, 0, -1) if not isinstance(plan.model, CapturedModel) else (most,):
-        count, rest = -(-sequences // (micro_batch * data)), sequences % micro_batch
+        count, rest = -(-sequences // (micro_batch * (data // sharing))), sequences % micro_batch
         if rest or count * micro_batch >= least:  # smaller micro-batches are worth it only if ranks compute less
             continue
         least = count * micro_batch
@@ -104,6 +99,7 @@ def _requests(plan: Plan, num_ranks: int) -> Iterator[Request]:
             micro_batch=micro_batch,
             num_micro_batches=count,
             expert_parallel=experts,
+            context_parallel=sharing,
             expert_units=chosen.expert_units if experts == plan.decisions.expert_parallel else None,
             storage=plan.constraints.storage,
         )

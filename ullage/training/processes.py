@@ -17,12 +17,14 @@ class Process:
     Attributes:
         rank: global rank.
         data_rank: data-parallel rank. Ranks that share layers have the same number.
+        reader: number of the group of data-parallel ranks that share sequences, and so read the same ones.
         local_rank: rank on its node, and number of its device.
         per_node: ranks per node, which share its cores and memory.
     """
 
     rank: int
     data_rank: int
+    reader: int
     local_rank: int
     per_node: int
 
@@ -45,7 +47,9 @@ class Process:
                 f"the plan is for {ranks} device(s), {per_node} on a node, but {started} process(es) were started, "
                 f"{local} on this node; start it with `{launch_line(ranks, per_node)}`"
             )
-        return cls(rank, rank // plan.decisions.tensor_parallel, _environment("LOCAL_RANK", 0), per_node)
+        data_rank = rank // plan.decisions.tensor_parallel
+        reader = data_rank // plan.decisions.context_parallel
+        return cls(rank, data_rank, reader, _environment("LOCAL_RANK", 0), per_node)
 
     @property
     def is_first(self) -> bool:

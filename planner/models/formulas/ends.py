@@ -5,10 +5,10 @@ import functools
 from collections.abc import Iterable, Mapping
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import tiled, work
+from planner.models.formulas import context, tiled, work
 from planner.models.formulas.kernel_sets import KERNEL_SETS, kernel_set, liger_tile, loss_with_gradient
-from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient, sum_output
-from planner.models.kernels import Gemm, Work, each
+from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient
+from planner.models.kernels import Gemm, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, root
 from planner.models.patterns import Pattern
@@ -35,13 +35,13 @@ def _operator(
 
 def embedding_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Operator]:
     """Return token embedding and positions; the hidden state comes from the last operator that is not ``rotary``."""
-    rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
+    rows, e, path = batch.num_read_tokens, batch.dtype_bytes, root(config)
     hidden, width = config.hidden_size, config.word_embed_proj_dim
     make = functools.partial(_operator, "embed", specs)
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
-    look_up += sum_output(batch, width)
+    look_up += Work(all_reduce(rows * width * e, batch.tensor_parallel))
     if batch.tensor_parallel > 1:  # a copy of the gradient, without other ranks' rows
         look_up = work.with_memory(look_up, 0, 2 * rows * width * e)
     weight = _token_weight(config)
@@ -53,12 +53,13 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> lis
         name = f"{path}.project_in"
         project = work.with_memory(work.linear(rows, width, hidden, e, bias=False), rows * width * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * hidden * e, f"{name}.weight"))
+    operators[-1] = operators[-1].doing(operators[-1].work + context.cut(batch, hidden))
     return operators
 
 
 def _positions(config: ModelConfig, batch: Batch, specs: _Specs) -> Operator:
     make = functools.partial(_operator, "embed", specs)
-    rows, hidden, e, path = batch.num_tokens, config.hidden_size, batch.dtype_bytes, root(config)
+    rows, hidden, e, path = batch.num_read_tokens, config.hidden_size, batch.dtype_bytes, root(config)
     if not has_learned_positions(config):
         factors = batch.seq_len * config.head_dim
         turn = Work(each(factors, 6, 8, 8, 8, 8, 8, 4 + e, 4 + e), (), 2 * factors * e)
@@ -97,6 +98,7 @@ def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Ope
         logits, loss = _in_tiles(batch, width, vocab, batch.loss_tile_tokens)
     elif kernels.loss_tile:
         logits, loss = with_gradients(rows, width, vocab, e)
+    loss += context.gather_losses(batch)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:

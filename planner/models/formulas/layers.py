@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
-from planner.models.formulas import experts, float8, tiled, work
+from planner.models.formulas import context, experts, float8, tiled, work
 from planner.models.formulas.kernel_sets import RESIDUAL, kernel_set
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator
@@ -206,7 +206,9 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterab
         (),
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
-    output = linear(batch, query, hidden, bias=config.output_bias)
+    output = context.exchange(batch, rows * query * e, saves=True) + linear(
+        batch, query, hidden, bias=config.output_bias
+    )
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
     output += _residual(batch, hidden)
     yield Part(
@@ -227,20 +229,26 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     share, kernels = sum_input_gradient(batch, hidden), kernel_set(batch)
     if config.family == "gpt2":
         joint = linear(batch, hidden, query + 2 * key, bias=bias)
-        return work.with_memory(share + kernels.call + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
-    q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
+        joint += context.exchange(batch, rows * (query + 2 * key) * e)
+        inside_bytes = max(rows * (query + 2 * key + hidden) * e, joint.workspace_bytes)
+        return work.with_memory(share + kernels.call + joint, rows * hidden * e, inside_bytes)
+    sent = rows * key * context.copies_of_keys(config, batch)
+    exchange_key = context.exchange(batch, sent * e)
+    q = linear(batch, hidden, query, bias=bias) + context.exchange(batch, rows * query * e)
+    k = linear(batch, hidden, key, bias=bias) + exchange_key
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
     elif kernels.turned_back:  # rotary's gradients are turned back into the projection's layout
         q += Work((), each(rows * query, 2 * e))
-        k += Work((), each(rows * key, 2 * e))
+        k += Work((), each(sent, 2 * e))
     if config.qk_norm:  # every rank has these norms whole, for its own heads: their gradients are summed
         share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
         q += kernels.norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
-        k += kernels.norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
-    v = linear(batch, hidden, key, bias=bias)
+        k += kernels.norm(sent // config.head_dim, config.head_dim, e, around=False) + share_norm
+    v = linear(batch, hidden, key, bias=bias) + exchange_key
     join = share + kernels.joins[3].work(rows * hidden, e)  # the input's gradients from q, k and v
     inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
+    inside_bytes = max(inside_bytes, context.exchange(batch, rows * query * e).workspace_bytes)
     return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e, inside_bytes)
 
 
@@ -248,21 +256,22 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
     if has_learned_positions(config):
         return attend(config, batch)
     rows, e = batch.num_tokens, batch.dtype_bytes
-    return kernel_set(batch).turn(rows * config.query_size, rows * config.key_value_size, e) + attend(config, batch)
+    key = rows * config.key_value_size * context.copies_of_keys(config, batch)
+    return kernel_set(batch).turn(rows * config.query_size, key, e) + attend(config, batch)
 
 
 def attend(config: ModelConfig, batch: Batch) -> Work:
     """Return the core of attention, from queries and keys that are rotated."""
     rows, e = batch.num_tokens, batch.dtype_bytes
-    query, key = rows * config.query_size, rows * config.key_value_size
+    query, key = rows * config.query_size, rows * config.key_value_size * context.copies_of_keys(config, batch)
     core = Attention(
         batch.micro_batch,
-        config.num_attention_heads,
+        config.num_attention_heads // batch.context_parallel,
         batch.seq_len,
         config.head_dim,
         causal=True,
         flash=batch.flash_attention,
-        shares_keys=config.num_key_value_heads < config.num_attention_heads,
+        shares_keys=key < query,
     )
     if batch.flash_attention:
         scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0

@@ -76,15 +76,16 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
     assert len(set(found)) == len(found)
     for choice in found:
         assert choice.data_parallel * choice.tensor_parallel * choice.pipeline_parallel == num_devices
-        assert choice.data_parallel % choice.expert_parallel == 0
+        assert choice.data_parallel % choice.expert_parallel == choice.data_parallel % choice.context_parallel == 0
         assert tensor in {None, choice.tensor_parallel}
         assert micro_batch in {None, choice.micro_batch}
         if tensor is None:
             assert per_node % choice.tensor_parallel == 0
         if batch:
-            assert choice.data_parallel * choice.micro_batch * choice.num_micro_batches == batch
+            assert choice.num_sequences == batch
         else:
             assert choice.pipeline_parallel == choice.expert_parallel == choice.num_micro_batches == 1
+            assert choice.context_parallel == 1
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,10 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
     [
         ({"tensor_parallel": 5}, "tensor_parallel 5 x pipeline_parallel 1 must divide the 8 devices"),
         ({"expert_parallel": 2}, "opt-125m has no experts"),
+        ({"context_parallel": 8}, "has 12 heads and 12 of keys on a rank, which 8 context-parallel ranks cannot share"),
+        ({"context_parallel": 4, "seq_len": 1026}, "sequences of 1026 tokens cannot be shared equally by 4"),
+        ({"context_parallel": 3, "seq_len": 6}, "context_parallel 3 must divide the 8 data-parallel ranks"),
+        ({"context_parallel": 2, "pipeline_parallel": 2}, "sequences are not shared by ranks of a pipeline"),
         ({"tensor_parallel": 8}, "num_attention_heads of opt-125m is 12, which 8 tensor-parallel ranks cannot share"),
         ({"global_batch": 7, "micro_batch": 2}, "a global batch of 7 sequences cannot be cut"),
         ({"num_devices": 16, "pipeline_parallel": 16}, "has 12 layers, which 16 pipeline stages cannot share"),

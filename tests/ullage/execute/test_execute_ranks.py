@@ -81,11 +81,11 @@ def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
     return out, err
 
 
-@pytest.mark.parametrize("shared", ["data", "layers"])
+@pytest.mark.parametrize("shared", ["data", "layers", "sequences"])
 def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) -> None:
-    if shared == "layers":
+    if shared != "data":
         (folder := tmp_path / "shared").mkdir()
-        plan = planned(folder, tensor_parallel=2)
+        plan = planned(folder, **{"tensor_parallel" if shared == "layers" else "context_parallel": 2})
         tmp_path /= "out"
     printed = json.loads(trained(plan, tmp_path, "--iterations", "6", "--json")[0])
     assert printed["losses"][-1] < printed["losses"][0]
@@ -97,7 +97,7 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) 
     assert (run.timeline.num_iterations, run.data_position) == (6, 6 * 2 * 2 * of_all)
     assert re.search(r"cores [\d,-]+: 1 compute, 1 update \(rank 0\)", run.machine), run.machine
     lanes = {task.lane for task in run.timeline.schedule.tasks}
-    assert lanes >= ({"collective", "compute"} if shared == "data" else {"compute"})
+    assert lanes >= ({"compute"} if shared == "layers" else {"collective", "compute"})
 
 
 def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Path) -> None:

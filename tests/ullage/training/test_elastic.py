@@ -19,7 +19,7 @@ from planner.plan.document import Plan, PlanError
 from planner.plan.planning import make_plan
 from ullage.this_machine.planning import _divided
 from ullage.training.batches import Batches, tokens_for
-from ullage.training.elastic import Progress, Start, _requests, in_words, planned_for, read_progress, sequences_of
+from ullage.training.elastic import Progress, Start, _requests, in_words, planned_for, read_progress
 from ullage.training.loop import Step
 
 
@@ -53,7 +53,7 @@ def test_ranks_read_the_same_sequences_however_many_there_are(
     micro_batch: int, num_micro_batches: int, planned_ranks: int, ranks: int
 ) -> None:
     first = cut(micro_batch, num_micro_batches, planned_ranks)
-    count = sequences_of(first)
+    count = first.decisions.num_sequences
     model = Tokens()
     reference = Batches(cut(count, 1, 1), tokens_for(first, {}))
     expected = [sum(loss.item() for loss in reference.losses(model)) for _ in range(2)]
@@ -64,7 +64,7 @@ def test_ranks_read_the_same_sequences_however_many_there_are(
     for request in requests:
         assert (request.micro_batch * request.num_micro_batches - request.micro_batch) * ranks < count
         plan = cut(request.micro_batch, request.num_micro_batches, ranks)
-        of_ranks = [Batches(plan, tokens_for(plan, {}), rank=rank, num_sequences=count) for rank in range(ranks)]
+        of_ranks = [Batches(plan, tokens_for(plan, {}), reader=rank, num_sequences=count) for rank in range(ranks)]
         for number, value in enumerate(expected):
             means = [sum(loss.item() for loss in batches.losses(model)) for batches in of_ranks]
             assert sum(means) / ranks == pytest.approx(value, rel=1e-12)

@@ -37,7 +37,7 @@ from ullage.this_machine.planning import Options, world_size
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
 from ullage.training.drift import DriftWatch, warning
-from ullage.training.elastic import Progress, Start, in_words, planned_for, sequences_of, shared_folder
+from ullage.training.elastic import Progress, Start, in_words, planned_for, shared_folder
 from ullage.training.levels import buffer_bytes, levels_of, usable
 from ullage.training.loop import Step, train
 from ullage.training.models import check_machine, prepared
@@ -82,7 +82,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
     if not args.allow_other_machine:
         check_measured_here(plan.hardware)
     tokens = tokens_for(plan, args.data)
-    batches = Batches(plan, tokens, args.seed, process.data_rank, sequences_of(first_plan))
+    batches = Batches(plan, tokens, args.seed, process.reader, first_plan.decisions.num_sequences)
     batches.position = args.data.get("skip", 0)
     if process.is_first:
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run

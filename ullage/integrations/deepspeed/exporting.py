@@ -50,7 +50,7 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> tuple[dict[str,
     if zero["stage"] == 3:
         zero["sub_group_size"] = decided.subgroup_params
     config = {
-        "train_batch_size": decided.micro_batch * decided.num_micro_batches * decided.data_parallel,
+        "train_batch_size": decided.num_sequences,
         "train_micro_batch_size_per_gpu": decided.micro_batch,
         "gradient_accumulation_steps": decided.num_micro_batches,
         "gradient_clipping": 1.0 if decided.clip else 0.0,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from planner.models.choice import DEGREES
 from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.setup import Setup
 from ullage.rivals.decisions import RivalDecisions
@@ -65,7 +66,7 @@ def can_run(name: str, setup: Setup, num_nodes: int) -> bool:
     """
     if name in _ONLY_ADAM and setup.given.optimizer != "adamw":
         return False
-    alone = setup.given.tensor_parallel * setup.given.pipeline_parallel * setup.given.expert_parallel == 1
+    alone = all(getattr(setup.given, degree) == 1 for degree in DEGREES if degree != "data_parallel")
     if name in _ONE_DEVICE:
         return alone and setup.given.data_parallel == 1
     return name not in _ONE_NODE or (alone and num_nodes == 1)

@@ -44,13 +44,7 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "sh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch(_Batch):
-    """A batch whose sequences ranks may share.
-
-    Attributes:
-        context_parallel: ranks that share every sequence; the graph is that of one of them.
-    """
-
-    context_parallel: int = 1
+    """A batch of whose sequences ranks may have two blocks each."""
 
     def __post_init__(self) -> None:
         _Batch.__post_init__(self)
@@ -59,11 +53,6 @@ class Batch(_Batch):
                 f"seq_len is {self.seq_len}, but must be a multiple of twice context_parallel {self.context_parallel}: "
                 "every rank has two blocks of each sequence; change one"
             )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the micro-batch on one rank."""
-        return self.micro_batch * self.seq_len // self.context_parallel
 
 
 def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:

@@ -1,0 +1,261 @@
+"""Context parallelism: the exchanges of tokens inside a model's modules.
+
+A rank's layers get the hidden states of its own tokens ([Note: Context parallelism] in
+:mod:`planner.models.formulas.context`). What the model makes of whole sequences before its first layer, such as masks
+and positions, stays whole. An attention module is given a tensor of the shape that whole sequences have, which takes no
+memory. Its projections compute with the rank's own tokens instead, and return all tokens of the rank's heads. So
+everything between the projections is the module's own code for whole sequences with fewer heads: rotation, masks,
+windows, any kernel of attention. The projection behind attention gets its own tokens of all heads again.
+
+Behind the last layer, the hidden states stand for those of whole sequences
+(:class:`executor.distributed.sequences.SharedHidden`), so whatever the model or the loop does with them is right.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from executor.callbacks import in_backward, replace_attribute, with_gradient
+from executor.distributed.groups import Group
+from executor.distributed.sequences import SharedHidden
+from executor.distributed.shards import BindingError
+from executor.distributed.tensor_parallel import NoCompile, Undo
+from planner.graph import Operator, Unit
+
+_HIDDEN = "hidden_states"
+
+
+def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group, no_compile: NoCompile) -> list[Undo]:
+    """Make layers compute with this rank's tokens; return functions that undo this.
+
+    Raises:
+        BindingError: a layer is not as in ``transformers``.
+    """
+    operators = [operator for unit in units for operator in unit.operators]
+    pairs = list(zip(_of(operators, "qkv"), _of(operators, "output"), strict=True))
+    sequences = _Sequences(group)
+    layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
+    ends = [operator for operator in units[-1].operators if operator.kind in {"norm", "projection"}]
+    last = model.get_submodule(ends[-1].name) if ends else layers[-1]
+    embedding = model.get_submodule(_of(operators, "embedding")[0].name)
+    undo: list[Undo] = [
+        embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove,
+        layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove,
+        last.register_forward_hook(no_compile(sequences.share)).remove,
+    ]
+    for before, after in pairs:
+        undo += _Attention(model, before, after, sequences).bind(no_compile)
+    return undo
+
+
+def _of(operators: Sequence[Operator], kind: str) -> list[Operator]:
+    return [operator for operator in operators if operator.kind == kind]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+@final
+class _Sequences:
+    """The sequences of the forward that is under way.
+
+    Attributes:
+        group: ranks that share them.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._num_tokens = 0
+        self._compared = False
+
+    def check_same(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Check once that all ranks read the same sequences; a hook before the embedding.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if not self._compared and args:
+            self.group.check_same("batch", args[0].detach().cpu().numpy().tobytes())
+            self._compared = True
+
+    def num_tokens(self, num_own: int) -> int:
+        """Return the tokens of a sequence of which this rank has so many.
+
+        What is trained is shared equally. Else the last rank may have padding, but no forward is run a second time.
+        """
+        return num_own * self.group.size if torch.is_grad_enabled() or in_backward() else self._num_tokens
+
+    def cut(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give the first layer this rank's tokens; a hook before its forward.
+
+        Raises:
+            ValueError: ranks cannot share sequences that are trained equally.
+        """
+        hidden = _hidden(args, kwargs)
+        num_tokens, ranks = hidden.shape[1], self.group.size
+        if num_tokens % ranks and torch.is_grad_enabled():
+            raise ValueError(
+                f"{ranks} context-parallel ranks cannot share sequences of {num_tokens} tokens equally; pad them to a "
+                f"multiple of {ranks}, with labels of -100"
+            )
+        self._num_tokens = num_tokens
+        num_own = -(-num_tokens // ranks)
+        first = min(self.group.rank * num_own, num_tokens)
+        there = min(num_own, num_tokens - first)
+
+        def forward(whole: Tensor) -> Tensor:
+            own = whole.new_zeros(whole.shape[0], num_own, *whole.shape[2:])
+            own[:, :there] = whole[:, first : first + there]
+            return own
+
+        def backward(gradient: Tensor) -> Tensor:
+            whole = gradient.new_zeros(gradient.shape[0], num_tokens, *gradient.shape[2:])
+            whole[:, first : first + there] = gradient[:, :there]
+            return whole
+
+        return _with_hidden(args, kwargs, with_gradient(hidden, forward, backward))
+
+    def share(self, _module: nn.Module, _args: Any, hidden: Tensor) -> SharedHidden:
+        """Let hidden states stand for those of whole sequences; a hook after the last module before the head."""
+        return SharedHidden.at(hidden, self.group, self.num_tokens(hidden.shape[1]))
+
+    def heads(self, own: Tensor, num_fused: int) -> Tensor:
+        """Exchange this rank's tokens of all heads for all tokens of its heads.
+
+        Args:
+            own: ``[batch, own tokens, fused parts x heads x width]``.
+            num_fused: number of fused parts, each with all heads.
+
+        Returns:
+            ``[batch, tokens, fused parts x own heads x width]``.
+        """
+        ranks, num_tokens = self.group.size, self.num_tokens(own.shape[1])
+
+        def forward(own: Tensor) -> Tensor:
+            batch, num_own, width = own.shape
+            sent = own.view(batch, num_own, num_fused, ranks, -1).permute(3, 0, 1, 2, 4)
+            received = self._exchange(sent).view(ranks, batch, num_own, width // ranks)
+            return received.transpose(0, 1).reshape(batch, -1, width // ranks)[:, :num_tokens]
+
+        def backward(gradient: Tensor) -> Tensor:
+            return self._tokens(gradient, num_fused)
+
+        return with_gradient(own, forward, backward)
+
+    def tokens(self, whole: Tensor) -> Tensor:
+        """Exchange all tokens of this rank's heads, ``[batch, tokens, own width]``, for its tokens of all heads."""
+
+        def backward(gradient: Tensor) -> Tensor:
+            batch, num_own, width = gradient.shape
+            sent = gradient.view(batch, num_own, self.group.size, -1).permute(2, 0, 1, 3)
+            received = self._exchange(sent)
+            return received.transpose(0, 1).reshape(batch, -1, width // self.group.size)
+
+        return with_gradient(whole, lambda whole: self._tokens(whole, 1), backward)
+
+    def _tokens(self, whole: Tensor, num_fused: int) -> Tensor:
+        """Exchange all tokens of this rank's heads, ``[batch, tokens, fused parts x own width]``, for its tokens."""
+        ranks = self.group.size
+        batch, num_tokens, width = whole.shape
+        num_own = -(-num_tokens // ranks)
+        if missing := num_own * ranks - num_tokens:
+            whole = nn.functional.pad(whole, (0, 0, 0, missing))
+        received = self._exchange(whole.reshape(batch, ranks, num_own, width).transpose(0, 1))
+        parts = received.view(ranks, batch, num_own, num_fused, -1).permute(1, 2, 3, 0, 4)
+        return parts.reshape(batch, num_own, ranks * width)
+
+    def _exchange(self, sent: Tensor) -> Tensor:
+        """Send each rank its part, ``[ranks, ...]``; return what each has sent."""
+        sent = sent.contiguous()
+        received, ones = torch.empty_like(sent), [1] * self.group.size
+        self.group.all_to_all(received, sent, ones, ones)
+        return received
+
+
+@final
+class _Attention:
+    """One attention module.
+
+    Args:
+        model: the model.
+        before, after: its operators before and after the core of attention.
+        sequences: what ranks share.
+
+    Raises:
+        BindingError: it is not as in ``transformers``.
+    """
+
+    def __init__(self, model: nn.Module, before: Operator, after: Operator, sequences: _Sequences) -> None:
+        self._path, self._sequences = _parent(before.name), sequences
+        self._module = model.get_submodule(self._path)
+        matrices = [spec for spec in before.parameters if len(spec.shape) == 2]
+        self._projections = [model.get_submodule(_parent(spec.name)) for spec in matrices]
+        self._behind = model.get_submodule(_parent(after.parameters[0].name))
+        head_dim = getattr(self._module, "head_dim", None)
+        if not isinstance(head_dim, int):
+            raise BindingError(
+                f"{self._path} ({type(self._module).__name__}) does not say how wide its heads are, so ranks cannot "
+                "share sequences; plan with --parallel context=1"
+            )
+        self._head_dim = head_dim
+        self._given: Tensor | None = None
+        # One projection for each of queries, keys and values, or one for all.
+        self._num_fused = 3 if len(self._projections) == 1 else 1
+        self._num_heads, self._num_keys = (spec.shape[0] // head_dim for spec in (matrices[0], matrices[-1]))
+
+    def bind(self, no_compile: NoCompile) -> list[Undo]:
+        """Place hooks; return functions that undo this."""
+        undo = self._divide()
+        undo.append(self._module.register_forward_pre_hook(no_compile(self._begin), with_kwargs=True).remove)
+        for projection in self._projections:
+            undo.append(projection.register_forward_pre_hook(no_compile(self._own)).remove)
+            undo.append(projection.register_forward_hook(no_compile(self._heads)).remove)
+        undo.append(self._behind.register_forward_pre_hook(no_compile(self._tokens)).remove)
+        return undo
+
+    def _divide(self) -> list[Undo]:
+        ranks, module = self._sequences.group.size, self._module
+        counts = {name: getattr(module, name, 0) // ranks for name in ("num_heads", "split_size")}
+        if hasattr(module, "num_key_value_groups"):
+            counts["num_key_value_groups"] = self._num_heads // max(self._num_keys, ranks)
+        return [replace_attribute(module, name, count) for name, count in counts.items() if count]
+
+    def _begin(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give the module a tensor of the whole sequences' shape, for which :meth:`_own` puts the rank's tokens."""
+        self._given = own = _hidden(args, kwargs)
+        shape = own.shape[0], self._sequences.num_tokens(own.shape[1]), own.shape[2]
+        return _with_hidden(args, kwargs, own.new_empty(()).expand(shape))
+
+    def _own(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = self._given
+        if projection is self._projections[-1]:
+            self._given = None
+        return given, *args[1:]
+
+    def _heads(self, projection: nn.Module, _args: Any, made: Tensor) -> Tensor:
+        copies = self._sequences.group.size // self._num_keys
+        if copies > 1 and self._num_fused == 1 and projection is not self._projections[0]:
+            made = made.view(*made.shape[:2], self._num_keys, self._head_dim).repeat_interleave(copies, 2).flatten(2)
+        return self._sequences.heads(made, self._num_fused)
+
+    def _tokens(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, *others = args
+        return self._sequences.tokens(whole), *others
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden: Tensor = args[0] if args else kwargs[_HIDDEN]
+    return hidden
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {_HIDDEN: hidden})

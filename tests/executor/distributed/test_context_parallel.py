@@ -1,0 +1,101 @@
+"""Ranks that share the tokens of every sequence, against the whole model in the memory of one process."""
+
+import pytest
+import torch
+from context_programs import exchanged, off_by, wrong_batches
+from plans import mixed
+from rank_programs import trained
+from rounding import assert_same_step, one_step
+from training import Task, decide, uniform, units_of
+
+from planner.graph import Collective, segments
+
+# tensor, data, expert and context ranks
+SHARED = {
+    "2 ranks": ("llama-shared", (1, 2, 1, 2), {"zero_stage": 0}, uniform("gpu", "gpu")),
+    "4 ranks, more than heads of keys": ("llama-shared", (1, 4, 1, 4), {"zero_stage": 3}, mixed),
+    "beside replicas": ("qwen3-shared", (1, 4, 1, 2), {"zero_stage": 2}, uniform("gpu", "stream", "recompute")),
+    "beside tensors": ("qwen2-shared", (2, 2, 1, 2), {"zero_stage": 3}, mixed),
+    "beside experts": ("mixtral-shared", (1, 2, 2, 2), {"zero_stage": 3}, mixed),
+    "joint projections": ("gpt2-still-shared", (1, 2, 1, 2), {"zero_stage": 3}, mixed),
+    "learned positions": ("opt-still-shared", (1, 2, 1, 2), {"zero_stage": 3}, uniform("host", "cpu", "offload")),
+    "loss in tiles": ("llama-tied-shared", (1, 2, 1, 2), {"zero_stage": 3, "loss_tile_tokens": 5}, mixed),
+}
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize(("family", "degrees", "further", "choose"), SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degrees, further, choose, dtype):
+    tensor, data, expert, context = degrees
+    task = one_step(family, dtype)
+    decisions = decide(
+        task,
+        choose,
+        tensor_parallel=tensor,
+        data_parallel=data,
+        expert_parallel=expert,
+        context_parallel=context,
+        **further,
+    )
+    results = processes.call(tensor * data, trained, task, decisions)
+    assert_same_step(task, decisions, results, num_parts=tensor * data)
+
+
+WAYS = {
+    "kept": ("llama-shared", (1, 2), uniform("gpu", "gpu")),
+    "moved, recomputed": ("llama-shared", (1, 4), uniform("host", "cpu", "recompute")),
+    "beside tensors": ("llama-shared", (2, 2), uniform("gpu", "gpu")),
+}
+
+
+@pytest.mark.part(3)
+@pytest.mark.parametrize(("family", "degrees", "choose"), WAYS.values(), ids=WAYS)
+def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, family, degrees, choose):
+    tensor, context = degrees
+    task = Task(family, torch.float32, max_norm=None, schedule=False, optimizer="sgd-plain")
+    decisions = decide(
+        task, choose, tensor_parallel=tensor, data_parallel=context, context_parallel=context, zero_stage=3
+    )
+    for found in processes.call(tensor * context, off_by, task, decisions):
+        assert {name: off for name, off in found.items() if off > 5e-4} == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("odd", "cannot share sequences of 7 tokens equally; pad them to a multiple of 2"),
+        ("other", "rank 1 has another batch than rank 0"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(processes, kind, message):
+    task = Task("llama-shared", torch.float32)
+    decisions = decide(task, uniform("gpu", "gpu"), data_parallel=2, context_parallel=2)
+    processes.begin(2, wrong_batches, task, decisions, kind)
+    assert all(message in str(error) for error in processes.results(2))
+
+
+@pytest.mark.part(3)
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize(("family", "ranks"), [("llama-shared", 2), ("llama-shared", 4), ("gpt2-still-shared", 2)])
+def test_what_is_exchanged_and_saved_is_what_is_planned(processes, family, ranks, activations):
+    task = Task(family, torch.bfloat16, max_norm=None)
+    decisions = decide(task, uniform("gpu", "gpu", activations), data_parallel=ranks, context_parallel=ranks)
+    planned, gathered = 0, 0
+    units = units_of(task, decisions)
+    for unit in units:
+        again = {"keep": (), "recompute": unit.recompute, "offload": unit.remake}[
+            decisions.units[unit.name].activations
+        ]
+        sizes = [k.num_bytes * k.count for k in (*unit.forward, *unit.backward, *again) if isinstance(k, Collective)]
+        if unit.name == "head":
+            gathered = sum(sizes)
+        else:
+            planned += sum(sizes)
+    saved = [sum(unit.saved_bytes for unit in segment) for segment in segments(units)[1:-1]]
+    for sent, of_layers in processes.call(ranks, exchanged, task, decisions):
+        assert sent["all_to_all"] == planned
+        assert sent["all_gather"] + sent["reduce_scatter"] == gathered
+        if activations == "keep":
+            # The first layer is also the first to save the rotary factors, which all layers share.
+            assert of_layers[1:] == pytest.approx(saved[1:], rel=1e-9)
