@@ -4,8 +4,8 @@
 
 - ``largest``: the largest of the packaged models that are planned from their sizes, one sequence of 2,048 tokens at a
   time on each device;
-- ``longest``: the longest sequence of Llama-3-8B, one at a time on each device. Each row keeps the tiles of the one
-  before.
+- ``longest``: the longest sequence of Llama-3-8B, one at a time on each device, and one that all devices share. Each row
+  keeps the tiles of the one before.
 
 The question itself says what NVMe adds. A host of 4 GB stands for training in device memory alone.
 
@@ -27,6 +27,7 @@ DEVICE_ALONE: Final = ("--set", "host.memory_bytes=4GB", "--storage", "never")
 AT_ONCE: Final = ("--tiles", "loss=100000000", "--tiles", "layer=100000000")
 NF4: Final = ("--lora", "rank=16", "--quantize", "nf4")
 LONGEST: Final = ("--model", "llama-3-8b")
+SHARED: Final = "AdamW, one sequence on all devices"
 WAYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "largest": {
         "in device memory alone": DEVICE_ALONE,
@@ -45,6 +46,7 @@ WAYS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "norms and MLPs in tiles": LONGEST,
         "moments in 8 bits": (*LONGEST, "--optimizer", "adamw-8bit"),
         "LoRA on NF4": (*LONGEST, *NF4),
+        SHARED: (*LONGEST, "--parallel", "context=8"),
     },
 }
 """Options of each row, by question."""
@@ -81,7 +83,7 @@ def main() -> None:
     known = {(row["machine"], row["num_devices"], row["way"]) for row in result["rows"]}
     for machine, count in MACHINES:
         for way, options in WAYS[args.question].items():
-            if (machine, count, way) not in known:
+            if (machine, count, way) not in known and (count > 1 or way != SHARED):
                 found = limits(args.question, machine, count, options)
                 row = {"machine": machine, "num_devices": count, "way": way, args.question: found}
                 print(row, flush=True)
