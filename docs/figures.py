@@ -32,7 +32,7 @@ PUBLISHED_PANELS = (
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
     ("peak GPU memory (GB)", ("peak GPU",), 1e9),
 )
-COLOUR = {name: colour.light for name, colour in COLOURS.items()}
+COLOUR = {name: light for name, (light, _dark) in COLOURS.items()}
 LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.CPU, Lane.GPU_UPDATE)
 
 

@@ -285,3 +285,11 @@ def test_what_files_leave_out_has_a_default() -> None:
     for model in make.reached([*roots, *make.PAGES]):
         for name, field in make.fields_of(model).items():
             assert not (field.is_required() and type(None) in get_args(field.annotation)), f"{model.__name__}.{name}"
+
+
+def test_figures_of_the_documents_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest of them is drawn, by the script that draws all."""
+    script = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    monkeypatch.setitem(script["draw_limits"].__globals__, "HERE", tmp_path)
+    script["draw_limits"]("longest", "tokens", (5e3, 1e7))
+    assert (tmp_path / "longest.svg").stat().st_size > 10_000
