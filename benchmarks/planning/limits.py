@@ -4,8 +4,8 @@
 
 - ``largest``: the largest of the packaged models that are planned from their sizes, one sequence of 2,048 tokens at a
   time on each device;
-- ``longest``: the longest sequence of Llama-3-8B, one at a time on each device, and one that all devices share. Each row
-  keeps the tiles of the one before.
+- ``longest``: the longest sequence of Llama-3-8B, one at a time on each device; in the last row all devices share one.
+  Each row keeps the tiles of the one before.
 
 The question itself says what NVMe adds. A host of 4 GB stands for training in device memory alone.
 
