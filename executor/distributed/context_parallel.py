@@ -221,6 +221,8 @@ class _Attention:
     def _divide(self) -> list[Undo]:
         ranks, module = self._sequences.group.size, self._module
         counts = {name: getattr(module, name, 0) // ranks for name in ("num_heads", "split_size")}
+        if hasattr(module, "num_key_value_heads"):
+            counts["num_key_value_heads"] = max(self._num_keys, ranks) // ranks
         if hasattr(module, "num_key_value_groups"):
             counts["num_key_value_groups"] = self._num_heads // max(self._num_keys, ranks)
         return [replace_attribute(module, name, count) for name, count in counts.items() if count]

@@ -56,6 +56,7 @@ def _changes(request: Request, further: Callable[[Request], Changes]) -> Iterato
         _smaller_micro_batch(request),
         _storage(request),
         _more_devices(request),
+        _shared_sequences(request),
         _on(larger_hosts(hardware), request),
         _on(larger_devices(hardware), request),
         further(request),
@@ -111,6 +112,22 @@ def _more_devices(request: Request) -> Changes:
     count = request.num_devices * 2
     while count <= most_devices(request.hardware):
         yield f"--gpus {count}", dataclasses.replace(request, num_devices=count)
+        count *= 2
+
+
+def _shared_sequences(request: Request) -> Changes:
+    """Let devices share sequences, of which as many are read as before: more devices, or those that are there."""
+    if isinstance(request.model, CapturedModel) or request.context_parallel or request.global_batch is not None:
+        return
+    count = 2
+    while count <= max(request.num_devices, most_devices(request.hardware)):
+        shared = dataclasses.replace(request, context_parallel=count)
+        if request.num_devices == 1:
+            yield f"--gpus {count} --parallel context={count}", dataclasses.replace(shared, num_devices=count)
+        elif request.num_devices % count == 0:
+            repeats = (request.num_micro_batches or 1) * count
+            words = f"--parallel context={count} --accumulate {repeats}"
+            yield words, dataclasses.replace(shared, num_micro_batches=repeats)
         count *= 2
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from planner.choices.request import Request
 from planner.models.adapters import Lora
+from planner.models.choice import DEGREES
 from planner.plan.remedies import what_would_fit
 from ullage.cli.options import Options, is_captured
 from ullage.cli.request import trained
@@ -35,7 +36,7 @@ def remedies_of(asked: Options, request: Request) -> Iterator[Remedy]:
 
 def _with_adapters(asked: Options, request: Request) -> Iterator[tuple[str, Request]]:
     """Yield requests with adapters in place of all weights, and then with quantized frozen weights, if not given."""
-    shared = (asked.tensor_parallel, asked.pipeline_parallel, asked.expert_parallel)
+    shared = (getattr(asked, name) for name in DEGREES if name != "data_parallel")
     if (
         is_captured(asked.model) or max(count or 1 for count in shared) > 1
     ):  # models with adapters are captured, and a capture cannot be shared by ranks

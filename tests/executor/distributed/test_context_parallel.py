@@ -19,6 +19,8 @@ SHARED = {
     "beside experts": ("mixtral-shared", (1, 2, 2, 2), {"zero_stage": 3}, mixed),
     "joint projections": ("gpt2-still-shared", (1, 2, 1, 2), {"zero_stage": 3}, mixed),
     "learned positions": ("opt-still-shared", (1, 2, 1, 2), {"zero_stage": 3}, uniform("host", "cpu", "offload")),
+    "sequences in tiles": ("llama-shared", (1, 2, 1, 2), {"segment_tile_sequences": 1}, uniform("gpu", "gpu")),
+    "layers in tiles": ("llama-shared", (1, 2, 1, 2), {"layer_tile_tokens": 3}, uniform("gpu", "gpu")),
     "loss in tiles": ("llama-tied-shared", (1, 2, 1, 2), {"zero_stage": 3, "loss_tile_tokens": 5}, mixed),
 }
 

@@ -44,6 +44,19 @@ def test_a_smaller_micro_batch_with_accumulation_is_the_smallest_change_that_fit
     assert "devices with 16 GB" in found
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_devices_may_share_a_sequence_that_one_does_not_hold(num_devices: int) -> None:
+    too_long = dataclasses.replace(request(1, gpu_bytes=8e7), seq_len=2048, num_devices=num_devices)
+    words = next(words for words, _ in what_would_fit(too_long) if "context=" in words)
+    count = int(words.partition("context=")[2].split()[0])
+    shared = dataclasses.replace(too_long, num_devices=max(num_devices, count), context_parallel=count)
+    shared = dataclasses.replace(shared, num_micro_batches=1 if num_devices == 1 else count)
+    plan = make_plan(shared, max_simulations=40)
+    assert plan.decisions.num_sequences == num_devices
+    with pytest.raises(InfeasibleError):
+        make_plan(too_long)
+
+
 def test_host_memory_is_asked_for_where_that_is_what_lacks():
     words = [words for words, _ in what_would_fit(request(micro_batch=1, gpu_bytes=1.2e8, host_bytes=1e8))]
     assert "hosts with 16 GiB" in words

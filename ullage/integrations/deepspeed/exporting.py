@@ -78,6 +78,8 @@ def _lost_of_ranks(decided: Decisions) -> list[str]:
         lost.append(f"{decided.pipeline_parallel} pipeline stages: write the model as a PipelineModule")
     if decided.expert_parallel > 1:
         lost.append(f"experts are shared by {decided.expert_parallel} ranks: use DeepSpeed's own MoE layers")
+    if decided.context_parallel > 1:
+        lost.append(f"sequences are shared by {decided.context_parallel} ranks: use DeepSpeed's Ulysses")
     return lost
 
 
