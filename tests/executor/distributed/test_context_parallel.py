@@ -4,6 +4,7 @@ import pytest
 import torch
 from context_programs import exchanged, off_by, wrong_batches
 from plans import mixed
+from rank_pool import Processes
 from rank_programs import trained
 from rounding import assert_same_step, one_step
 from training import Task, decide, uniform, units_of
@@ -42,6 +43,46 @@ def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degree
     )
     results = processes.call(tensor * data, trained, task, decisions)
     assert_same_step(task, decisions, results, num_parts=tensor * data)
+
+
+# tensor, data, expert and context ranks of eight processes
+EIGHT = {
+    "all degrees": ("mixtral-shared", (2, 4, 2, 2), mixed),
+    "experts beside": ("qwen3-moe-shared", (1, 8, 4, 2), mixed),
+    "experts of those who share": ("mixtral-shared", (1, 8, 2, 4), uniform("host", "cpu", "recompute")),
+    "replicas": ("llama-shared", (1, 8, 1, 4), uniform("host", "stream", "offload")),
+    "tensors": ("qwen3-shared", (2, 4, 1, 2), uniform("nvme", "nvme", "offload-nvme")),
+    "joint projections": ("gpt2-still-shared", (2, 4, 1, 2), mixed),
+    "learned positions": ("opt-still-shared", (1, 8, 1, 2), mixed),
+    "only tensors": ("qwen3-shared", (4, 2, 1, 1), mixed),
+}
+
+
+@pytest.fixture(scope="module")
+def eight_processes():
+    pool = Processes(8)
+    pool.wait_until_ready()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.part(0)
+@pytest.mark.parametrize(("family", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_eight_ranks_make_the_step_of_one(eight_processes, family, degrees, choose, dtype):
+    tensor, data, expert, context = degrees
+    task = one_step(family, dtype)
+    decisions = decide(
+        task,
+        choose,
+        tensor_parallel=tensor,
+        data_parallel=data,
+        expert_parallel=expert,
+        context_parallel=context,
+        zero_stage=3,
+    )
+    results = eight_processes.call(8, trained, task, decisions)
+    assert_same_step(task, decisions, results, num_parts=8)
 
 
 WAYS = {
