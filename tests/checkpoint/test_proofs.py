@@ -38,7 +38,6 @@ PROOFS = {
             "a_file_of_another_step",
             "swapped_files",
             "a_missing_file",
-            "a_flipped_bit_in_what_another_rank_hands_in",
         ),
         SAVING: ("what_is_damaged_is_passed_over",),
         UNTRUSTED: (
