@@ -1,7 +1,7 @@
-"""A place that every node has for itself, as rank 0 sees it, and what it has the leaders of nodes do there.
+"""A place that every node has for itself, as rank 0 sees it, and what it has the leaders do there.
 
-See [Note: Divided places] in :mod:`executor.checkpoint.peers`. Each level has a log of orders. Rank 0 appends to it, and
-a thread of every other leader follows it. Some orders have an answer, for which rank 0 waits.
+See [Note: Divided places] in :mod:`executor.checkpoint.peers`. Each level has a log of orders. Rank 0 appends to it,
+and a thread of every other leader follows it. Some orders have an answer, for which rank 0 waits.
 """
 
 import contextlib
