@@ -361,8 +361,11 @@ class Levels:
         """Verify a checkpoint of training and remove old ones."""
         begin_s, outcome = time.monotonic(), request.source
         assert outcome.path is not None, "only written checkpoints are submitted"
-        with self.places[0].reading(outcome.path):
-            self._num_whole += self.places[0].verify(outcome.path)
+        try:
+            with self.places[0].reading(outcome.path):
+                self._num_whole += self.places[0].verify(outcome.path)
+        except CheckpointError:  # checkpoints are being closed, or a node is lost
+            return 0.0
         self._prune(outcome, reads=False)
         if self._num_whole < max(self.levels[0].keep, MIN_CHECKPOINTS):  # until then, nothing can be removed
             return 0.0

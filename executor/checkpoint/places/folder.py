@@ -200,7 +200,7 @@ def write_file(files: Files, folder: Path, record: FileRecord, chunks: Iterator[
     Raises:
         CheckpointError: the file cannot be written, or ``chunks`` cannot be read or are not those of the record.
     """
-    with Flusher(files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
+    with Flusher(files, ring_of(_NUM_BUFFERS, record.chunk_bytes), _NUM_BUFFERS - 1) as flusher:
         data = next(chunks).tobytes()
         while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
             data += next(chunks).tobytes()
