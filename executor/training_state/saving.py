@@ -113,7 +113,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 node_bytes = round(of_nodes[node] + of_nodes[node - 1])  # and the copies of those of the node before
                 self.levels.check_room(round(of_nodes.sum()), node_bytes, is_first=rank == 0)
             except CheckpointError:
-                self.close()
+                self.close(on_all_ranks=False)
                 raise
 
     def _divide(self, nodes: Nodes, nonce: int) -> int:

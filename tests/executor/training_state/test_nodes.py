@@ -12,7 +12,7 @@ FILE = "optimizer/exp_avg-00001.safetensors"
 
 def steps(folder):
     """Return the steps of the checkpoints in a folder."""
-    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def run(processes, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.part(2)
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_a_lost_node_costs_nothing(run, tmp_path, zero_stage):
     """Two nodes of two ranks; in the place of one of them comes another, without anything."""
     *_, end, outcomes = run("ab", 3, 2, zero_stage=zero_stage)
@@ -79,6 +80,25 @@ def test_what_a_crash_or_damage_has_left_is_made_whole_or_removed(run, tmp_path)
         (tmp_path / name / "step-00000003" / FILE).unlink(missing_ok=True)
     with pytest.raises(Exception, match=r"no checkpoint is whole: .* a part of it is on no node"):
         run("abc", 3, zero_stage=3)
+
+
+def test_drives_of_nodes_get_what_their_memory_has(processes, tmp_path):
+    """And a URL the files of each. When all have lost their memory, and one its drives, the other drives are enough."""
+    decisions = decide(TASK, uniform("host", "cpu"), data_parallel=3, zero_stage=3)
+
+    def run(names, until):
+        return processes.call(3, on_nodes, TASK, decisions, tmp_path, names, 1, until, "slow")[0]
+
+    assert not [error for *_, error in run("abc", 5)[-1] if error]
+    there = {name: steps(tmp_path / name) for name in ("a", "b", "c", "a-drive", "b-drive", "c-drive", "slow")}
+    assert there["a"] == there["b"] == there["c"]
+    assert max(there["a"]) == 5
+    assert there["a-drive"] == there["b-drive"] == there["c-drive"] == [2, 4]
+    assert there["slow"] == [4]
+    for lost in ("a", "b", "c", "b-drive", "slow"):
+        shutil.rmtree(tmp_path / lost)
+    assert run("abc", 4)[:2] == (4, ())
+    assert steps(tmp_path / "b-drive") == [4]
 
 
 def test_places_that_nodes_share_otherwise_are_refused(processes, tmp_path):
