@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from executor.checkpoint.files.system_calls import CheckpointError
@@ -78,11 +78,14 @@ def ended(rank: Rank, is_divided: bool, fails: str) -> Manifest | str | None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    st.booleans(),
-    st.integers(0, 8),
-    st.sampled_from(["part", "end", ""]),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    is_divided=st.booleans(),
+    failing=st.integers(0, 8),
+    fails=st.sampled_from(["part", "end", ""]),
 )
+@example(sizes=[1, 1], is_divided=True, failing=1, fails="end")
+@example(sizes=[2, 2], is_divided=True, failing=3, fails="part")
+@example(sizes=[1, 2], is_divided=True, failing=0, fails="part")
 def test_all_hear_of_a_failure_and_nobody_waits(sizes: list[int], is_divided: bool, failing: int, fails: str) -> None:
     starts = [sum(sizes[:node]) for node in range(len(sizes))]
     nodes = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]

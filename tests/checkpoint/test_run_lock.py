@@ -51,7 +51,8 @@ def test_the_next_start_of_the_same_run_takes_the_lock_of_another_node(
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "job 7"}
     elsewhere = "import platform; platform.node = lambda: 'elsewhere'"
     words = [sys.executable, "-c", elsewhere + HOLD, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as process, contextlib.ExitStack() as ending:
+        ending.callback(process.kill)
         assert process.stdout is not None
         process.stdout.readline()
         for other in ("job 8", "none", "7", ""):
@@ -65,7 +66,6 @@ def test_the_next_start_of_the_same_run_takes_the_lock_of_another_node(
                 monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
                 with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
                     run_lock(tmp_path).__enter__()
-        process.kill()
 
 
 def test_it_is_given_up_when_closed(tmp_path: Path) -> None:
