@@ -66,6 +66,16 @@ PROOFS = {
         "checkpoint/test_loans.py": ("the_owner_waits_no_longer",),
         COMMAND: ("a_run_whose_drive_hangs",),
     },
+    "9 of nodes with folders of their own, a lost one costs nothing that its neighbour has": {
+        "executor/training_state/test_nodes.py": (
+            "a_lost_node_costs_nothing",
+            "of_neighbours_that_are_lost",
+            "what_a_crash_or_damage_has_left",
+            "drives_of_nodes",
+        ),
+        "checkpoint/test_agreement.py": ("all_hear_of_a_failure",),
+        "ullage/execute/test_execute_ranks.py": ("goes_on_when_a_node_is_lost",),
+    },
 }
 
 

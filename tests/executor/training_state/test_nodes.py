@@ -42,9 +42,6 @@ def test_a_lost_node_costs_nothing(run, tmp_path, zero_stage):
         shutil.rmtree(tmp_path / lost)
         assert run(there, 3, 2, zero_stage=zero_stage)[:4] == (3, (), end, end)
         assert steps(tmp_path / "d" if lost == "b" else tmp_path / "b") == [3]
-    *_, outcomes = run("cd", 5, 2, zero_stage=zero_stage)
-    assert (3, 0, None) not in outcomes
-    assert steps(tmp_path / "c") == [4, 5]
 
 
 def test_of_neighbours_that_are_lost_the_shared_place_has_the_newest(run, tmp_path):
@@ -74,8 +71,6 @@ def test_what_a_crash_or_damage_has_left_is_made_whole_or_removed(run, tmp_path)
     step, refused, found, *_ = run("abc", 3, zero_stage=3)
     assert (step, found, len(refused)) == (3, end, 1)
     assert steps(tmp_path / "a") == [3]
-    again = run("abc", 3, zero_stage=3)
-    assert again[:3] == (3, (), end)
     for name in "abc":
         (tmp_path / name / "step-00000003" / FILE).unlink(missing_ok=True)
     with pytest.raises(Exception, match=r"no checkpoint is whole: .* a part of it is on no node"):
