@@ -7,10 +7,6 @@ flusher's threads hash and write. Tensors in host memory are leased to these thr
 piece is copied or written, so all pieces are of the same step. A copy waits for a free buffer, so memory is bounded.
 After the last piece, another thread makes the files durable and gives the checkpoint its name. A failure loses the
 checkpoint, but never stops training.
-
-[Note: Parts] Every rank writes its own files into one folder, and lists them in a file ``part-<rank>.json``, which a
-rename makes appear whole. Rank 0 waits for all these lists. So the background threads need no collectives, which could
-interfere with the collectives of training.
 """
 
 import contextlib
@@ -33,7 +29,9 @@ from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
-from executor.checkpoint.format.manifest import Manifest, TensorRecord, tensors_of
+from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorRecord, tensors_of
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.peers import Agreement, Peers, Transfer, owned
 from executor.checkpoint.places.folder import Draft, FolderPlace, JoinedDraft
 from executor.checkpoint.source import (
     MODEL_FOLDER,
@@ -75,7 +73,9 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        rank, size: this rank's number, and the number of ranks.
+        peers: all ranks; ``None`` if there is one.
+        is_divided: whether every node has a folder of its own; see [Note: Divided places] in
+            :mod:`executor.checkpoint.peers`.
         nonce: of this run, the same on all ranks.
         patience_s: longest time that rank 0 and the other ranks wait for each other.
         is_lost: whether another rank has failed, for whose part nobody needs to wait.
@@ -88,8 +88,8 @@ class CheckpointEngine:
         place: FolderPlace,
         flusher: Flusher,
         *,
-        rank: int = 0,
-        size: int = 1,
+        peers: Peers | None = None,
+        is_divided: bool = False,
         nonce: str = "",
         patience_s: float = 120.0,
         is_lost: Callable[[], bool] = lambda: False,
@@ -98,7 +98,9 @@ class CheckpointEngine:
         self._source = source
         self._place = place
         self._flusher = flusher
-        self._rank, self._size, self._nonce = rank, size, nonce
+        self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
+        self._rank = rank = 0 if peers is None else peers.rank
+        self._makes_folder = rank == 0 or (is_divided and peers is not None and peers.is_leader)
         self._patience_s, self._is_lost = patience_s, is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
@@ -149,6 +151,8 @@ class CheckpointEngine:
                 f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
         capture = _Capture(step, text, list(self._source.slices), time.monotonic())
+        if self._peers is not None:
+            capture.agreement = Agreement(self._peers, turn, self._patience_s, is_divided=self._is_divided)
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
@@ -156,6 +160,7 @@ class CheckpointEngine:
                 self._open_ones.append(capture)
         if hangs:  # this one could not be committed either, and would fill the drive
             capture.error = timeout_error(self._longest_s)
+            self._tell(capture)
             self._on_outcome(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
@@ -177,6 +182,7 @@ class CheckpointEngine:
                 capture.error = None
             except OSError as error:
                 capture.error = error
+                self._tell(capture)
             capture.blocked_s += time.monotonic() - begin_s
         else:
             capture.left.pop(0)
@@ -254,13 +260,13 @@ class CheckpointEngine:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (self._patience_s if self._rank else 0.0)
+        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else self._patience_s)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
         draft: Draft | JoinedDraft
-        if self._rank == 0:
+        if self._makes_folder:
             draft = self._place.begin(step, folders, self._nonce)
         else:
             draft = JoinedDraft(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
@@ -268,10 +274,8 @@ class CheckpointEngine:
         try:
             for path, made in self._layouts.items():
                 writers[path] = ShardWriter(self._flusher, draft.folder, path, made)
-        except OSError as error:
+        except OSError:
             _abandon((draft, writers))
-            if isinstance(draft, JoinedDraft):
-                draft.send_error(self._rank, str(error))
             raise
         return draft, writers
 
@@ -324,11 +328,25 @@ class CheckpointEngine:
         assert capture.draft is not None
         files = tuple(writer.finish() for writer in capture.writers.values())
         part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
-        if isinstance(capture.draft, JoinedDraft):
-            capture.draft.send_part(self._rank, part)
+        if capture.agreement is None or self._peers is None:
+            assert isinstance(capture.draft, Draft), "one rank makes the folder itself"
+            return capture.draft.commit(Manifest.of(capture.step, [part], {"ranks": [part.extra]}))
+        manifest = capture.agreement.manifest(capture.step, part)
+        if manifest is None or not isinstance(capture.draft, Draft):
             return None
-        parts = capture.draft.collect(self._size, part, self._patience_s, self._is_lost)
-        return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": [part.extra for part in parts]}))
+        path = capture.draft.commit(manifest, self._copied(self._peers, capture.draft, manifest))
+        capture.agreement.end()
+        return None if self._rank else path
+
+    def _copied(self, peers: Peers, draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
+        """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
+        if not self._is_divided:
+            return None
+        count, here = len(peers.nodes), Checkpoint(draft.folder, manifest)
+        files = [owned(peers, node, manifest) for node in range(count)]
+        ring = [Transfer(node, (node + 1) % count, record) for node in range(count) for record in files[node]]
+        peers.exchange(ring, here.chunks, draft.write)
+        return files[peers.node] + files[peers.node - 1]
 
     @functools.cached_property
     def _tensors(self) -> dict[str, TensorRecord]:
@@ -337,8 +355,12 @@ class CheckpointEngine:
     def _give_up(self, capture: "_Capture") -> None:
         if capture.draft is not None:
             _abandon((capture.draft, capture.writers))
-        if isinstance(capture.draft, JoinedDraft):
-            capture.draft.send_error(self._rank, str(capture.error))
+        self._tell(capture)
+
+    def _tell(self, capture: "_Capture") -> None:
+        """Tell the other ranks that this one has failed: they need not wait."""
+        if capture.agreement is not None:
+            capture.agreement.fail(str(capture.error))
 
 
 _Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]
@@ -359,6 +381,7 @@ class _Capture:
     left: list[Key]
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
+    agreement: Agreement | None = None
     draft: Draft | JoinedDraft | None = None
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None

@@ -22,15 +22,17 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Generic, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
+from executor.checkpoint.divided import DividedPlace, Follower, NodePlaces, Orders
 from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.peers import Peers
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import is_remote, place_at
 from executor.checkpoint.places.place import Place
@@ -187,11 +189,12 @@ class Levels:
         levels: fastest first. The first level is a folder.
         on_outcome: called with the outcome of each checkpoint on each level, in any thread.
         files: system calls that write into folders.
-        is_first: whether this is rank 0. Rank 0 copies and removes; other ranks only read.
+        is_first: whether this is rank 0. Rank 0 copies and removes; other ranks only read, but see :meth:`divide`.
 
     Attributes:
         levels: the given levels.
         places: their places, in the same order.
+        num_divided: levels, fastest first, of which every node has a folder of its own.
 
     Raises:
         ValueError: the levels are not consistent.
@@ -213,6 +216,9 @@ class Levels:
             for place in self.places if is_first else ():
                 locks.enter_context(place.lock())
             self._locks = locks.pop_all()  # locked until closed; see [Note: One run]
+        self.num_divided = 0
+        self._followers: list[Follower] = []
+        self._orders: list[Orders] = []
         self._on_outcome = on_outcome
         self._newest: _Request | None = None
         self._num_whole = 0
@@ -226,10 +232,36 @@ class Levels:
             for index, place in enumerate(self.places if is_first else ())
         ]
 
+    def divide(self, peers: Peers, num_divided: int) -> None:
+        """Do the same on all nodes from now on; see [Note: Divided places] in :mod:`executor.checkpoint.peers`.
+
+        Leaders call it before the first checkpoint, when no other run uses their folders.
+
+        Args:
+            peers: all ranks.
+            num_divided: levels, fastest first, of which every node has a folder of its own.
+
+        Raises:
+            CheckpointError: another run has locked a folder of this node.
+        """
+        self.num_divided = num_divided
+        here = NodePlaces(peers, self.places, num_divided, self._check_open)
+        levels = range(min(num_divided + 1, len(self.places)))  # the first of the shared ones gets its files from all
+        if peers.rank:
+            for place in self.places[:num_divided]:
+                self._locks.enter_context(place.lock())
+            self._followers = [Follower(here, level) for level in levels]
+        else:
+            self._orders = [Orders(here, level) for level in levels]
+            divided = (DividedPlace(self._orders[level], level) for level in range(num_divided))
+            self.places = (*divided, *self.places[num_divided:])
+
     @property
     def fastest(self) -> FolderPlace:
-        """The place that training writes to."""
+        """The folder that training writes to."""
         place = self.places[0]
+        if isinstance(place, DividedPlace):
+            return place.local
         assert isinstance(place, FolderPlace)
         return place
 
@@ -243,15 +275,32 @@ class Levels:
                 worker.submit(self._newest)
                 self._prune(outcome, reads=False)
 
-    def check_room(self, num_bytes: int) -> None:
+    def keep_common(self, step: int) -> None:
+        """Remove what nodes do not all have, or is newer than a step: what a crash or the loss of a node has left."""
+        for place in self.places:
+            if isinstance(place, DividedPlace):
+                of_nodes = place.steps()
+                for other in set().union(*of_nodes):
+                    if other > step or any(other not in steps for steps in of_nodes):
+                        place.remove(place.folder(other))
+
+    def check_room(self, num_bytes: int, node_bytes: int = 0, *, is_first: bool = True) -> None:
         """Check that every folder has room for retained and new checkpoints, and one that the level below still reads.
+
+        Args:
+            num_bytes: of a checkpoint.
+            node_bytes: of its files on this node, where every node has a folder of its own.
+            is_first: whether this is rank 0, which checks the folders that nodes share.
 
         Raises:
             CheckpointError: a folder has too little room.
         """
         for index, (level, place) in enumerate(zip(self.levels, self.places, strict=True)):
-            is_read = index + 1 < len(self.levels)
-            place.check_room(max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read, num_bytes)
+            is_read, is_divided = index + 1 < len(self.levels), index < self.num_divided
+            folder = place.local if isinstance(place, DividedPlace) else place
+            if is_first or is_divided:
+                num_checkpoints = max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read
+                folder.check_room(num_checkpoints, node_bytes if is_divided else num_bytes)
 
     def settle(self) -> None:
         """Wait, at most :data:`PATIENCE_S`, until the newest checkpoint of training is verified."""
@@ -276,14 +325,21 @@ class Levels:
         if not done:
             self.close(why)
 
-    def close(self, why: str = "still being copied when checkpoints were closed") -> None:
-        """Abandon copies that have not ended, and report this reason. Closing twice is allowed."""
+    def close(self, why: str = "still being copied when checkpoints were closed", patience_s: float = 0.0) -> None:
+        """Abandon copies that have not ended, and report this reason. Closing twice is allowed.
+
+        Leaders other than rank 0 wait for at most ``patience_s`` until rank 0 has closed.
+        """
+        for follower in self._followers:
+            follower.close(patience_s)
         if self._end is None:
             self._end = why
             for level, worker in enumerate(self._workers):
                 hanging = worker.close(_END_S)
                 if hanging is not None and level:
                     self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
+            for orders in self._orders:
+                orders.close()
             self._locks.close()
 
     def _submit(self, level: int, request: _Request) -> None:
@@ -305,8 +361,11 @@ class Levels:
         """Verify a checkpoint of training and remove old ones."""
         begin_s, outcome = time.monotonic(), request.source
         assert outcome.path is not None, "only written checkpoints are submitted"
-        with self.fastest.reading(outcome.path):
-            self._num_whole += self.fastest.verify(outcome.path)
+        try:
+            with self.places[0].reading(outcome.path):
+                self._num_whole += self.places[0].verify(outcome.path)
+        except CheckpointError:  # checkpoints are being closed, or a node is lost
+            return 0.0
         self._prune(outcome, reads=False)
         if self._num_whole < max(self.levels[0].keep, MIN_CHECKPOINTS):  # until then, nothing can be removed
             return 0.0
@@ -336,8 +395,15 @@ class Levels:
                     f"{source.path} was removed for newer checkpoints before it was copied: keep more there, or give "
                     "this level a longer interval"
                 )
+            copy = None
+            if source.level < self.num_divided:
+                order = {"do": "copy", "source": source.level, "step": source.step}
+                copy = functools.partial(self._copy_on_nodes, level, order)
             with Checkpoint(source.path) as checkpoint:
-                return self.places[level].put(checkpoint, self._check_open)
+                return self.places[level].put(checkpoint, self._check_open, copy)
+
+    def _copy_on_nodes(self, level: int, order: Mapping[str, Any], name: str) -> None:
+        self._orders[level].ask({**order, "name": name}, self._check_open)
 
     def _check_open(self) -> None:
         if self._end is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -76,6 +77,12 @@ def _path(state: str, rank: int, index: int) -> str:
     if state == MASTER:
         return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
     return f"{OPTIMIZER_FOLDER}/{state}-{rank:05d}{more}.safetensors"
+
+
+def rank_of(path: str) -> int:
+    """Return the rank that has written a file of a checkpoint; -1 if its path does not tell."""
+    found = re.search(r"-(\d{5,})(-\d+)?\.safetensors$", path)
+    return int(found[1]) if found else -1
 
 
 def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:

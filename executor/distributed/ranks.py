@@ -88,6 +88,7 @@ class Ranks:
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._groups: list[dist.ProcessGroup] = []
         self._parts: list[Group] = []
+        self._more: dict[Groups, Group] = {}
         self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
         self._watchdog = Watchdog(session_store(), self.rank, size, silence_s=silence_s)
@@ -147,6 +148,13 @@ class Ranks:
     def casting(self, unit: Unit) -> Group:
         """Return the same ranks as :meth:`replicas`, over host memory, for casts of the unit's weights alone."""
         return self._casting[unit.parts(self.mesh.degrees)]
+
+    def host_group(self, groups: Groups) -> Group:
+        """Return this rank's of some groups over host memory, for one more thread. All ranks call this together."""
+        if groups not in self._more:
+            with self.reporting_failures():
+                self._more[groups] = self._group(groups, on_hosts=True)
+        return self._more[groups]
 
     # Collectives of the caller's thread, over host memory.
 

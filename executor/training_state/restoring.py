@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.format.manifest import Manifest, TensorRecord
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
@@ -79,6 +80,34 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
             session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
     warn_of_differences(before, saved_groups, order, str(checkpoint.folder))
     return extra
+
+
+def files_needed(optimizer: OffloadedOptimizer, manifest: Manifest) -> set[int]:
+    """Return the indices of the files that :func:`restore` reads on this rank, or more."""
+    session, found = optimizer.session, set[int]()
+    by_name: dict[str, list[TensorRecord]] = {}
+    for own, record in manifest.tensors.items():
+        by_name.setdefault(whole_name(own), []).append(record)
+    for unit, entry in session.runtime.parameter_states().values():
+        name, size = entry.shard.shard_name, entry.shard.shape.numel()
+        for key in dict.fromkeys((*_keys(optimizer, entry.kind), *SCALES.values())):
+            saved = manifest.tensors.get(tensor_name(name, key))
+            if saved is None or saved.num_values == 0 or size == 0:  # saved with other shards: all of them
+                others = by_name.get(tensor_name(entry.shard.name, key), ())
+                found |= {fragment.file for other in others for fragment in other.fragments}
+                continue
+            parts = [(part.start, part.stop) for piece in unit.pieces for part in entry.parts_in(piece)]
+            ranges = [(start - entry.start, stop - entry.start) for start, stop in parts]
+            if unit.is_resident and len(unit.own_weights) < len(unit.device_weights):
+                ranges.append((0, size))
+            grain = size / saved.num_values  # more than 1 where values share one of the tensor
+            for start, stop in ranges:
+                found |= {
+                    fragment.file
+                    for fragment in saved.fragments
+                    if fragment.start * grain < stop and start < fragment.stop * grain
+                }
+    return found
 
 
 def _check_tensors(

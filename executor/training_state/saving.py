@@ -2,25 +2,35 @@
 
 import contextlib
 import dataclasses
+import functools
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
+from executor.checkpoint.divided import DividedPlace
 from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.flusher import Flusher
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
+from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level, Levels
-from executor.checkpoint.places.place import candidates, parse_name
+from executor.checkpoint.peers import Transfer
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import Place, candidates, parse_name, step_of
 from executor.prepare import OffloadedOptimizer, check_prepared
-from executor.training_state.restoring import restore
+from executor.training_state.nodes import Nodes
+from executor.training_state.restoring import files_needed, restore
 from executor.training_state.rng_state import rng_state
 
 _PATIENCE_S = 60.0
+_CLOSED_S = 600.0  # longest until rank 0 has brought the last checkpoint to all levels
 _SHARED_S = 5.0  # longest until a file that another node has written is seen
 
 
@@ -47,14 +57,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     Args:
         optimizer: the optimizer that ``prepare`` returned, for a session with buffers for checkpoints.
-        levels: places of checkpoints, fastest first. Training writes to the first level, a folder that all ranks share.
-            Each further level gets copies from the level above, of the steps that are multiples of its interval.
+        levels: places of checkpoints, fastest first. Training writes to the first level, a folder. Each further level
+            gets copies from the level above, of the steps that are multiples of its interval. Nodes may each have a
+            folder of their own, but all share the last level; see [Note: Divided places] in
+            :mod:`executor.checkpoint.peers`.
         on_outcome: called in another thread with the outcome of each checkpoint on each level.
         files: system calls that write into folders.
 
     Raises:
         ValueError: the session has no buffers for checkpoints, or the levels are not consistent.
-        CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
+        CheckpointError: a place cannot be used, has no room, or is shared by some nodes only.
     """
 
     def __init__(
@@ -73,55 +85,96 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         self._rank = rank
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
-        if size > 1:
-            try:
-                self._check_shared(nonce)
-            except BaseException:
-                self.levels.close()
-                raise
+        self._nodes = None if session.runtime.ranks is None else Nodes(session.runtime.ranks)
+        try:
+            num_divided = 0 if self._nodes is None else self._divide(self._nodes, nonce)
+        except BaseException:
+            self.levels.close()
+            raise
         place = self.levels.fastest
         self._flusher = Flusher(place.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
             session.runtime.snapshots,
             place,
             self._flusher,
-            rank=rank,
-            size=size,
+            peers=self._nodes,
+            is_divided=num_divided > 0,
             nonce=f"{nonce:08x}" if size > 1 else "",
             is_lost=session.collectives.has_failed,
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
-        num_bytes = round(session.collectives.mean(self._engine.num_bytes) * size)
-        if rank == 0:
+        of_nodes = np.zeros(1 if self._nodes is None else len(self._nodes.nodes))
+        node = 0 if self._nodes is None else self._nodes.node
+        of_nodes[node] = self._engine.num_bytes
+        of_nodes = session.collectives.means(of_nodes) * size
+        if rank == 0 or (num_divided and self._nodes is not None and self._nodes.is_leader):
             try:
-                self.levels.check_room(num_bytes)
+                node_bytes = round(of_nodes[node] + of_nodes[node - 1])  # and the copies of those of the node before
+                self.levels.check_room(round(of_nodes.sum()), node_bytes, is_first=rank == 0)
             except CheckpointError:
-                self.close()
+                self.close(on_all_ranks=False)
                 raise
 
-    def _check_shared(self, nonce: int) -> None:
-        """Check that all ranks see the same places, by a mark of rank 0 in each.
+    def _divide(self, nodes: Nodes, nonce: int) -> int:
+        """Find out of how many levels every node has a folder of its own; see [Note: Divided places].
+
+        Rank 0 leaves a mark in every place, which all ranks see if they share it. Then the leader of each node does.
 
         Raises:
-            CheckpointError: a place is another one on another node.
+            CheckpointError: some nodes share a place that others have for themselves; or none is shared by all.
         """
-        collectives, places = self._session.collectives, self.levels.places
-        with contextlib.ExitStack() as marks:
-            for place in places if self._rank == 0 else ():
-                marks.enter_context(place.marked(nonce))
-            collectives.broadcast(nonce)  # after it, all marks are there
+        places = self.levels.places
+        lacking = self._unseen(nonce, places, marks=self._rank == 0)
+        divided = [place for place, share in zip(places, lacking, strict=True) if share]
+        if not divided:
+            return 0
+        if divided != list(places[: len(divided)]) or len(divided) == len(places):
+            raise CheckpointError(
+                f"{divided[-1].place} is not the same on all nodes: give after it a folder on a file system that all "
+                "nodes share, or a URL, from which training goes on if two neighbouring nodes are lost"
+            )
+        own = self._unseen(nonce + 1 + nodes.node, divided, marks=nodes.is_leader)
+        if own.any():
+            raise CheckpointError(
+                f"{divided[int(own.argmax())].place} is shared by some nodes and not by all, or not by all ranks of "
+                "a node; give a folder that each node has for itself, or that all share"
+            )
+        nodes.connect()
+        lock: CheckpointError | None = None
+        try:
+            if nodes.is_leader:
+                self.levels.divide(nodes, len(divided))
+            else:
+                self.levels.num_divided = len(divided)
+        except CheckpointError as error:
+            lock = error
+        if self._session.collectives.any(lock is not None):
+            raise lock or CheckpointError("another run writes checkpoints into a folder of another node")
+        return len(divided)
+
+    def _unseen(self, mark: int, places: Sequence[Place], *, marks: bool) -> npt.NDArray[np.float64]:
+        """Return the share of ranks that do not see a mark of theirs, for each place. All ranks call this together.
+
+        Args:
+            mark: the mark to see.
+            places: the places.
+            marks: whether this rank leaves it there.
+
+        Raises:
+            CheckpointError: it cannot be left there.
+        """
+        collectives = self._session.collectives
+        with contextlib.ExitStack() as stack:
+            for place in places if marks else ():
+                stack.enter_context(place.marked(mark))
+            collectives.any(False)  # after it, all marks are there
             deadline_s = time.monotonic() + _SHARED_S
-            while (unseen := [not place.has_mark(nonce) for place in places]) != [False] * len(places):
-                if time.monotonic() > deadline_s:
+            while unseen := [place for place in places if not place.has_mark(mark)]:
+                if time.monotonic() > deadline_s or not any(place.may_be_shared for place in unseen):
                     break
                 time.sleep(0.1)
-            missing = collectives.means(np.array(unseen, float))
-        if lacking := [place.place for place, share in zip(places, missing, strict=True) if share]:
-            raise CheckpointError(
-                f"{lacking[0]} is not the same on all nodes: give a folder on a file system that all nodes share, and "
-                "after it such folders or URLs"
-            )
+            return collectives.means(np.array([place in unseen for place in places], float))
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations.
@@ -191,24 +244,31 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             CheckpointError: the checkpoint is of another model or optimizer, or no checkpoint is whole. In the second
                 case the model's weights are lost.
         """
+        if self.levels.num_divided:
+            self.finish()  # so that only one thread moves files between nodes
         there, refused = candidates(self.levels.places) if self._rank == 0 else ([], [])
         path, lost = None, False
-        for path in self._found_by_rank_0(there):
+        for level, path in self._found_by_rank_0(there):
             failure = f"{path}: another rank cannot read its part"
             with contextlib.ExitStack() as stack:
+                checkpoint = None
                 try:
+                    if level < self.levels.num_divided:
+                        self._gather(level, path)
                     checkpoint = stack.enter_context(Checkpoint(path))
-                    opened = True
-                except DamagedError as error:
-                    failure, opened = str(error), False
-                if not self._session.collectives.any(not opened):  # restore() begins with collectives
+                except CheckpointError as error:
+                    failure = str(error)
+                # restore() begins with collectives
+                if not self._session.collectives.any(checkpoint is None) and checkpoint is not None:
                     try:
                         extra = restore(self._optimizer, checkpoint)
                         restored = True
                     except DamagedError as error:
                         failure, restored = str(error), False
                     if not self._session.collectives.any(not restored):
-                        return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+                        step = checkpoint.manifest.step
+                        self.levels.keep_common(step)
+                        return Resumed(path, step, tuple(refused), extra)
                     lost = True
             refused.append(failure)
         if path is not None:
@@ -221,25 +281,75 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise none_whole
         return Resumed(refused=tuple(refused))
 
-    def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
-        """Yield the checkpoints that rank 0 has found. All ranks call this together."""
+    def _gather(self, level: int, path: Folder) -> None:
+        """Bring to each node the files of a divided checkpoint that its ranks need, and those for its neighbour.
+
+        Every rank says which files it needs. What a node lacks comes from another that has it, checked on the way. All
+        ranks call this together.
+
+        Raises:
+            CheckpointError: a file is on no node, or cannot be brought.
+        """
+        nodes, collectives, place = self._nodes, self._session.collectives, self.levels.places[level]
+        assert nodes is not None, "one rank has no divided places"
+
+        def held() -> str:
+            assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
+            try:
+                found = place.held(step_of(path))
+            except OSError as error:
+                return json.dumps({"error": str(error)})
+            return json.dumps({"manifest": found.manifest.to_json().decode(), "files": found.files})
+
+        found = json.loads(collectives.broadcast_text(held))
+        if "error" in found:
+            raise CheckpointError(found["error"])
+        manifest = Manifest.read(found["manifest"].encode())
+        wanted = np.zeros((len(nodes.nodes), len(manifest.files)))
+        wanted[nodes.node, sorted(files_needed(self._optimizer, manifest))] = 1.0
+        wanted = collectives.means(wanted)
+        has = [set(files) for files in found["files"]]
+        load = [0] * len(has)  # bytes that each node sends
+        transfers = []
+        for node, index in zip(*np.nonzero(wanted + np.roll(wanted, 1, axis=0)), strict=True):
+            if index not in has[node]:
+                record = manifest.files[index]
+                source = min((n for n, files in enumerate(has) if index in files), key=lambda n: load[n])
+                load[source] += record.num_bytes
+                transfers.append(Transfer(source, int(node), record))
+        failure: OSError | None = None
+        if nodes.is_leader:
+            local = place.local if isinstance(place, DividedPlace) else place
+            assert isinstance(path, Path), "places of nodes are folders"
+            assert isinstance(local, FolderPlace), "places of nodes are folders"
+            try:
+                nodes.exchange(
+                    transfers, Checkpoint(path, manifest).chunks, functools.partial(local.add, path, manifest)
+                )
+            except OSError as error:
+                failure = error
+        if collectives.any(failure is not None):
+            raise CheckpointError(f"{failure or f'{path}: another node cannot get its files'}")
+
+    def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[tuple[int, Folder]]:
+        """Yield the checkpoints that rank 0 has found, with their levels. All ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
             level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
             if level < 0:
                 return
-            yield self.levels.places[level].folder(step, nonce)
+            yield level, self.levels.places[level].folder(step, nonce)
 
-    def close(self) -> None:
+    def close(self, *, on_all_ranks: bool = True) -> None:
         """Abandon unfinished snapshots and copies to other levels, and wait for files that are being written.
 
-        Closing twice is allowed.
+        Closing twice is allowed. If not all ranks close now, because of an error, this one waits for no other.
         """
         self._engine.close()
         if self._session.runtime.snapshots is not None:
             self._session.runtime.snapshots.engine = None
         self._flusher.close()
-        self.levels.close()
+        self.levels.close(patience_s=_CLOSED_S if on_all_ranks else 0.0)
 
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self.close(on_all_ranks=error is None)

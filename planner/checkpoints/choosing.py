@@ -1,9 +1,12 @@
 """Choose the levels and intervals of checkpoints for a plan, given the expected failures.
 
 [Note: Choice of levels] Every set of levels that survives all failures is tried. Training writes the fastest level of a
-set; a background thread fills each slower level from the one above. The simulator says what each level costs and how
-long it takes, and :mod:`planner.checkpoints.nesting` finds the intervals. If checkpoints come so close that they
-overlap, the interval and its neighbours are simulated with overlaps, and the one with the least waste wins.
+set; a background thread fills each slower level from the one above. On several nodes, memory and drives also have what
+the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.peers`), so they survive the loss of a node.
+Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says what
+each level costs and how long it takes, and :mod:`planner.checkpoints.nesting` finds the intervals. If checkpoints come
+so close that they overlap, the interval and its neighbours are simulated with overlaps, and the one with the least
+waste wins.
 """
 
 import dataclasses
@@ -80,7 +83,7 @@ class _Choice:
         self._trial = trial
         self._buffer_bytes = buffer_bytes
         cost = trial.cost
-        self._node_bytes = trial.node_bytes
+        self._node_bytes = trial.num_copies * trial.node_bytes
         self._all_bytes = trial.all_bytes
         self._ring_bytes = buffer_bytes * cost.ranks_per_node
         if (free_bytes := self._trial.free_bytes(Tier.HOST)) < self._ring_bytes:
@@ -156,12 +159,30 @@ class _Choice:
     def _rates(self, levels: tuple[Level, ...]) -> list[float] | None:
         """Return the failures per second from which each level recovers; ``None`` if some have no level."""
         rates = dict.fromkeys(levels, 0.0)
+        if self._is_copied(levels):
+            rates[levels[0]] = self._request.failures_per_s
+            lost_per_s = self._nodes_lost_per_s
+            if levels[-1] == "pfs":
+                neighbours = min(self._trial.num_nodes - 1, 2)
+                again_s = self._request.restart_s + self._trial.restored_s(levels[0]) + self._trial.fetched_s()
+                rates["pfs"] = lost_per_s**2 * again_s * neighbours / self._trial.num_nodes
+            elif lost_per_s and "pfs" not in self._left_out:
+                return None
+            return list(rates.values())
         for kind, mtbf_s in self._request.mtbf_s.items():
             surviving = [level for level in levels if LEVELS.index(level) >= LEVELS.index(kind)]
             if not surviving:
                 return None
             rates[surviving[0]] += 1 / mtbf_s
         return list(rates.values())
+
+    def _is_copied(self, levels: tuple[Level, ...]) -> bool:
+        """Return whether the next node has copies on the fastest of some levels."""
+        return self._trial.num_copies > 1 and levels[0] != "pfs"
+
+    @property
+    def _nodes_lost_per_s(self) -> float:
+        return sum(1 / mtbf_s for kind, mtbf_s in self._request.mtbf_s.items() if kind != "memory")
 
     # --- what they cost
 
@@ -173,13 +194,19 @@ class _Choice:
         for position, (level, rate) in enumerate(zip(levels, rates, strict=True)):
             if position == 0:
                 measured = self._saved(level, every)
+                if self._is_copied(levels):
+                    copied = self._trial.promoted(level, level)
+                    measured = Measured(measured.cost_s + copied.cost_s, measured.latency_s + copied.latency_s)
                 drained_s = measured.latency_s - measured.cost_s  # training waits for the rest
             else:
                 measured = self._trial.promoted(levels[position - 1], level)
                 drained_s = measured.latency_s
             latency_s += measured.latency_s
             restart_s = self._request.restart_s + self._trial.restored_s(level)
-            found.append(Protection(measured.cost_s, latency_s, restart_s, rate))
+            is_copied = self._is_copied(levels)
+            if is_copied and position == 0:
+                restart_s += self._trial.fetched_s() * self._nodes_lost_per_s / self._request.failures_per_s
+            found.append(Protection(measured.cost_s, latency_s, restart_s, rate, is_copied and level == "pfs"))
             least_s.append(max(drained_s, self._endured_s() if level == "nvme" else 0.0))
         return found, Limits(tuple(least_s), self._request.max_overhead, self._request.max_lost_s)
 
@@ -298,8 +325,10 @@ class _Choice:
         yield "failures come at exponential times"
         if len(levels) > 1:
             yield "one thread of each node fills a slower level from the one above"
-        if levels[0] != "pfs" and self._all_bytes > self._node_bytes:
-            yield "several nodes that save to their own memory or drives are planned, and not executed so far"
+        if self._is_copied(levels):
+            yield "each node also has what the node before saves, so a lost node costs as much as a lost process"
+            if levels[-1] != "pfs":
+                yield "what is run needs a place after these that all nodes share (--checkpoints pfs-bandwidth=SIZE)"
 
 
 def _neighbours(every: int) -> list[int]:

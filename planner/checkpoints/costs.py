@@ -33,7 +33,8 @@ class CheckpointCosts:
     Args:
         cost: of training, and of copies; says how many ranks save.
         store: the target: memory or drives of each node, or the shared file system.
-        above: the faster level from which checkpoints are promoted to the target, if any.
+        above: the level from which checkpoints are copied to the target, if any: a faster one; or the same one, of the
+            node before.
         num_files: files of one checkpoint of the whole job; by default one for each rank.
 
     Attributes:
@@ -55,6 +56,7 @@ class CheckpointCosts:
         self._num_files = cost.num_ranks if num_files is None else num_files
         self.store = Store(cost, store)
         self._above = Store(cost, above) if above else None
+        self._crosses = above == store
         storage = storage_of(cost, store)
         self._create_s = storage.create_s.value if storage and storage.create_s else 0.0
         self._training = cost.capacities()
@@ -93,7 +95,8 @@ class CheckpointCosts:
                 price = self.cost.price(dataclasses.replace(task, lane=Lane.NVME_STATE_IN))
             case Op.PROMOTE:
                 assert self._above is not None, "who promotes says from where"
-                price = self._in_turn(task.num_bytes, self._above.read, self.store.write)
+                sent = (self._sent(task.num_bytes),) if self._crosses else ()
+                price = self._in_turn(task.num_bytes, self._above.read, self.store.write, also=sent)
             case Op.VERIFY:
                 price = self._in_turn(task.num_bytes, self.store.read)
             case _:
@@ -106,10 +109,16 @@ class CheckpointCosts:
         core_s = (_core_s(hashed) + _core_s(stored)) / min(NUM_THREADS, self._training[Resource.CORES])
         return self._shared(max(stored.duration_s, core_s), (hashed, stored))
 
-    def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Price]) -> Price:
+    def _sent(self, num_bytes: int) -> Price:
+        """Price the sending of all bytes of a node to the next, over one connection."""
+        fabric, ranks = self.cost.profile.inter_node, self.cost.ranks_per_node
+        assert fabric is not None, "a profile for several nodes has one"
+        return Price(0.0, num_bytes * ranks / fabric.bytes_per_s.value, ((Resource.FABRIC, 1 / ranks),))
+
+    def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Price], also: Sequence[Price] = ()) -> Price:
         """Price the work of one thread for all ranks of a node: it takes chunks in turn and hashes each one."""
         threads = 1 / self.cost.ranks_per_node
-        parts = [way(num_bytes, threads) for way in ways]
+        parts = [*(way(num_bytes, threads) for way in ways), *also]
         hashed = self._hashed(len(ways) * num_bytes)
         duration_s = sum(part.duration_s for part in parts) + _core_s(hashed) / threads
         return self._shared(duration_s, (hashed, *parts))

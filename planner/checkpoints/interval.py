@@ -41,12 +41,14 @@ class Protection:
         latency_s: time until a checkpoint is safe at this level.
         restart_s: time from a failure until training goes on from this level.
         failures_per_s: rate of the failures that this level survives and no faster level in use does.
+        is_of_several: whether these are losses of several nodes at once, which limits on one failure leave out.
     """
 
     cost_s: float
     latency_s: float
     restart_s: float
     failures_per_s: float
+    is_of_several: bool = False
 
 
 def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
@@ -96,7 +98,7 @@ def most_lost_s(levels: Sequence[Protection], work_s: Sequence[Values]) -> Value
     """Return the most time that one failure can lose: a period and the latency; see :func:`expected_waste`."""
     longest: Values = 0.0
     for number, (level, between_s) in enumerate(zip(levels, work_s, strict=True)):
-        if level.failures_per_s:
+        if level.failures_per_s and not level.is_of_several:
             added = overhead(levels[: number + 1], work_s[: number + 1])
             longest = np.maximum(longest, between_s * (1 + added) + level.latency_s)
     return longest

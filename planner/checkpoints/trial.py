@@ -49,6 +49,8 @@ class Trial:
     Attributes:
         cost: prices of training.
         shard_bytes: saved by one rank; in a pipeline, by a rank of the largest stage.
+        num_nodes: nodes of the job.
+        num_copies: of what a node saves to its own memory or drives: 2 if the next node has one too.
         node_bytes: saved by all ranks of the node that saves most.
         all_bytes: saved by all ranks.
         state: the pieces that ranks save.
@@ -69,6 +71,8 @@ class Trial:
         self._by_stage = saved
         self.shard_bytes = max(saved)
         layout = self.cost.layout
+        self.num_nodes = len(layout.nodes())
+        self.num_copies = min(self.num_nodes, 2)
         self.node_bytes = max(sum(saved[layout.stage(rank)] for rank in ranks) for ranks in layout.nodes())
         self.all_bytes = sum(saved) * layout.num_ranks // len(saved)
         self._saved: dict[tuple[Level, int, int | None], Measured] = {}
@@ -129,7 +133,11 @@ class Trial:
         return self._settled(lambda number: self._checkpoints(make, number, number), costs, about_s)
 
     def promoted(self, above: Level, level: Level) -> Measured:
-        """Return the times of the promotion of a checkpoint to a slower level.
+        """Return the times of the promotion of a checkpoint to a slower level, or of its copy for the next node.
+
+        Args:
+            above: where it is.
+            level: where it goes to. If that is the same level, the next node gets it.
 
         Raises:
             ValueError: the profile lacks one of them.
@@ -141,11 +149,18 @@ class Trial:
                 Store(self.cost, level).write,
                 Store(self.cost, level).read,
             )
-            about_s = sum(way(self.shard_bytes, threads).duration_s for way in stores)
-            build = functools.partial(with_promotion, self._taken, self._by_stage)
+            copies = self.num_copies if above != level != "pfs" else 1  # each node promotes what it has
+            about_s = copies * sum(way(self.shard_bytes, threads).duration_s for way in stores)
+            build = functools.partial(with_promotion, self._taken, [copies * num_bytes for num_bytes in self._by_stage])
             costs = CheckpointCosts(self.cost, level, above)
             self._promoted[above, level] = self._settled(lambda n: build(num_iterations=n), costs, about_s)
         return self._promoted[above, level]
+
+    def fetched_s(self) -> float:
+        """Return the seconds in which a node that is new gets what it is to have from other nodes."""
+        fabric = self.cost.profile.inter_node
+        assert fabric is not None, "a profile for several nodes has one"
+        return self.num_copies * self.node_bytes / fabric.bytes_per_s.value
 
     def restored_s(self, level: Level) -> float:
         """Return the seconds in which all ranks read a checkpoint."""

@@ -38,7 +38,6 @@ PROOFS = {
             "a_file_of_another_step",
             "swapped_files",
             "a_missing_file",
-            "a_flipped_bit_in_what_another_rank_hands_in",
         ),
         SAVING: ("what_is_damaged_is_passed_over",),
         UNTRUSTED: (
@@ -66,6 +65,16 @@ PROOFS = {
         FAULTS: ("a_drive_that_does_not_answer",),
         "checkpoint/test_loans.py": ("the_owner_waits_no_longer",),
         COMMAND: ("a_run_whose_drive_hangs",),
+    },
+    "9 of nodes with folders of their own, a lost one costs nothing that its neighbour has": {
+        "executor/training_state/test_nodes.py": (
+            "a_lost_node_costs_nothing",
+            "of_neighbours_that_are_lost",
+            "what_a_crash_or_damage_has_left",
+            "drives_of_nodes",
+        ),
+        "checkpoint/test_agreement.py": ("all_hear_of_a_failure",),
+        "ullage/execute/test_execute_ranks.py": ("goes_on_when_a_node_is_lost",),
     },
 }
 

@@ -44,6 +44,30 @@ def test_a_second_run_is_refused_with_who_writes_and_a_killed_one_holds_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_next_start_of_the_same_run_takes_the_lock_of_another_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That node may be gone, while NFS keeps the lock for it."""
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "job 7"}
+    elsewhere = "import platform; platform.node = lambda: 'elsewhere'"
+    words = [sys.executable, "-c", elsewhere + HOLD, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as process, contextlib.ExitStack() as ending:
+        ending.callback(process.kill)
+        assert process.stdout is not None
+        process.stdout.readline()
+        for other in ("job 8", "none", "7", ""):
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", other)
+            with pytest.raises(CheckpointError, match=r"another run \(process \d+ on \S+ of the run job 7\)"):
+                run_lock(tmp_path).__enter__()
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+        with run_lock(tmp_path):
+            assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
+            for name in ("job 8", "job 7"):
+                monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+                with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+                    run_lock(tmp_path).__enter__()
+
+
 def test_it_is_given_up_when_closed(tmp_path: Path) -> None:
     for _ in range(2):
         with run_lock(tmp_path):

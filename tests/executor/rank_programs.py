@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -238,6 +239,41 @@ def resumed(rank: int, _size: int, task: Task, decisions: Decisions, folder):
     with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
         found = checkpoints.resume()
         return rank, found.step, found.refused, _digest(optimizer)
+
+
+def on_nodes(
+    rank: int, _size: int, task: Task, decisions: Decisions, folder, places, per_node: int, until: int, shared="shared"
+):
+    """Go on from the newest checkpoint of nodes with folders of their own, and train until a step.
+
+    Args:
+        places: the name of each node's folder.
+        per_node: ranks on a node.
+
+    Return the step gone on from, why not from others, digests of all state there and at the end, and rank 0's outcomes.
+    """
+    os.environ["LOCAL_RANK"] = str(rank % per_node)
+    _, optimizer = made = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    outcomes, place = [], folder / places[rank // per_node]
+    drives = [Level(f"{place}-drive", 2)] if shared == "slow" else []
+    slowest = f"local://{folder}/{shared}" if drives else folder / shared  # a URL, whose driver writes files
+    levels = [Level(place, 1), *drives, *([Level(slowest, 4 if drives else 2)] if shared else [])]
+    with optimizer.session, Checkpoints(optimizer, *levels, on_outcome=outcomes.append) as checkpoints:
+        found = checkpoints.resume()
+        begin = _digest(optimizer)
+        for step, micro_batches in enumerate(batches(task, rank)[found.step : until], found.step + 1):
+            for tokens in micro_batches:
+                made[0](input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.save(step)
+            checkpoints.settle()
+        end = _digest(optimizer)
+        if not drives:
+            checkpoints.promote_newest(20.0)
+        while drives and rank == 0 and until > 4 and (4, 2) not in {(each.step, each.level) for each in outcomes}:
+            time.sleep(0.02)
+    return found.step, found.refused, begin, end, [(each.step, each.level, each.error) for each in outcomes]
 
 
 def _digest(optimizer) -> str:

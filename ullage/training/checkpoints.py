@@ -91,7 +91,7 @@ class Saver:
             self._checkpoints.finish()
         if brings_down:
             self._checkpoints.promote_newest(PATIENCE_S)
-        self._checkpoints.close()
+        self._checkpoints.close(on_all_ranks=waits)
         self._checkpoints = None
 
 

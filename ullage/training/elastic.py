@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 import json
 import math
+import queue
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +35,7 @@ from ullage.this_machine.planning import made_by_rank_0
 from ullage.training.loop import Step
 
 _PROGRESS: Final = "iterations.jsonl"
+_END_S: Final = 10.0  # longest wait for its last line
 
 
 def shared_folder(levels: Sequence[Level]) -> Path:
@@ -150,6 +153,8 @@ class Progress:
         ranks: ranks of this start.
         num_iterations: iterations in all. A start after the last one is no loss.
 
+    Lines are written by another thread, as a file system that does not answer must not stop training.
+
     Attributes:
         starts: how training went on, each time but the first.
     """
@@ -159,6 +164,9 @@ class Progress:
         self._num_iterations = num_iterations
         self._before = list(read_progress(self._path))
         self.starts = list(starts_of(self._before))
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="progress", daemon=True)
+        self._thread.start()
 
     def add(self, step: Step, position: int) -> Start | None:
         """Add an iteration that has ended. Return how training went on if it is the first of this start."""
@@ -183,10 +191,19 @@ class Progress:
                 start = start._replace(predicted_down_s=planned)
                 self.starts.append(start)
         self._is_new = False
-        # A process that was killed, or a full drive, may have left a part of a line; and neither ends training.
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps(line)}")
+        self._lines.put(json.dumps(line))
         return start
+
+    def close(self, patience_s: float = _END_S) -> None:
+        """Wait until all lines are written, for at most so long. Closing twice is allowed."""
+        self._lines.put(None)
+        self._thread.join(patience_s)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            # A process that was killed, or a full drive, may have left a part of a line; and neither ends training.
+            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}")
 
 
 def read_progress(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -5,6 +5,10 @@ same step. So rank 0 of a run locks a file in the folder, from before its first 
 checkpoints. The kernel releases the lock however the process ends, so no lock has to be removed by hand. On NFS the
 file is locked on the server, for all nodes. If a file system has no locks, none is taken; two runs there get an error
 when they write the same step. A URL has no locks, but files of two runs never mix there.
+
+A node that is gone may hold a lock on NFS for minutes, until the server notices. So if ``torchrun`` has started the
+same run again (``--rdzv-id``), it takes the lock of its earlier start on another node: those processes have ended, by
+themselves or with their node. It removes the file that is locked, and locks another.
 """
 
 import contextlib
@@ -33,8 +37,15 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK_NAME
     try:
-        while (fd := _locked(path)) is None:
-            pass
+        try:
+            while (fd := _locked(path)) is None:
+                pass
+        except BlockingIOError:
+            if not _is_of_earlier_start(_holder(path)):
+                raise
+            path.unlink(missing_ok=True)
+            while (fd := _locked(path)) is None:
+                pass
     except BlockingIOError:
         raise CheckpointError(
             f"{folder}: another run{_holder(path)} writes checkpoints there; wait until it has ended, end it, or give "
@@ -46,7 +57,8 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):  # remove first, so that no run locks a file that is about to be removed
-            path.unlink(missing_ok=True)
+            if os.path.samestat(os.fstat(fd), path.stat()):  # else a later start has taken it
+                path.unlink()
         os.close(fd)
 
 
@@ -64,13 +76,26 @@ def _locked(path: Path) -> int | None:
             taken = os.path.samestat(os.fstat(fd), path.stat())
         if taken:
             os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
+            words = " ".join(filter(None, (f"process {os.getpid()} on {platform.node()}", _run())))
+            os.pwrite(fd, f"{words}\n".encode()[:_MOST_BYTES], 0)
     except BaseException:
         os.close(fd)
         raise
     if not taken:
         os.close(fd)
     return fd if taken else None
+
+
+def _run() -> str:
+    """Return, in words, which run of ``torchrun`` this is; empty if it has no name of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else f"of the run {name}"
+
+
+def _is_of_earlier_start(holder: str) -> bool:
+    """Return whether the holder of a lock, in words, was an earlier start of this run on another node."""
+    run = _run()
+    return bool(run) and holder.endswith(f" {run})") and f" on {platform.node()} " not in holder
 
 
 def _holder(path: Path) -> str:

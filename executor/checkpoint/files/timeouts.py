@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Final, TypeVar, final
 
@@ -12,6 +13,18 @@ SLOWEST_BYTES_PER_S: Final = 10e6
 """A slower drive counts as a drive that does not answer."""
 
 _T = TypeVar("_T")
+_POLL_S: Final = 0.02
+_LOST_S: Final = 3.0  # longest wait for other ranks once one is lost: those that are there end in order
+
+
+def waiting(patience_s: float, is_lost: Callable[[], bool]) -> Iterator[bool]:
+    """Yield while a rank waits for others: for so long, but only for a moment once one of them is lost."""
+    deadline_s, lost = time.monotonic() + patience_s, False
+    while time.monotonic() < deadline_s:
+        if not lost and (lost := is_lost()):
+            deadline_s = min(deadline_s, time.monotonic() + _LOST_S)
+        time.sleep(_POLL_S)
+        yield True
 
 
 def timeout_error(patience_s: float) -> CheckpointError:

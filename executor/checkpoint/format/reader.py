@@ -82,13 +82,17 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         }
         self._read(chunks)
 
-    def verify_in_turn(self, check: Callable[[], None] = lambda: None) -> None:
-        """Do so in the calling thread alone, to spare the drive and memory. ``check`` is called after every chunk.
+    def verify_in_turn(
+        self, check: Callable[[], None] = lambda: None, records: Sequence[FileRecord] | None = None
+    ) -> None:
+        """Do so in the calling thread alone, to spare the drive and memory; of all files, or of some.
+
+        ``check`` is called after every chunk.
 
         Raises:
             DamagedError: see :meth:`verify`.
         """
-        for record in self.manifest.files:
+        for record in self.manifest.files if records is None else records:
             for _ in self.chunks(record, check):
                 pass
 

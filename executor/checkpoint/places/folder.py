@@ -15,16 +15,13 @@ removed when training ends. If a process dies, the next run uses its spares.
 import contextlib
 import errno
 import fcntl
-import hashlib
 import itertools
-import json
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 
@@ -32,6 +29,7 @@ from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
 from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.files.timeouts import waiting
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -43,16 +41,15 @@ from executor.checkpoint.places.place import (
     is_whole,
     parse_name,
 )
-from hwprofiles.files import write_whole
 from hwprofiles.machine import available_memory_bytes
 from planner.terms import MIN_CHECKPOINTS
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is being read, one hashed and one written
-_POLL_S: Final = 0.02
-_LOST_S: Final = 3.0  # longest wait for other ranks' parts once one is lost: those that are there end in order
+_JOINED_S: Final = 30.0  # longest until a folder that another node has made is seen
 _SPARE: Final = "spare-"
 _MAX_SPARES: Final = 2
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+_OF_NODE: Final = _MEMORY | {"ext4", "ext3", "xfs", "btrfs", "zfs", "f2fs", "overlay"}  # of no other node's drives
 _MOUNTS: Final = Path("/proc/self/mounts")
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
@@ -99,61 +96,23 @@ class Draft:
                 return True
         return False
 
-    def _clear(self, manifest: Manifest) -> None:
+    def _clear(self, records: Sequence[FileRecord]) -> None:
         """Remove files of the reused old checkpoint that the new one does not have."""
-        known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
+        known = {MANIFEST_NAME, *(record.path for record in records)}
         for path in self.folder.rglob("*") if self._is_reused else ():
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
                 self._files.remove(path)
 
-    def collect(
-        self, size: int, own: Manifest, patience_s: float, is_lost: Callable[[], bool] = lambda: False
-    ) -> list[Manifest]:
-        """Wait for the parts of all other ranks; return all parts. If a rank ``is_lost``, wait only a moment more.
-
-        Raises:
-            CheckpointError: a rank could not write its part, or did not write it in time.
-        """
-        parts = [own]
-        waits = _waiting(patience_s, is_lost)
-        for rank in range(1, size):
-            path = self.folder / f"part-{rank}.json"
-            while not path.exists():
-                if not next(waits, False):
-                    why = "a rank is lost" if is_lost() else f"in {patience_s:g} s"
-                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part ({why})")
-            sent = _read_part(path)
-            if "error" in sent:
-                raise CheckpointError(f"rank {rank}: {sent['error']}")
-            parts.append(Manifest.model_validate(sent["part"]))
-            self._files.remove(path)
-        return parts
-
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Copy a file and make it durable; its header is written last.
+        """Write a copy of a file; see :func:`write_file`."""
+        write_file(self._files, self.folder, record, chunks)
 
-        Raises:
-            CheckpointError: the file cannot be written, or ``chunks`` cannot be read.
-        """
-        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
-            data = next(chunks).tobytes()
-            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
-                data += next(chunks).tobytes()
-            layout = Layout((), data[:header_bytes], (), record.num_bytes)
-            writer = ShardWriter(flusher, self.folder, record.path, layout)
-            try:
-                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
-                for values in chunks:
-                    writer.append(values)
-                written = writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
-        if written != record:
-            raise CheckpointError(f"{self.folder / record.path}: the copy differs from the source")
-
-    def commit(self, manifest: Manifest) -> Path:
+    def commit(self, manifest: Manifest, records: Sequence[FileRecord] | None = None) -> Path:
         """Complete the checkpoint after all other files, and make it durable; return its folder.
+
+        Args:
+            manifest: of the checkpoint.
+            records: the files that are in this folder, if it has not all of them.
 
         Raises:
             CheckpointError: a file cannot be written, or a whole checkpoint of this step exists. The checkpoint does
@@ -161,7 +120,7 @@ class Draft:
         """
         final_path = self._root / checkpoint_name(self.step)
         try:
-            self._clear(manifest)
+            self._clear(manifest.files if records is None else records)
             self._write(manifest.to_json())
             for folder in (*(self.folder / name for name in self._folders), self.folder):
                 self._files.sync_folder(folder)
@@ -224,7 +183,7 @@ class JoinedDraft:
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         self.folder = draft_folder(root, step, nonce)
-        waits = _waiting(patience_s, is_lost)
+        waits = waiting(patience_s, is_lost)
         while not all((self.folder / name).is_dir() for name in folders):
             if not next(waits, False):
                 raise CheckpointError(
@@ -234,35 +193,29 @@ class JoinedDraft:
                     "same folder for checkpoints"
                 )
 
-    def send_part(self, rank: int, part: Manifest) -> None:
-        """Send this rank's part to rank 0. The part must be durable."""
-        self._send(rank, {"part": part.model_dump(mode="json")})
 
-    def send_error(self, rank: int, error: str) -> None:
-        """Report to rank 0 that this rank could not write its part."""
-        with contextlib.suppress(OSError):  # rank 0 has abandoned it too
-            self._send(rank, {"error": error})
-
-    def _send(self, rank: int, data: dict[str, Any]) -> None:
-        text = json.dumps(data)
-        write_whole(self.folder / f"part-{rank}.json", f"{_digest(text)} {text}", durable=False)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _read_part(path: Path) -> dict[str, Any]:
-    """Return another rank's part.
+def write_file(files: Files, folder: Path, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+    """Copy a file into the folder of a checkpoint and make it durable; its header is written last.
 
     Raises:
-        CheckpointError: the file is damaged, so its checksums cannot go into the manifest.
+        CheckpointError: the file cannot be written, or ``chunks`` cannot be read or are not those of the record.
     """
-    digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
-    if digest != _digest(text):
-        raise CheckpointError(f"{path} differs from what its rank has written; this checkpoint is abandoned")
-    sent: dict[str, Any] = json.loads(text)
-    return sent
+    with Flusher(files, ring_of(_NUM_BUFFERS, record.chunk_bytes), _NUM_BUFFERS - 1) as flusher:
+        data = next(chunks).tobytes()
+        while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
+            data += next(chunks).tobytes()
+        layout = Layout((), data[:header_bytes], (), record.num_bytes)
+        writer = ShardWriter(flusher, folder, record.path, layout)
+        try:
+            writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
+            for values in chunks:
+                writer.append(values)
+            written = writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+    if written != record:
+        raise CheckpointError(f"{folder / record.path}: the copy differs from the source")
 
 
 def draft_folder(root: Path, step: int, nonce: str) -> Path:
@@ -282,6 +235,7 @@ class FolderPlace(Place):
         super().__init__(str(root))
         self.root = root
         self.files = files or Files()
+        self._drafts: dict[str, Draft] = {}  # of copies, by the names of their folders
         if not root.is_dir():
             try:
                 root.parent.mkdir(parents=True, exist_ok=True)
@@ -301,18 +255,45 @@ class FolderPlace(Place):
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
-    def _put(self, source: Checkpoint, check: Callable[[], None]) -> Path:
-        manifest = source.manifest
-        parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
-        draft = self.begin(manifest.step, sorted(parents - {"."}))
-        try:
-            for record in manifest.files:
-                draft.write(record, source.chunks(record, check))
-            Checkpoint(draft.folder, manifest).verify_in_turn(check)
-            return draft.commit(manifest)
-        except BaseException:
+    def begin_copy(self, manifest: Manifest, nonce: str = "") -> str:
+        """See :class:`Place`."""
+        draft = self.begin(manifest.step, _folders_of(manifest), nonce)
+        self._drafts[draft.folder.name] = draft
+        return draft.folder.name
+
+    def copy(self, name: str, source: Checkpoint, records: Sequence[FileRecord], check: Callable[[], None]) -> None:
+        """See :class:`Place`."""
+        manifest, folder = source.manifest, self.root / name
+        if name not in self._drafts:  # another node has begun it
+            nonce = name.rpartition("-")[2]
+            folder = JoinedDraft(self.root, manifest.step, _folders_of(manifest), nonce, _JOINED_S).folder
+        for record in records:
+            write_file(self.files, folder, record, source.chunks(record, check))
+        Checkpoint(folder, manifest).verify_in_turn(check, records)
+
+    def complete_copy(self, name: str, manifest: Manifest, records: Sequence[FileRecord] | None = None) -> Path:
+        """See :class:`Place`. If the folder has not all files, ``records`` are those that it has."""
+        path = self._drafts[name].commit(manifest, records)
+        del self._drafts[name]
+        return path
+
+    def abandon_copy(self, name: str, manifest: Manifest) -> None:  # noqa: ARG002 - all of the folder goes
+        """See :class:`Place`."""
+        if (draft := self._drafts.pop(name, None)) is not None:
             draft.abandon()
-            raise
+
+    def add(self, folder: Path, manifest: Manifest, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """Add a missing file to a checkpoint, of which this folder may have no other file yet.
+
+        Raises:
+            CheckpointError: see :func:`write_file`.
+        """
+        if not folder.is_dir():
+            self.complete_copy(self.begin_copy(manifest), manifest, ())
+        write_file(self.files, folder, record, chunks)
+
+    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
+        Checkpoint(folder).verify_in_turn(check)
 
     def folder(self, step: int, nonce: int = 0) -> Path:
         """See :class:`Place`."""
@@ -376,6 +357,11 @@ class FolderPlace(Place):
             return False
 
     @property
+    def may_be_shared(self) -> bool:
+        """See :class:`Place`."""
+        return file_system(self.root) not in _OF_NODE
+
+    @property
     def _mark(self) -> Path:
         return self.root / "run.mark"
 
@@ -399,16 +385,6 @@ class FolderPlace(Place):
             )
 
 
-def _waiting(patience_s: float, is_lost: Callable[[], bool]) -> Iterator[bool]:
-    """Yield while a rank waits for others: for so long, but only for a moment once one of them is lost."""
-    deadline_s, lost = time.monotonic() + patience_s, False
-    while time.monotonic() < deadline_s:
-        if not lost and (lost := is_lost()):
-            deadline_s = min(deadline_s, time.monotonic() + _LOST_S)
-        time.sleep(_POLL_S)
-        yield True
-
-
 def file_system(folder: Path) -> str:
     """Return the type of a folder's file system, as Linux names it; empty if unknown."""
     try:
@@ -422,6 +398,11 @@ def file_system(folder: Path) -> str:
         if path.is_relative_to(where) and len(where) >= len(found[0]):
             found = (where, kind)
     return found[1]
+
+
+def _folders_of(manifest: Manifest) -> list[str]:
+    parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
+    return sorted(parents - {"."})
 
 
 def _spares(root: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from planner.terms import MIN_CHECKPOINTS
 
@@ -57,12 +58,18 @@ class Place(abc.ABC):
     def folder(self, step: int, nonce: int = 0) -> Folder:
         """Return the folder of a checkpoint."""
 
-    def put(self, source: Checkpoint, check: Callable[[], None] = lambda: None) -> Folder:
+    def put(
+        self,
+        source: Checkpoint,
+        check: Callable[[], None] = lambda: None,
+        copy: Callable[[str], None] | None = None,
+    ) -> Folder:
         """Copy a checkpoint of another place to this one and verify the copy; return its folder.
 
         Args:
             source: the checkpoint. If it is here already and whole, nothing is copied.
             check: called before every chunk. If it raises, the copy ends.
+            copy: copies all files into the copy of this name, instead of :meth:`copy`: nodes do it together.
 
         Raises:
             CheckpointError: the source is damaged, this place cannot be written, or it has another checkpoint of that
@@ -70,7 +77,7 @@ class Place(abc.ABC):
         """
         same_step = (folder for folder in self.folders() if step_of(folder) == source.manifest.step)
         found = next((folder for folder in same_step if self._has_copy(folder, source, check)), None)
-        folder = self._put(source, check) if found is None else found
+        folder = self._put(source, check, copy) if found is None else found
         with self._lock:
             self._whole.add(folder.name)
         return folder
@@ -79,7 +86,7 @@ class Place(abc.ABC):
         try:
             there = Checkpoint(folder)
             if folder.name not in self._whole:
-                there.verify_in_turn(check)
+                self._check_whole(folder, check)
         except CheckpointError:  # damaged; or raised by ``check``, which raises again below
             check()
             return False
@@ -87,9 +94,46 @@ class Place(abc.ABC):
             raise CheckpointError(in_use(folder))
         return True
 
+    def _put(self, source: Checkpoint, check: Callable[[], None], copy: Callable[[str], None] | None) -> Folder:
+        manifest = source.manifest
+        name = self.begin_copy(manifest)
+        try:
+            if copy is None:
+                self.copy(name, source, manifest.files, check)
+            else:
+                copy(name)
+            return self.complete_copy(name, manifest)
+        except BaseException:
+            self.abandon_copy(name, manifest)
+            raise
+
     @abc.abstractmethod
-    def _put(self, source: Checkpoint, check: Callable[[], None]) -> Folder:
-        """Copy a checkpoint: verify the copy, then make it durable and visible to readers. See :meth:`put`."""
+    def begin_copy(self, manifest: Manifest) -> str:
+        """Begin a copy of a checkpoint, which readers ignore until :meth:`complete_copy`; return its name.
+
+        Raises:
+            CheckpointError: the place cannot be written. So do the next two methods.
+        """
+
+    @abc.abstractmethod
+    def copy(self, name: str, source: Checkpoint, records: Sequence[FileRecord], check: Callable[[], None]) -> None:
+        """Copy some files of a checkpoint and verify the copies. Another node may have begun it, and complete it."""
+
+    @abc.abstractmethod
+    def complete_copy(self, name: str, manifest: Manifest) -> Folder:
+        """Make a copy of all files durable and visible to readers; return its folder."""
+
+    @abc.abstractmethod
+    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+        """Remove what was copied. This never raises."""
+
+    @abc.abstractmethod
+    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
+        """Check every byte of a checkpoint, and call ``check`` after every chunk.
+
+        Raises:
+            DamagedError: it is not whole.
+        """
 
     @contextlib.contextmanager
     def reading(self, folder: Folder) -> Iterator[None]:
@@ -104,7 +148,11 @@ class Place(abc.ABC):
 
     def verify(self, folder: Folder) -> bool:
         """Read every byte of a checkpoint; return and record whether it is whole."""
-        found = is_whole(folder)
+        try:
+            self._check_whole(folder, lambda: None)
+            found = True
+        except DamagedError:
+            found = False
         with self._lock:
             (self._whole if found else self._damaged).add(folder.name)
         return found
@@ -154,6 +202,14 @@ class Place(abc.ABC):
         self._remove_dead_drafts(step_of(newest_whole[-1]) if is_enough else -1)
         return removed
 
+    def remove(self, folder: Folder) -> None:
+        """Remove a checkpoint at once. It may be gone already.
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
+        self._remove(folder)
+
     @abc.abstractmethod
     def _remove(self, folder: Folder) -> None:
         """Remove a checkpoint, so that readers ignore it at once. It may be gone already."""
@@ -190,6 +246,11 @@ class Place(abc.ABC):
 
     def has_mark(self, nonce: int) -> bool:  # noqa: ARG002 - URLs are the same on all nodes
         """Return whether this node sees the mark of another."""
+        return True
+
+    @property
+    def may_be_shared(self) -> bool:
+        """Whether its file system may be that of another node too, where new files are seen later."""
         return True
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:  # noqa: B027 - URLs have no limit

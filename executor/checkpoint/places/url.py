@@ -16,7 +16,7 @@ from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.urls import UrlPath, reaching
-from executor.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.place import Place, checkpoint_name, parse_name
 
@@ -41,20 +41,30 @@ class UrlPlace(Place):
         found = [(parse_name(name), name) for name, files in self._files().items() if MANIFEST_NAME in files]
         return [self.root / name for _, name in sorted(found, reverse=True)]
 
-    def _put(self, source: Checkpoint, check: Callable[[], None]) -> UrlPath:
-        manifest = source.manifest
-        folder = self.folder(manifest.step, secrets.randbelow((1 << 32) - 1) + 1)
-        try:
-            for record in manifest.files:
-                _upload(folder / record.path, record.num_bytes, source.chunks(record, check))
-            Checkpoint(folder, manifest).verify_in_turn(check)
-            _complete(folder / MANIFEST_NAME, manifest)
-        except BaseException:
-            for name in (MANIFEST_NAME, *(record.path for record in manifest.files)):
-                with contextlib.suppress(CheckpointError):  # retention removes it later
-                    (folder / name).remove()
-            raise
+    def begin_copy(self, manifest: Manifest) -> str:
+        """See :class:`Place`."""
+        return checkpoint_name(manifest.step, secrets.randbelow((1 << 32) - 1) + 1)
+
+    def copy(self, name: str, source: Checkpoint, records: Sequence[FileRecord], check: Callable[[], None]) -> None:
+        """See :class:`Place`."""
+        for record in records:
+            _upload(self.root / name / record.path, record.num_bytes, source.chunks(record, check))
+        Checkpoint(self.root / name, source.manifest).verify_in_turn(check, records)
+
+    def complete_copy(self, name: str, manifest: Manifest) -> UrlPath:
+        """See :class:`Place`."""
+        folder = self.root / name
+        _complete(folder / MANIFEST_NAME, manifest)
         return folder
+
+    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+        """See :class:`Place`."""
+        for path in (MANIFEST_NAME, *(record.path for record in manifest.files)):
+            with contextlib.suppress(CheckpointError):  # retention removes it later
+                (self.root / name / path).remove()
+
+    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
+        Checkpoint(folder).verify_in_turn(check)
 
     def _remove(self, folder: Folder) -> None:
         files = self._files().get(folder.name, ())

@@ -133,6 +133,50 @@ def test_nothing_that_could_be_chosen_wastes_less():
         assert made.waste <= nest(protections, iteration_s, Limits(tuple(least_s))).waste * (1 + 1e-9)
 
 
+@functools.cache
+def on_nodes(slower: float = 1.0) -> Trial:
+    """Return what is simulated of a plan for two nodes of four devices, whose file system is slow."""
+    hardware = load_profile("polaris-a100-40g")
+    point = CurvePoint(size=1e9, p10_s=20.0, median_s=20.0, p90_s=20.0)
+    curve = hardware.pfs.write.model_copy(update={"points": (point,)})
+    pfs = hardware.pfs.model_copy(update={"write": curve, "read": curve, "job_write_bytes_per_s": None})
+    plan = planned(num_devices=8)
+    rate = hardware.inter_node.bytes_per_s
+    fabric = hardware.inter_node.model_copy(
+        update={"bytes_per_s": rate.model_copy(update={"value": rate.value / slower})}
+    )
+    return Trial(plan.model_copy(update={"hardware": hardware.model_copy(update={"pfs": pfs, "inter_node": fabric})}))
+
+
+def test_a_lost_node_costs_the_last_copy_that_its_neighbour_has():
+    """Not the last checkpoint that all nodes share, which two neighbours that are lost at once still cost."""
+    plan, trial = planned(num_devices=8), on_nodes()
+    request = CheckpointRequest(mtbf_s={"memory": HOUR, "pfs": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
+    made = choose_checkpoints(plan.model_copy(update={"hardware": trial.cost.profile}), request, trial)
+    own, *_, shared = made.levels
+    assert (own.level, shared.level) == ("memory", "pfs")
+    assert own.mtbf_s == pytest.approx(1 / (1 / HOUR + 1 / DAY))
+    again_s = request.restart_s + trial.restored_s("memory") + trial.fetched_s()
+    assert shared.mtbf_s == pytest.approx(1 / (again_s / 2 / DAY**2)), "the other one of two nodes"
+    assert made.most_lost_s == pytest.approx(
+        own.every * plan.prediction.iteration_s * (1 + own.cost_s / own.every) + own.latency_s, rel=0.01
+    )
+    assert own.stored_bytes == 2 * (request.keep + 2) * trial.node_bytes, "its own, and the copies"
+    assert own.restart_s < again_s
+    assert any("each node also has what the node before saves" in words for words in made.assumptions)
+
+
+def test_the_copy_for_the_next_node_crosses_the_network():
+    for slower in (1.0, 50.0):
+        trial = on_nodes(slower)
+        sent_s = trial.node_bytes / trial.cost.profile.inter_node.bytes_per_s.value
+        assert trial.promoted("memory", "memory").latency_s >= sent_s
+    assert trial.promoted("memory", "memory").latency_s > 5 * on_nodes().promoted("memory", "memory").latency_s
+    alone = Trial(planned(num_devices=4))
+    promoted_s = alone.promoted("memory", "nvme").latency_s
+    assert on_nodes().promoted("memory", "nvme").latency_s == pytest.approx(promoted_s, rel=0.01), "2 x half of it"
+
+
 def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
     wanted = CheckpointRequest(mtbf_s={"nvme": DAY}, buffer_bytes=LEAST_BUFFER_BYTES)
     plan = protected(planned("rtx-4090", "gpt2", 1), wanted)

@@ -400,10 +400,15 @@ def page() -> Iterator[tuple[str, ...]]:
         yield name, f"{row['first_answer_s']:.1f} s", f"{row['last_answer_s']:.1f} s"
 
 
-def elastic() -> Iterator[tuple[str, ...]]:
-    found = result("elastic.json")
+def elastic(file: str = "elastic.json") -> Iterator[tuple[str, ...]]:
+    found = result(file)
     yield "processes killed", str(found["kills"]["process"])
     yield "nodes killed", str(found["kills"]["node"])
+    if both := found["kills"].get("all nodes"):
+        yield "both nodes killed at once", str(both)
+        places = found["went_on_from"]
+        words = f"{places['own']}, {places['shared']} and {places['beginning']}"
+        yield "times that processes went on from nodes' own places, the shared one, and the beginning", words
     yield (
         "starts that got on, with four ranks and with fewer",
         (f"{found['starts_by_ranks']['4']} and {found['starts'] - found['starts_by_ranks']['4']}"),
@@ -416,6 +421,10 @@ def elastic() -> Iterator[tuple[str, ...]]:
     down = found["down_s"]
     yield "without training, median and worst", f"{down['median']:.1f} s and {down['max']:.0f} s"
     yield "processes that did not end when asked to", str(found["killed_because_they_did_not_end"])
+
+
+def elastic_levels() -> Iterator[tuple[str, ...]]:
+    yield from elastic("elastic_levels.json")
 
 
 def launcher() -> Iterator[tuple[str, ...]]:
@@ -572,6 +581,7 @@ TABLES = (
     checkpoint_engines,
     checkpoint_engines_predicted,
     elastic,
+    elastic_levels,
     gpu_rates,
     gpu_programs,
     gpu_updates,

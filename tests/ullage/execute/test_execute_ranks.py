@@ -233,6 +233,50 @@ def test_an_elastic_run_goes_on_with_the_processes_that_are_there(plan: Path, tm
     assert [lines[number]["loss"] for number in range(24)] == pytest.approx(whole, rel=1e-4)
 
 
+def test_an_elastic_run_goes_on_when_a_node_is_lost_with_all_that_it_had(tmp_path: Path) -> None:
+    """Two nodes of two processes. One is killed and loses its folder; in its place comes one that has nothing."""
+    one = two_devices(22_000_000)
+    machine = HardwareProfile.model_validate(one.model_dump() | {"inter_node": one.model_dump()["intra_node"]})
+    batch = {"seq_len": 64, "micro_batch": 1, "num_micro_batches": 2}
+    plan, progress = tmp_path / "plan.json", tmp_path / "shared" / "iterations.jsonl"
+    plan.write_text(
+        make_plan(Request(narrow_llama(1), machine, num_devices=4, precision=FP32, **batch)).to_json(), "utf-8"
+    )
+
+    def started(*names: str) -> list[Forked]:
+        words = ("execute", str(plan), "--elastic", "--iterations", "24", "--output-dir", str(tmp_path / "out"))
+        shared = ("--checkpoint-dir", f"{progress.parent},every=100")
+        there = []
+        for rank, env in enumerate(environments(4)):
+            env |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+            own = ("--checkpoint-dir", f"{tmp_path / names[rank // 2]},every=2")
+            there.append(Forked(forked.ullage, *words, *own, *shared, env=env))
+        return there
+
+    processes = started("a", "b")
+    while not all(list((tmp_path / name).glob("step-*")) for name in "ab"):
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        time.sleep(0.02)
+    for process in processes[:2]:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.communicate()
+    shutil.rmtree(tmp_path / "a")
+    newest = max(int(path.name[5:]) for path in (tmp_path / "b").glob("step-*"))
+    before = {line["iteration"]: line for line in read_progress(progress)}
+    processes = started("c", "b")
+    _, err = processes[0].communicate()
+    assert [process.communicate() and process.returncode for process in processes] == [0] * 4, err
+    assert f"continuing from {tmp_path}/c/step-{newest:08d}" in " ".join(err.split()), err
+    lines = {line["iteration"]: line for line in list(read_progress(progress))[len(before) :]}
+    assert sorted(lines) == list(range(newest, 24))
+    for number in lines.keys() & before.keys():
+        assert lines[number]["loss"] == pytest.approx(before[number]["loss"], rel=2e-7)
+        assert lines[number]["position"] == before[number]["position"]
+    kept = [sorted(path.name for path in (tmp_path / name).glob("step-*")) for name in "bc"]
+    assert kept[0] == kept[1]
+
+
 def test_without_torchrun_the_line_that_works_is_named(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

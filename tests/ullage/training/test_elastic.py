@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,7 @@ def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
         progress = Progress(tmp_path, planned(), 1, 9)
         told = [progress.add(Step(n, 1.0, 0.25), n) for n in range(first, last)]
         assert told[1:] == [None] * len(told[1:])
+        progress.close()
         return told[0]
 
     path = tmp_path / "iterations.jsonl"
@@ -107,3 +109,14 @@ def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     assert [each.lost_iterations for each in kept] == [2, 0]
     assert "2 times" in in_words(kept)
     assert "2 iterations computed again" in in_words(kept)
+
+
+def test_a_file_system_that_does_not_answer_does_not_stop_training(tmp_path) -> None:
+    progress = Progress(tmp_path, planned(), 1, 9)
+    os.mkfifo(tmp_path / "iterations.jsonl")  # who opens it waits for a reader
+    for number in range(3):
+        progress.add(Step(number, 1.0, 0.25), number)
+    progress.close(0.0)
+    with (tmp_path / "iterations.jsonl").open(encoding="utf-8") as reader:
+        progress.close()
+        assert json.loads(reader.read().split("\n")[1])["iteration"] == 0

@@ -133,11 +133,12 @@ def add_parser(subparsers: Subparsers) -> None:
         type=lambda text: parts(text, {"": str, "every": positive_int, "keep": positive_int}),
         default=[],
         metavar="PLACE[,every=N][,keep=N]",
-        help="save checkpoints there during training, at its end, and if it is interrupted. PLACE is a folder that all "
-        "ranks share, or `memory` (host memory of this node, which outlives the process). May be repeated, fastest "
-        "first. Each further place is a folder or a URL of fsspec; checkpoints are copied to it from the place before, "
-        "in the background. every: iterations between checkpoints, a multiple of those of the place before (default: "
-        "those of the plan if `ullage plan --mtbf` chose them; else 100). keep: newest checkpoints to keep, at least "
+        help="save checkpoints there during training, at its end, and if it is interrupted. PLACE is a folder, or "
+        "`memory` (host memory of this node, which outlives the process). May be repeated, fastest first. Each further "
+        "place is a folder or a URL of fsspec; checkpoints are copied to it from the place before, in the background. "
+        "All nodes share the last place. Those before may be folders of each node, of which the next node has copies. "
+        "every: iterations between checkpoints, a multiple of those of the place before (default: those of the plan if "
+        "`ullage plan --mtbf` chose them; else 100). keep: newest checkpoints to keep, at least "
         f"{MIN_CHECKPOINTS} ({MIN_CHECKPOINTS})",
     )
     parser.add_argument(

@@ -101,6 +101,8 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         saver = None if levels is None else Saver(optimizer, levels, batches)
         if saver is not None:
             failing.callback(saver.close, waits=False)
+        if progress is not None:
+            failing.callback(progress.close)
         trained = _train(args, process, model, optimizer, batches, saver, progress)
     if process.is_first and trained.record is not None:
         _write(args, trained.record, trained, batches.num_sequences)

@@ -1,0 +1,317 @@
+"""A place that every node has for itself, as rank 0 sees it, and what it has the leaders do there.
+
+See [Note: Divided places] in :mod:`executor.checkpoint.peers`. Each level has a log of orders. Rank 0 appends to it,
+and a thread of every other leader follows it. Some orders have an answer, for which rank 0 waits.
+"""
+
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+from executor.checkpoint.files.flusher import lower_thread_priority
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.format.manifest import FileRecord, Manifest
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.peers import Peers, owned
+from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import Place, step_of
+
+_END: Final = "end"
+_UNANSWERED: Final = frozenset({"remove", "abandon"})
+_STOP_S: Final = 1.0  # longest wait for a thread that was told to end
+
+Order = Mapping[str, Any]
+
+
+class Held(NamedTuple):
+    """What the nodes have of a checkpoint.
+
+    Attributes:
+        manifest: of the checkpoint.
+        files: for each node, the indices of the files that it has, each of them whole.
+    """
+
+    manifest: Manifest
+    files: Sequence[Sequence[int]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file is on some node."""
+        return {index for of_node in self.files for index in of_node} == set(range(len(self.manifest.files)))
+
+
+@final
+class NodePlaces:
+    """The places of this node, and what its leader does there when rank 0 orders it.
+
+    Args:
+        peers: all ranks.
+        places: of all levels.
+        num_divided: levels, fastest first, of which every node has a folder of its own.
+        check: called again and again during long work. If it raises, the work ends.
+    """
+
+    def __init__(
+        self, peers: Peers, places: Sequence[Place], num_divided: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.peers, self.places, self.num_divided, self._check = peers, tuple(places), num_divided, check
+        self._copies: dict[str, tuple[Manifest, list[FileRecord]]] = {}  # that are not complete, by name
+
+    def local(self, level: int) -> FolderPlace:
+        """Return the folder of this node on a divided level."""
+        place = self.places[level]
+        assert isinstance(place, FolderPlace), "places of nodes are folders"
+        return place
+
+    def do(self, level: int, order: Order) -> Any:
+        """Do what is ordered on a level; return the answer, as plain JSON.
+
+        Raises:
+            OSError: it cannot be done.
+        """
+        match order["do"]:
+            case "steps":
+                return [step_of(folder) for folder in self.local(level).folders()]
+            case "held":
+                return self._held(self.local(level).folder(order["step"]))
+            case "manifest":
+                if order["node"] != self.peers.node:
+                    return None
+                return Checkpoint(self.local(level).folder(order["step"])).manifest.to_json().decode()
+            case "remove":
+                self.local(level).remove(self.local(level).folder(order["step"]))
+            case "copy":
+                self._copy(level, order)
+            case "complete":
+                self.local(level).complete_copy(order["name"], *self._copies.pop(order["name"]))
+            case "abandon":
+                manifest, _ = self._copies.pop(order["name"], (None, ()))
+                if manifest is not None:
+                    self.local(level).abandon_copy(order["name"], manifest)
+            case other:
+                raise AssertionError(other)
+        return None
+
+    def _held(self, folder: Folder) -> tuple[str, list[int]]:
+        """Return the digest of a checkpoint, and the indices of the files that are here and whole."""
+        try:
+            checkpoint = Checkpoint(folder)
+        except DamagedError:
+            return "", []
+        whole = []
+        for index, record in enumerate(checkpoint.manifest.files):
+            with contextlib.suppress(DamagedError):
+                checkpoint.verify_in_turn(self._check, [record])
+                whole.append(index)
+        return checkpoint.manifest.digest, whole
+
+    def _copy(self, level: int, order: Order) -> None:
+        """Copy files from the folder of a faster level: to this node's folder all, and to a shared place its own."""
+        above, name = self.local(order["source"]), order["name"]
+        with Checkpoint(above.folder(order["step"])) as source:
+            manifest = source.manifest
+            nodes = (self.peers.node, self.peers.node - 1) if level < self.num_divided else (self.peers.node,)
+            records = [record for node in nodes for record in owned(self.peers, node, manifest)]
+            if level < self.num_divided:
+                if name not in self._copies and self.peers.rank:  # rank 0 has begun its own
+                    self.local(level).begin_copy(manifest, name.rpartition("-")[2])
+                self._copies[name] = manifest, records
+            self.places[level].copy(name, source, records, self._check)
+
+
+@final
+class Orders:
+    """Rank 0's log of orders of one level."""
+
+    def __init__(self, here: NodePlaces, level: int) -> None:
+        self.here, self._level = here, level
+        self._lock = threading.Lock()  # guards the number: one thread copies while another removes
+        self._number = self._num_forgotten = 0
+
+    def give(self, order: Order) -> int:
+        """Give an order to all other leaders, without waiting for it; return its number.
+
+        Raises:
+            CheckpointError: the ranks can no longer reach each other.
+        """
+        with self._lock:
+            number, self._number = self._number, self._number + 1
+            self.here.peers.send(_key(self._level, number), json.dumps(order))
+        return number
+
+    def ask(self, order: Order, check: Callable[[], None] = lambda: None) -> list[Any]:
+        """Give an order to all leaders, this one too; return all answers, by node.
+
+        Raises:
+            OSError: a node cannot do it.
+        """
+        peers = self.here.peers
+        number = self.give(order)
+        failure: OSError | None = None
+        answers: list[Any] = []
+        try:
+            answers.append(self.here.do(self._level, order))
+        except OSError as error:
+            failure = error
+        for node in range(1, len(peers.nodes)):
+            answer = json.loads(peers.receive(_key(self._level, number, node), check=check))
+            answers.append(answer.get("is"))
+            if "error" in answer:
+                failure = failure or CheckpointError(f"node {node}: {answer['error']}")
+        for earlier in range(self._num_forgotten, number + 1):  # leaders have done all until here
+            peers.forget(_key(self._level, earlier))
+        self._num_forgotten = max(self._num_forgotten, number + 1)
+        if failure is not None:
+            raise failure
+        return answers
+
+    def close(self) -> None:
+        """Let the other leaders end."""
+        with contextlib.suppress(CheckpointError):
+            self.give({"do": _END})
+
+
+@final
+class Follower:
+    """A thread of a leader that does what rank 0 orders on one level, until rank 0 has closed."""
+
+    def __init__(self, here: NodePlaces, level: int) -> None:
+        self._here, self._level = here, level
+        self._is_closed = False
+        self._failure = ""  # of an order without an answer, for the next answer
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint level {level}", daemon=True)
+        self._thread.start()
+
+    def close(self, patience_s: float) -> None:
+        """Wait until rank 0 has closed, for at most so long, and end. Closing twice is allowed."""
+        if patience_s:
+            self._thread.join(patience_s)
+        self._is_closed = True
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        lower_thread_priority()
+        number = 0
+        with contextlib.suppress(CheckpointError):  # rank 0 is gone, or this rank closes
+            while (order := self._next(number))["do"] != _END:
+                answer = self._done(order)
+                if order["do"] not in _UNANSWERED:
+                    self._here.peers.send(_key(self._level, number, self._here.peers.node), json.dumps(answer))
+                number += 1
+        if self._level < self._here.num_divided:
+            with contextlib.suppress(OSError):
+                self._here.local(self._level).remove_spares()
+
+    def _next(self, number: int) -> Order:
+        order: Order = json.loads(self._here.peers.receive(_key(self._level, number), check=self._check, keeps=True))
+        return order
+
+    def _done(self, order: Order) -> dict[str, Any]:
+        try:
+            answer = {"is": self._here.do(self._level, order)}
+        except OSError as error:
+            self._failure = self._failure or str(error)
+            answer = {}
+        if self._failure and order["do"] not in _UNANSWERED:
+            answer["error"], self._failure = self._failure, ""
+        return answer
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise CheckpointError("this rank has closed its checkpoints")
+
+
+def _key(level: int, number: int, node: int | None = None) -> str:
+    return f"order {level} {number}" + ("" if node is None else f" of {node}")
+
+
+@final
+class DividedPlace(Place):
+    """A folder of each node, as rank 0 sees it: what it does here, the other leaders do too."""
+
+    def __init__(self, orders: Orders, level: int) -> None:
+        self.local = orders.here.local(level)
+        super().__init__(self.local.place)
+        self._orders = orders
+        self._elsewhere: dict[str, Folder] | None = None  # checkpoints of earlier starts on other nodes, by name
+
+    def folder(self, step: int, nonce: int = 0) -> Folder:
+        """See :class:`Place`. It is this node's folder, which may be missing here."""
+        return self.local.folder(step, nonce)
+
+    def folders(self) -> Sequence[Folder]:
+        """See :class:`Place`. A checkpoint may be on other nodes only."""
+        if self._elsewhere is None:
+            self.steps()
+        assert self._elsewhere is not None
+        found = {folder.name: folder for folder in self.local.folders()} | self._elsewhere
+        return [found[name] for name in sorted(found, reverse=True)]
+
+    def steps(self) -> list[set[int]]:
+        """Return the steps of each node's checkpoints, damaged or not."""
+        of_nodes = [set(steps) for steps in self._orders.ask({"do": "steps"})]
+        self._elsewhere = {self.folder(step).name: self.folder(step) for step in set().union(*of_nodes)}
+        return of_nodes
+
+    def held(self, step: int, check: Callable[[], None] = lambda: None) -> Held:
+        """Return what the nodes have of a checkpoint, of which each reads every byte.
+
+        Raises:
+            DamagedError: some part of it is on no node.
+        """
+        answers = self._orders.ask({"do": "held", "step": step}, check)
+        found = []
+        for digest in dict.fromkeys(digest for digest, files in answers if files):
+            files = [whole if its == digest else [] for its, whole in answers]
+            node = next(node for node, of_node in enumerate(files) if of_node)
+            text = self._orders.ask({"do": "manifest", "step": step, "node": node})[node]
+            found.append(Held(Manifest.read(text.encode()), files))
+        whole = next((held for held in found if held.is_whole), None)
+        if whole is None:
+            raise DamagedError(f"{self.folder(step)}: a part of it is on no node, or damaged on all")
+        return whole
+
+    def begin_copy(self, manifest: Manifest) -> str:
+        """See :class:`Place`."""
+        return self.local.begin_copy(manifest, secrets.token_hex(4))
+
+    def copy(
+        self,
+        name: str,
+        source: Checkpoint,
+        records: Sequence[FileRecord],  # noqa: ARG002
+        check: Callable[[], None],  # noqa: ARG002
+    ) -> None:
+        """See :class:`Place`. Only all nodes together copy to their folders, by an order."""
+        raise AssertionError(f"{name}: {source.folder} is not of nodes")
+
+    def complete_copy(self, name: str, manifest: Manifest) -> Folder:
+        """See :class:`Place`."""
+        self._orders.ask({"do": "complete", "name": name})
+        return self.folder(manifest.step)
+
+    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+        """See :class:`Place`."""
+        self.local.abandon_copy(name, manifest)
+        with contextlib.suppress(CheckpointError):
+            self._orders.give({"do": "abandon", "name": name})
+
+    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
+        self.held(step_of(folder), check)
+
+    def _remove(self, folder: Folder) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.pop(folder.name, None)
+        self._orders.give({"do": "remove", "step": step_of(folder)})
+        self.local.remove(folder)
+
+    def _remove_dead_drafts(self, last: int) -> None:
+        self.local._remove_dead_drafts(last)
+
+    def remove_spares(self) -> None:
+        """See :class:`Place`. The other leaders do so when they end."""
+        self.local.remove_spares()

@@ -1,0 +1,177 @@
+"""The ranks of a run as checkpoints reach them, over the store in which they met and a process group between nodes."""
+
+import contextlib
+import itertools
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, final
+
+import numpy as np
+import torch
+
+from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.timeouts import waiting
+from executor.checkpoint.format.manifest import FileRecord
+from executor.checkpoint.peers import Transfer
+from executor.direct_io import pages
+from executor.distributed.meeting import session_store
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import this_machine
+
+_SLAB_BYTES: Final = 4 << 20  # of one value in the store, which takes at most 8 MiB
+
+
+@final
+class Nodes:
+    """All ranks of a run, and their nodes; see :class:`executor.checkpoint.peers.Peers`.
+
+    All ranks construct it at the same time. ``torchrun`` says which ranks share a node, by ``LOCAL_RANK``. Without it,
+    those on one machine do.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.rank, self.size = ranks.rank, ranks.size
+        local = os.environ.get("LOCAL_RANK")
+        name = this_machine() if local is None else f"node of rank {self.rank - int(local)}"
+        leader = min(ranks.all.ranks_with_same(name.encode()))
+        leaders = ranks.all.all_gather_on_host(torch.tensor([leader], device="cpu")).tolist()
+        by_leader = {
+            first: [rank for rank in range(self.size) if leaders[rank] == first] for first in sorted(set(leaders))
+        }
+        self.nodes: Sequence[Sequence[int]] = tuple(by_leader.values())
+        self.node = list(by_leader).index(leader)
+        self._store = session_store()
+
+    @property
+    def is_leader(self) -> bool:
+        """See :class:`Peers`."""
+        return self.nodes[self.node][0] == self.rank
+
+    def connect(self) -> None:
+        """Make the process group between nodes, for :meth:`exchange`. All ranks call this together."""
+        leaders = tuple(ranks[0] for ranks in self.nodes)
+        alone = ((rank,) for ranks in self.nodes for rank in ranks[1:])
+        self._group = self._ranks.host_group((leaders, *alone))
+
+    def send(self, key: str, text: str) -> None:
+        """See :class:`Peers`. Texts are ASCII."""
+        with _reaching():
+            count = -(-len(text) // _SLAB_BYTES)
+            for number in range(count):
+                self._store.set(f"{key} {number}", text[number * _SLAB_BYTES : (number + 1) * _SLAB_BYTES])
+            self._store.set(key, str(count))
+
+    def receive(
+        self, key: str, patience_s: float = math.inf, check: Callable[[], None] = lambda: None, *, keeps: bool = False
+    ) -> str:
+        """See :class:`Peers`."""
+        waits = waiting(patience_s, self._ranks.has_failed)
+        with _reaching():
+            while not self._store.check([key]):
+                check()
+                if not next(waits, False):
+                    why = "a rank is lost" if self._ranks.has_failed() else f"not in {patience_s:g} s"
+                    raise CheckpointError(f"{key} has not come ({why})")
+            data = b"".join(self._store.get(f"{key} {number}") for number in range(int(self._store.get(key))))
+        if not keeps:
+            self.forget(key)
+        return data.decode()
+
+    def forget(self, key: str) -> None:
+        """See :class:`Peers`."""
+        with _reaching():
+            if self._store.check([key]):
+                for number in range(int(self._store.get(key))):
+                    self._store.delete_key(f"{key} {number}")
+                self._store.delete_key(key)
+
+    def exchange(
+        self,
+        transfers: Sequence[Transfer],
+        read: Callable[[FileRecord], Iterator[Buffer]],
+        write: Callable[[FileRecord, Iterator[Buffer]], None],
+    ) -> None:
+        """See :class:`Peers`. A node sends one file at a time, while it receives one."""
+        failures: list[OSError] = []
+        for at_once in _rounds(transfers):
+            sent = next((one for one in at_once if one.source == self.node), None)
+            received = next((one for one in at_once if one.target == self.node), None)
+            steps = max(len(one.record.checksums) for one in at_once)
+            moving = self._moved(steps, sent, received, read, failures)
+            try:
+                if received is not None:
+                    write(received.record, moving)
+            except OSError as error:
+                failures.append(error)
+            for _ in moving:  # the others wait for the rest
+                pass
+        if failures:
+            raise failures[0]
+
+    def _moved(
+        self,
+        steps: int,
+        sent: Transfer | None,
+        received: Transfer | None,
+        read: Callable[[FileRecord], Iterator[Buffer]],
+        failures: list[OSError],
+    ) -> Iterator[Buffer]:
+        """Send a file in chunks, and yield those of another that comes. All leaders take equally many steps."""
+        chunks = iter(()) if sent is None else read(sent.record)
+        room = np.empty(0, np.uint8) if received is None else pages(received.record.chunk_bytes)
+        for step in range(steps):
+            num_sent, num_received = ([0] * len(self.nodes) for _ in range(2))
+            data = np.empty(0, np.uint8)
+            if sent is not None and step < len(sent.record.checksums):
+                num_sent[sent.target] = count = _chunk_bytes(sent.record, step)
+                try:
+                    data = next(chunks)
+                except OSError as error:  # its target finds out
+                    failures.append(error)
+                    chunks = itertools.repeat(np.zeros(sent.record.chunk_bytes, np.uint8))
+                    data = next(chunks)
+                data = data[:count]
+            if received is not None and step < len(received.record.checksums):
+                num_received[received.source] = _chunk_bytes(received.record, step)
+            into = room[: sum(num_received)]
+            with _reaching():
+                self._group.all_to_all(torch.from_numpy(into), torch.from_numpy(data), num_received, num_sent)
+            if len(into):
+                yield into
+
+
+def _chunk_bytes(record: FileRecord, number: int) -> int:
+    return min(record.chunk_bytes, record.num_bytes - number * record.chunk_bytes)
+
+
+def _rounds(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """Yield transfers in rounds, in each of which a node sends at most one file and receives at most one."""
+    left = deque(transfers)
+    while left:
+        sources: set[int] = set()
+        targets: set[int] = set()
+        at_once = []
+        for _ in range(len(left)):
+            one = left.popleft()
+            if one.source in sources or one.target in targets:
+                left.append(one)
+            else:
+                at_once.append(one)
+                sources.add(one.source)
+                targets.add(one.target)
+        yield at_once
+
+
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    """Return a context in which errors of the store are errors of checkpoints."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(f"ranks can no longer reach each other: {str(error).partition(chr(10))[0]}") from error
