@@ -598,6 +598,8 @@ class IterationDriver:
             rule = self._entry.rule(group)
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
+                if id(parameter) not in self._of_parameter:  # of another module
+                    continue
                 name, shape = self._of_parameter[id(parameter)]
                 of_parameter = rule.of_parameter(number, shape)
                 updates[name] = dataclasses.replace(of_parameter, scale=self.gradients.scale(name))

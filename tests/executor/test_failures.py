@@ -206,7 +206,7 @@ def test_another_optimizer():
     with pytest.raises(ValueError, match="the optimizer is AdamW, with other state"):
         optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
         prepare_session(model, optimizer, model_units("gpt2"), decisions)
-    with pytest.raises(ValueError, match="has a parameter that is not one of the model"):
+    with pytest.raises(ValueError, match="the optimizer has no parameter that is one of the model"):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
         prepare_session(model, optimizer, model_units("gpt2"), decisions)
 

@@ -19,13 +19,15 @@ TRIED = {
     ),
     "state": (
         "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
-        "features_in_the_loss", "numpy_counts", "helper_object",
+        "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
-    "optimizers": ("rmsprop_lr_eps_momentum_centered", "own_class"),
+    "optimizers": (
+        "rmsprop_lr_eps_momentum_centered", "own_class", "sharpness_aware_class", "parameters_of_the_loss",
+    ),
 }
 # fmt: on
 

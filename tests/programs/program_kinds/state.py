@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry, seeded
+import transformers
+from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -375,3 +376,15 @@ def tables_made_once(ullage) -> Trained:
 
     losses, model = loop(ullage, Tabled)
     return [*losses, float(tables["wave"].sum())], model
+
+
+@program
+def cache_under_another_name(ullage) -> Trained:
+    """XLM, whose layers get their cache of keys under a name of their own."""
+    config = transformers.XLMConfig(vocab_size=32, emb_dim=32, n_layers=3, n_heads=2, pad_index=0)
+
+    def tokens(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1, 32, (2, 8), generator=seeded(step))
+        return {"input_ids": ids, "labels": ids}
+
+    return train(ullage, transformers.XLMWithLMHeadModel(config), tokens)
