@@ -22,7 +22,7 @@ from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
 from executor.module.attention import fused_attention
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, check_autocast
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
@@ -68,6 +68,7 @@ class IterationDriver:
         self._on_demand: OnDemand | None = None
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
+        self._said_autocast = False
         self._runtime = runtime
         self._decisions = decisions
         self._entry, self._groups = entry, groups
@@ -496,7 +497,10 @@ class IterationDriver:
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
         self.visibility.check_unmodified()
-        check_autocast(self._runtime.backend.device, self._runtime.state.dtype)
+        words = unplanned_autocast(self._runtime.backend.device, self._runtime.state.dtype)
+        if words and not self._said_autocast:
+            self._said_autocast = True
+            self._report(words)
 
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"

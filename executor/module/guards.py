@@ -51,13 +51,15 @@ _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 
 
-def check_autocast(device: torch.device, planned: torch.dtype) -> None:
-    """Check that no autocast to another type than the plan's is on. Raises ValueError otherwise."""
-    if torch.is_autocast_enabled(device.type) and (other := torch.get_autocast_dtype(device.type)) != planned:
-        raise ValueError(
-            f"autocast to {other} is on, but the plan computes with {planned} weights; leave autocast, or plan with "
-            "another --precision"
-        )
+def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
+    """Return what autocast to another type than the plan's means for it; nothing if there is none."""
+    if not torch.is_autocast_enabled(device.type) or (other := torch.get_autocast_dtype(device.type)) == planned:
+        return ""
+    return (
+        f"autocast to {other} is on, but the plan is for {planned}: losses and weights are those of training in memory, "
+        f"but times are others, and memory is not counted for copies of weights in {other}, which live from forward to "
+        "backward where layers are not recomputed; if memory runs out, give prepare() a smaller device_memory"
+    )
 
 
 def check_call() -> None:
