@@ -284,7 +284,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ranks call it together, and each gets the whole state.
 
         Raises:
-            OutOfOrderError: in the middle of an iteration, or the session is closed.
+            OutOfOrderError: in a forward or backward, or the session is closed.
         """
         self._check_open("state_dict()")
         if self.entry.whole:
@@ -415,7 +415,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         session.runtime.check_has_weights()
         steps = {
-            entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()
+            entry.shard.name: _steps_of(self.entry, entry, entry.step)
+            for _, entry in session.runtime.parameter_states().values()
         }
         stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer, num_bytes = self._written_to(folder)
@@ -521,7 +522,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Tensors may be views of memory that is reused for the next unit.
         """
-        self.session.runtime.parameter_states()
+        self.session.runtime.make_current("reading of state")
         state = self.session.runtime.state
         read = whole_state(state, self.session.runtime.ranks)
         for name, held in state.by_parameter.items():
@@ -534,16 +535,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, state in self._states():
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
-            if parameter.step or own.starts_at:
-                counted = _steps_of(own, parameter)
-                step = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
+            # In the middle of an iteration, a step is counted whose gradient has come.
+            step = parameter.step - (parameter.arrived == self.session.iteration)
+            if step or own.starts_at:
+                counted = _steps_of(own, parameter, step)
+                numbers = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
                 if not own.counts_steps:
-                    del step["step"]
+                    del numbers["step"]
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
                 shard = parameter.shard
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
                 found = {key: values.to(buffers[key].dtype, copy=True) for key, values in flat.items()}
-                states[name] = step | {
+                states[name] = numbers | {
                     key: shard.in_model(values.view(shard.whole_shape)) if buffers[key].params == 1 else values
                     for key, values in found.items()
                 }
@@ -595,9 +598,9 @@ def _as_real(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: as_real(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def _steps_of(entry: OptimizerEntry, parameter: ParameterState) -> dict[str, float]:
-    """Return the count of a parameter's updates, and other numbers of its state, by their keys."""
-    return {"step": parameter.step, **dict(zip(entry.numbers, parameter.numbers.get(parameter.step, ()), strict=False))}
+def _steps_of(entry: OptimizerEntry, parameter: ParameterState, step: int) -> dict[str, float]:
+    """Return the count of a parameter's updates, and other numbers of its state after these, by their keys."""
+    return {"step": step, **dict(zip(entry.numbers, parameter.numbers.get(step, ()), strict=False))}
 
 
 def _give(stored: StoredParameter, values: torch.Tensor) -> None:

@@ -68,7 +68,8 @@ class IterationDriver:
         self._on_demand: OnDemand | None = None
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
-        self._said_autocast = False
+        self._said_left = self._said_autocast = False
+        self._last_left = -1
         self._runtime = runtime
         self._decisions = decisions
         self._entry, self._groups = entry, groups
@@ -258,9 +259,10 @@ class IterationDriver:
                 self._reopen()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
-        self._last_short = self._loop.iteration
-        self.num_left += 1
-        if self.num_left == 1:
+        self.num_left += self._last_left != self._loop.iteration  # it may come back, for norms, and leave again
+        self._last_short = self._last_left = self._loop.iteration
+        if not self._said_left:
+            self._said_left = True
             what = str(error).partition(";")[0].partition(". ")[0]
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 

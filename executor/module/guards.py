@@ -56,9 +56,9 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
     if not torch.is_autocast_enabled(device.type) or (other := torch.get_autocast_dtype(device.type)) == planned:
         return ""
     return (
-        f"autocast to {other} is on, but the plan is for {planned}: losses and weights are those of training in memory, "
-        f"but times are others, and memory is not counted for copies of weights in {other}, which live from forward to "
-        "backward where layers are not recomputed; if memory runs out, give prepare() a smaller device_memory"
+        f"autocast to {other} is on, but the plan is for {planned}: losses and weights are those of training in memory "
+        f"with it, but times are others, and memory is not counted for copies of weights in {other}, which live from "
+        "forward to backward where layers are not recomputed; if memory runs out, give prepare() less device_memory"
     )
 
 

@@ -241,3 +241,22 @@ def test_a_tower_that_the_batch_does_not_use_needs_no_slot_of_its_own() -> None:
     assert slots(found, decisions).num_params == (8 * 24 + 24, 24 * 8 + 8)
     moved = {task.unit for task in lower(found, decisions, asynchronous=False).tasks if task.op is Op.FETCH}
     assert moved == {"first", "last"}
+
+
+def test_norms_in_fp32_of_narrower_values_are_captured_as_autocast_runs_them():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 32)
+            self.norms = nn.ModuleList([nn.LayerNorm(32), nn.GroupNorm(4, 32), nn.BatchNorm1d(32)])
+            self.down = nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.up(x)
+                for norm in self.norms:
+                    x = norm(x)
+                return self.down(x).float()
+
+    found = capture_module(Half, ["x=8x16:float"], "fp32", as_on_gpu=False)
+    assert units_of(found)

@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import re
-import warnings
 
 import numpy as np
 import pytest

@@ -13,6 +13,7 @@ import transformers
 from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 PROGRAMS, program = registry()
 NUM_STEPS = 4
@@ -388,3 +389,24 @@ def cache_under_another_name(ullage) -> Trained:
         return {"input_ids": ids, "labels": ids}
 
     return train(ullage, transformers.XLMWithLMHeadModel(config), tokens)
+
+
+@program
+def weights_made_once(ullage) -> Trained:
+    """Normed weights are made once for a step, by parametrize.cached around forward and backward."""
+    blocks = [
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)
+    ]
+    model = nn.Sequential(*blocks, nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    batches = [torch.randn(8, 16, generator=seeded(step)) for step in range(NUM_STEPS)]
+    model, optimizer = ullage.prepare(model, optimizer, (batches[0],))
+    losses = []
+    for batch in batches:
+        with parametrize.cached():
+            loss = model(batch).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
