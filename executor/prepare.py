@@ -80,8 +80,7 @@ def prepare_session(
     Raises:
         TypeError: the model is not a module, or the optimizer is not an optimizer.
         ValueError: the optimizer is unknown or does not match the plan, the decisions cannot be executed, or the model
-            does not match the plan, is prepared already, has no values, checkpoints activations itself, or has two
-            parameters over the same memory.
+            does not match the plan, is prepared already, has no values, or has two parameters over the same memory.
         DeviceMemoryError: a tier is too small.
         StorageError: NVMe cannot hold the state that the plan keeps there.
         RankError: another rank has failed.

@@ -22,7 +22,7 @@ from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
 from executor.module.attention import fused_attention
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, unplanned_autocast
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
@@ -148,9 +148,7 @@ class IterationDriver:
         if not self.trains and not (self._model.training and unit in self._evaluated):
             raise OutOfOrderError(
                 "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
-                "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
-                "trains (of a trainer of TRL whose reference is the model itself: precompute_ref_log_probs=True); "
-                f"otherwise, {OWN_CHECKPOINTING}"
+                "optimizer.step() and before the next forward"
             )
         if not self._runtime.inside_iteration:
             self._begin()

@@ -21,12 +21,6 @@ from executor.packed import stored_parameters
 
 _COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
-OWN_CHECKPOINTING: Final = (
-    "switch the model's own gradient checkpointing off (model.gradient_checkpointing_disable(), no "
-    'torch.utils.checkpoint): the plan recomputes activations itself (activations="recompute")'
-)
-"""Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
-
 SECOND_ORDER: Final = (
     "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
     "the device, but this plan moves, recomputes, tiles or divides some; plan for them: give prepare() the step that "
@@ -103,11 +97,10 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model does not checkpoint activations itself, and that all its parameters have a shape.
+    """Check that all parameters of a model have a shape, and can be moved.
 
     Raises:
-        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, is lazy, or is
-            scripted and has parameters.
+        ValueError: a module is lazy, or is scripted and has parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
@@ -115,11 +108,6 @@ def check_plain(model: nn.Module) -> None:
                 f"module {name or 'the model'} is scripted (torch.jit), so its parameters cannot be moved; give the "
                 "module as it was before torch.jit.script, or script functions without parameters alone"
             )
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise ValueError(
-            "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
-            '(activations="recompute"); call model.gradient_checkpointing_disable() first'
-        )
     if (name := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)) is not None:
         raise ValueError(
             f"parameter {name} is of a lazy module and has no shape yet; run the model once on a batch, and then make "
