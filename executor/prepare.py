@@ -129,7 +129,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
-            vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+            hooks = {name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")}
+            # One that steps by itself calls those on its step.
+            vars(self).update({name: of for name, of in hooks.items() if not (entry.whole and "_step_" in name)})
             self.entry = entry
             self.session = session
             self.weights_folder: Path | None = None
@@ -180,8 +182,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         found = getattr(self._given, name)
         if self.entry.whole and inspect.ismethod(found):
-            return functools.partial(self._whole.call, found)
+            return functools.partial(self._by_itself, found)
         return found
+
+    def _by_itself(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the given optimizer, which steps by itself; it may get other groups, as by loading."""
+        try:
+            return self._whole.call(method, *args, **kwargs)
+        finally:
+            vars(self)["param_groups"] = self._given.param_groups
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes of the given optimizer's own there, where its step reads them.
@@ -210,7 +219,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared, unless it steps by itself."""
         if vars(self).get("_whole"):
-            self._given.add_param_group(param_group)
+            self._by_itself(self._given.add_param_group, param_group)
             return
         if hasattr(self, "session"):
             raise ValueError("parameter groups cannot be added under a plan; add them before prepare()")
@@ -238,7 +247,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._check_open("step()")
         if self.entry.whole:
-            return self._whole.call(self._given.step, *([] if closure is None else [closure]))  # type: ignore[no-any-return]
+            return self._by_itself(self._given.step, *([] if closure is None else [closure]))  # type: ignore[no-any-return]
         for given, (group, params) in itertools.zip_longest(self.param_groups, self._groups, fillvalue=(None, ())):
             if given is not group or tuple(map(id, given["params"])) != params:
                 raise ValueError(_GROUPS)
@@ -320,7 +329,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._check_open("load_state_dict()")
         if self.entry.whole:
-            self._whole.call(self._given.load_state_dict, state_dict)
+            self._by_itself(self._given.load_state_dict, state_dict)
             return
         self.session.runtime.check_idle()
         state_dict = dict(state_dict)
