@@ -412,7 +412,7 @@ class _Parametrized:
 
     @staticmethod
     def getstate() -> tuple[int, dict[Any, Any]]:
-        return parametrize._cache_enabled, parametrize._cache.copy()
+        return parametrize._cache_enabled, dict(parametrize._cache)
 
     @staticmethod
     def setstate(state: tuple[int, dict[Any, Any]]) -> None:

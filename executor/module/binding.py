@@ -40,7 +40,7 @@ from executor.callbacks import (
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
-from executor.module.caches import copy_caches, drop_caches
+from executor.module.caches import copy_caches, drop_caches, layer_number
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
@@ -454,8 +454,7 @@ def _recompute(
     original, first = forward_of(module), next(iter(of_call.values()))
     state = ForwardState(module, first.names[0].partition("@")[0], torch_too=True)
     signature = inspect.signature(original)
-    numbers = (vars(inner).get("layer_idx") for inner in module.modules())
-    layer = next((number for number in numbers if isinstance(number, int)), None)
+    layer = layer_number(module)
     has_ended: list[bool] = []
     owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 

@@ -2,10 +2,18 @@
 
 from typing import Any, Final
 
+from torch import nn
+
 from executor.callbacks import copied_cache
 
 # Names of the key-value cache among arguments of layers of ``transformers``, whose older ones are tuples.
 _CACHES: Final = ("past_key_values", "past_key_value", "layer_past")
+
+
+def layer_number(module: nn.Module) -> int | None:
+    """Return the number by which a layer of ``transformers`` finds its part of a cache; ``None`` if it has none."""
+    numbers = (vars(inner).get("layer_idx") for inner in module.modules())
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
