@@ -32,6 +32,17 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
                 else f"plan with --optimizer {entry.planned_as}"
             )
         )
+    if entry.whole:
+        if max(decisions.tensor_parallel, decisions.expert_parallel) > 1:
+            raise ValueError(
+                f"{entry.torch_class.__name__} steps on whole weights ({entry.whole}), but tensor- or expert-parallel "
+                "ranks hold parts of them; plan without these, or use an optimizer that updates each value by itself"
+            )
+        if decisions.update_start == "backward":
+            raise ValueError(
+                f"{entry.torch_class.__name__} steps on all gradients ({entry.whole}), but the plan updates in "
+                "backward; plan with clip=True"
+            )
     if (stages := decisions.pipeline_parallel) > 1:
         raise ValueError(
             f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --parallel pipeline=1"
@@ -81,19 +92,27 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
             )
 
 
-def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    """Check that our kernels can update an optimizer's groups; ``names`` maps ``id(parameter)`` to its name.
+def check_groups(
+    entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str], *, is_alone: bool
+) -> None:
+    """Check that an optimizer's groups can be updated; ``names`` maps ``id(parameter)`` to its name in the model.
 
     Raises:
-        ValueError: our updates do not support a flag, or a parameter belongs to another model.
+        ValueError: our updates do not support a flag, or no parameter is one of the model, or some are not and there
+            are several ranks, which would not add up their gradients.
     """
+    given = [id(parameter) for group in groups for parameter in group["params"]]
+    if given and not names.keys() & given:
+        raise ValueError(
+            "the optimizer has no parameter that is one of the model; make it from model.parameters() of this model"
+        )
+    if not is_alone and not names.keys() >= {*given}:
+        raise ValueError(
+            "the optimizer has a parameter that is not one of the model, whose gradients ranks would not add up; train "
+            "it with an optimizer of its own, or prepare one module that holds all, with step="
+        )
     for group in groups:
         entry.rule(group)  # raises for flags that kernels do not support
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError(
-                "the optimizer has a parameter that is not one of the model; make it from model.parameters(), and "
-                "train the others with an optimizer of their own, or prepare one module that holds all, with step="
-            )
         if entry.others is not None:
             _check_kinds(group, names)
 
@@ -101,7 +120,7 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
 def _check_kinds(group: dict[str, Any], names: Mapping[int, str]) -> None:
     """Check that groups of Muon hold exactly the hidden matrices, as planned."""
     for parameter in group["params"]:
-        name, shape = names[id(parameter)], tuple(parameter.shape)
+        name, shape = names.get(id(parameter), ""), tuple(parameter.shape)
         if is_hidden_matrix(name, shape) is not bool(group["use_muon"]):
             planned, given = ("AdamW", "Muon") if group["use_muon"] else ("Muon", "AdamW")
             raise ValueError(

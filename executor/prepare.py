@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import functools
 import gc
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +15,14 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
+from executor.driver.whole_steps import WholeSteps
 from executor.memory.moments import by_value, converted
 from executor.memory.nvme_files import shared_file
 from executor.memory.pieces import state_buffers
 from executor.memory.stream import Source, in_room, room_bytes, tensor_name, whole_state, write_state
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
+from executor.optimizer.beside import Beside
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import Options
@@ -61,9 +65,10 @@ def prepare_session(
 
     Args:
         model: an unmodified module with the planned parameters.
-        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, or one that can take its own step in parts,
-            over all or some of the model's parameters, in any groups. Learning-rate schedulers may be built on it or on
-            the result.
+        optimizer: one listed in :data:`executor.optimizer.table.ENTRIES`, one that can take its own step in parts, or
+            one that steps on whole parameters ([Note: Whole steps] in :mod:`executor.driver.whole_steps`), over all or
+            some of the model's parameters, and perhaps others, in any groups. Learning-rate schedulers may be built on
+            it or on the result.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how to execute it.
@@ -75,8 +80,7 @@ def prepare_session(
     Raises:
         TypeError: the model is not a module, or the optimizer is not an optimizer.
         ValueError: the optimizer is unknown or does not match the plan, the decisions cannot be executed, or the model
-            does not match the plan, is prepared already, has no values, checkpoints activations itself, or has two
-            parameters over the same memory.
+            does not match the plan, is prepared already, has no values, or has two parameters over the same memory.
         DeviceMemoryError: a tier is too small.
         StorageError: NVMe cannot hold the state that the plan keeps there.
         RankError: another rank has failed.
@@ -125,34 +129,68 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as failing:
             failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # shares these dicts; does not copy them
-            vars(self).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
+            hooks = {name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")}
+            # One that steps by itself calls those on its step.
+            vars(self).update({name: of for name, of in hooks.items() if not (entry.whole and "_step_" in name)})
             self.entry = entry
             self.session = session
             self.weights_folder: Path | None = None
             self._given = optimizer
             self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
+            self._beside = Beside(optimizer, self.param_groups, session.has)
+            if options.checkpoint_buffer_bytes and (entry.whole or not self._beside.is_empty):
+                name = type(optimizer).__name__
+                why = f"{name} steps by itself" if entry.whole else f"{name} has parameters that are not the model's"
+                raise ValueError(
+                    f"{why}, but checkpoints hold the state of a plan's own updates alone; leave "
+                    "checkpoint_buffer_bytes out, and save model.state_dict() and optimizer.state_dict()"
+                )
             given = {
                 session.name_of(parameter): (_as_real(state), group)
                 for group in self.param_groups
                 for parameter in group["params"]
-                if (state := dict.get(optimizer.state, parameter))
+                if session.has(parameter) and (state := dict.get(optimizer.state, parameter))
             }
-            self._check_entries(given)
-            self.write_states(given)
+            if not entry.whole:
+                self._check_entries(given)
+                self.write_states(given)
             failing.pop_all()
-        optimizer.state.clear()
+        if entry.whole:
+            vars(self)["param_groups"] = optimizer.param_groups
+            options.report(
+                f"{type(optimizer).__name__} steps by itself, on whole weights and gradients in host memory, because "
+                f"its step cannot be taken in parts: {entry.whole}. That is slower than updates of a plan, which does "
+                "not count the memory of its state"
+            )
+        else:
+            optimizer.state.clear()
         self._hold_state()
 
     def _hold_state(self) -> None:
         """Let the given optimizer's own methods, which find no state in it, say where it is, until the session ends."""
+        if self.entry.whole:
+            self._whole = WholeSteps(
+                self._given, self.session.runtime, self.session.driver, self.session.name_of, self.session.has
+            )
+            return
         self._given.state = _StateOfSession()
         self.session.at_end(lambda: setattr(self._given, "state", collections.defaultdict(dict)))
 
     def __getattr__(self, name: str) -> Any:
         """Return what the given optimizer has beside ``torch.optim.Optimizer``: methods and attributes of its class."""
-        if name == "_given":
+        if name in {"_given", "_whole"}:
             raise AttributeError(name)
-        return getattr(self._given, name)
+        found = getattr(self._given, name)
+        if self.entry.whole and inspect.ismethod(found):
+            return functools.partial(self._by_itself, found)
+        return found
+
+    def _by_itself(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the given optimizer, which steps by itself; it may get other groups, as by loading."""
+        try:
+            return self._whole.call(method, *args, **kwargs)
+        finally:
+            vars(self)["param_groups"] = self._given.param_groups
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes of the given optimizer's own there, where its step reads them.
@@ -170,8 +208,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> "collections.defaultdict[torch.Tensor, Any]":
-        """In the session; refuses to be used."""
-        return _StateOfSession()
+        """In the session; refuses to be used. The given optimizer's own, if it steps by itself."""
+        return self._given.state if vars(self).get("_whole") else _StateOfSession()
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -179,7 +217,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared."""
+        """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared, unless it steps by itself."""
+        if vars(self).get("_whole"):
+            self._by_itself(self._given.add_param_group, param_group)
+            return
         if hasattr(self, "session"):
             raise ValueError("parameter groups cannot be added under a plan; add them before prepare()")
         super().add_param_group(param_group)
@@ -205,6 +246,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: no micro-batch has run, or one is under way, or the session is closed.
         """
         self._check_open("step()")
+        if self.entry.whole:
+            return self._by_itself(self._given.step, *([] if closure is None else [closure]))  # type: ignore[no-any-return]
         for given, (group, params) in itertools.zip_longest(self.param_groups, self._groups, fillvalue=(None, ())):
             if given is not group or tuple(map(id, given["params"])) != params:
                 raise ValueError(_GROUPS)
@@ -213,6 +256,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.session.driver.step()
+        if not self._beside.is_empty:
+            self._beside.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it check whether it has stepped
         return loss
 
@@ -224,7 +269,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if not self.session.closed:
             self.session.driver.zero_grad()
-        super().zero_grad(set_to_none)
+        if self.entry.whole:  # its own may take no argument
+            self._given.zero_grad(*([] if set_to_none else [False]))
+        else:
+            super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
@@ -244,9 +292,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ranks call it together, and each gets the whole state.
 
         Raises:
-            OutOfOrderError: in the middle of an iteration, or the session is closed.
+            OutOfOrderError: in a forward or backward, or the session is closed.
         """
         self._check_open("state_dict()")
+        if self.entry.whole:
+            return self._given.state_dict()
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
         states = self._read_states()
@@ -257,7 +307,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             index = numbers.stop
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
             for number, parameter in zip(numbers, group["params"], strict=True):
-                entry = states.get(self.session.name_of(parameter))
+                is_planned = self.session.has(parameter)
+                entry = states.get(self.session.name_of(parameter)) if is_planned else self._beside.state.get(parameter)
                 if entry is not None:
                     state[number] = entry
         found: dict[str, Any] = {"state": state, "param_groups": groups}
@@ -277,6 +328,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("load_state_dict()")
+        if self.entry.whole:
+            self._by_itself(self._given.load_state_dict, state_dict)
+            return
         self.session.runtime.check_idle()
         state_dict = dict(state_dict)
         for change in self._optimizer_load_state_dict_pre_hooks.values():
@@ -290,6 +344,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise failure or ValueError("another rank cannot load its state; see the error of that rank")
         with self.session.runtime.changing("load_state_dict()"):
             self.write_states(entries)
+            if not self._beside.is_empty:
+                self._beside.load(state_dict["state"], state_dict["param_groups"])
             for group, their in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update({k: v for k, v in their.items() if k not in {"params", ROUNDS}})
         for end in self._optimizer_load_state_dict_post_hooks.values():
@@ -318,6 +374,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session.name_of(parameter): (_as_real(states.get(number, {})), their)
             for group, their in zip(self.param_groups, theirs, strict=True)
             for number, parameter in zip(their["params"], group["params"], strict=True)
+            if self.session.has(parameter)
         }
         self._check_entries(entries)
         for index, (group, their) in enumerate(zip(self.param_groups, theirs, strict=True)):
@@ -366,7 +423,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         session.runtime.check_has_weights()
         steps = {
-            entry.shard.name: _steps_of(self.entry, entry) for _, entry in session.runtime.parameter_states().values()
+            entry.shard.name: _steps_of(self.entry, entry, entry.step)
+            for _, entry in session.runtime.parameter_states().values()
         }
         stored = {name: shard.stored for name, shard in session.runtime.state.shards().items()}
         transfer, num_bytes = self._written_to(folder)
@@ -433,7 +491,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._hold_state()
         except (ValueError, MemoryError, OSError) as error:
             return error.with_traceback(None)  # its frames would hold memory
-        groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
+        groups = {
+            self.session.name_of(p): group
+            for group in self.param_groups
+            for p in group["params"]
+            if self.session.has(p)
+        }
         entries: dict[str, _Entry] = {}
         for name, held in self.session.runtime.state.by_parameter.items():
             has_state = steps[name]["step"] or self.entry.starts_at
@@ -467,7 +530,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Tensors may be views of memory that is reused for the next unit.
         """
-        self.session.runtime.parameter_states()
+        self.session.runtime.make_current("reading of state")
         state = self.session.runtime.state
         read = whole_state(state, self.session.runtime.ranks)
         for name, held in state.by_parameter.items():
@@ -480,16 +543,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, state in self._states():
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
-            if parameter.step or own.starts_at:
-                counted = _steps_of(own, parameter)
-                step = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
+            # In the middle of an iteration, a step is counted whose gradient has come.
+            step = parameter.step - (parameter.arrived == self.session.iteration)
+            if step or own.starts_at:
+                counted = _steps_of(own, parameter, step)
+                numbers = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
                 if not own.counts_steps:
-                    del step["step"]
+                    del numbers["step"]
                 buffers = dict(zip(("master", *own.buffers), state_buffers(parameter.kind), strict=True))
                 shard = parameter.shard
                 flat = converted({key: values.reshape(-1) for key, values in state.items()}, own.buffers)
                 found = {key: values.to(buffers[key].dtype, copy=True) for key, values in flat.items()}
-                states[name] = step | {
+                states[name] = numbers | {
                     key: shard.in_model(values.view(shard.whole_shape)) if buffers[key].params == 1 else values
                     for key, values in found.items()
                 }
@@ -541,9 +606,9 @@ def _as_real(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: as_real(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def _steps_of(entry: OptimizerEntry, parameter: ParameterState) -> dict[str, float]:
-    """Return the count of a parameter's updates, and other numbers of its state, by their keys."""
-    return {"step": parameter.step, **dict(zip(entry.numbers, parameter.numbers.get(parameter.step, ()), strict=False))}
+def _steps_of(entry: OptimizerEntry, parameter: ParameterState, step: int) -> dict[str, float]:
+    """Return the count of a parameter's updates, and other numbers of its state after these, by their keys."""
+    return {"step": step, **dict(zip(entry.numbers, parameter.numbers.get(step, ()), strict=False))}
 
 
 def _give(stored: StoredParameter, values: torch.Tensor) -> None:

@@ -101,7 +101,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             mesh = Mesh(decisions, ranks.rank if ranks else 0)
             shards = shards_of(model, units, mesh, absent)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
-            check_groups(entry, groups, self._names)
+            check_groups(entry, groups, self._names, is_alone=ranks is None)
             self.audit = Audit(
                 # It runs modules alone, and compares real numbers.
                 "off"
@@ -214,6 +214,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the plan's name of one of the model's parameters."""
         return self._names[id(parameter)]
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is one of the model."""
+        return id(parameter) in self._names
 
     def synchronize(self) -> None:
         """Wait until all updates have ended.

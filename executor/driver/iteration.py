@@ -22,7 +22,7 @@ from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
 from executor.module.attention import fused_attention
-from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, OWN_CHECKPOINTING, check_autocast
+from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
@@ -68,6 +68,8 @@ class IterationDriver:
         self._on_demand: OnDemand | None = None
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
+        self._said_left = self._said_autocast = False
+        self._last_left = -1
         self._runtime = runtime
         self._decisions = decisions
         self._entry, self._groups = entry, groups
@@ -146,9 +148,7 @@ class IterationDriver:
         if not self.trains and not (self._model.training and unit in self._evaluated):
             raise OutOfOrderError(
                 "the model ran without gradients, or in evaluation mode, in the middle of an iteration; evaluate after "
-                "optimizer.step() and before the next forward; a forward without gradients runs before the one that "
-                "trains (of a trainer of TRL whose reference is the model itself: precompute_ref_log_probs=True); "
-                f"otherwise, {OWN_CHECKPOINTING}"
+                "optimizer.step() and before the next forward"
             )
         if not self._runtime.inside_iteration:
             self._begin()
@@ -257,9 +257,10 @@ class IterationDriver:
                 self._reopen()
         self._audit.abandon()
         self._runtime.machine.exclude(self._loop.iteration)
-        self._last_short = self._loop.iteration
-        self.num_left += 1
-        if self.num_left == 1:
+        self.num_left += self._last_left != self._loop.iteration  # it may come back, for norms, and leave again
+        self._last_short = self._last_left = self._loop.iteration
+        if not self._said_left:
+            self._said_left = True
             what = str(error).partition(";")[0].partition(". ")[0]
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 
@@ -496,7 +497,10 @@ class IterationDriver:
         self._runtime.check_has_weights()
         self._runtime.check_unparked()
         self.visibility.check_unmodified()
-        check_autocast(self._runtime.backend.device, self._runtime.state.dtype)
+        words = unplanned_autocast(self._runtime.backend.device, self._runtime.state.dtype)
+        if words and not self._said_autocast:
+            self._said_autocast = True
+            self._report(words)
 
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
@@ -598,6 +602,8 @@ class IterationDriver:
             rule = self._entry.rule(group)
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
+                if id(parameter) not in self._of_parameter:  # of another module
+                    continue
                 name, shape = self._of_parameter[id(parameter)]
                 of_parameter = rule.of_parameter(number, shape)
                 updates[name] = dataclasses.replace(of_parameter, scale=self.gradients.scale(name))

@@ -9,7 +9,6 @@ import torch
 
 from executor.callbacks import in_backward
 from executor.driver.runtime import Runtime
-from executor.module.guards import OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.compute import AGAIN
@@ -221,8 +220,7 @@ class Progress:
         except OutOfOrderError:
             if op in _RUN_AGAIN:
                 raise OutOfOrderError(
-                    f"forward reached {unit} inside backward, but the plan does not recompute it there; "
-                    f"{OWN_CHECKPOINTING}"
+                    f"forward reached {unit} inside backward, but the plan does not recompute it there"
                 ) from None
             raise self.unexpected(op, unit) from None
         if self.task is not None and self.task.op is Op.BACKWARD and not self.task.tile:

@@ -83,7 +83,7 @@ class OffloadedActivations:
     @property
     def is_in_use(self) -> bool:
         """Whether a backward may still ask for activations."""
-        return bool(self._segments)
+        return any(not segment.is_dropped for segment in self._segments.values())
 
     @contextlib.contextmanager
     def forward(

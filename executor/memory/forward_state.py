@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from executor.memory.recompute_cache import ActivationError
 from executor.memory.variables import Used, Variables
@@ -60,7 +61,7 @@ class ForwardState:
         self._name = name
         used = Used(self._modules)
         self._variables, self._values = used.variables, used.values
-        self._generators = [random, _Attention, *(_of_torch() if torch_too else ())]
+        self._generators = [random, _Attention, _Parametrized, *(_of_torch() if torch_too else ())]
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
         # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
         self._draws_from_numpy = any("random" in code.co_names for code in used.codes)
@@ -404,6 +405,19 @@ class _Attention:
     def setstate(states: list[bool]) -> None:
         for (_, enable), state in zip(_ATTENTION, states, strict=True):
             enable(state)
+
+
+class _Parametrized:
+    """The weights that parametrizations have made, as ``parametrize.cached`` keeps them; read and set likewise."""
+
+    @staticmethod
+    def getstate() -> tuple[int, dict[Any, Any]]:
+        return parametrize._cache_enabled, dict(parametrize._cache)
+
+    @staticmethod
+    def setstate(state: tuple[int, dict[Any, Any]]) -> None:
+        parametrize._cache_enabled, kept = state
+        parametrize._cache = kept.copy()
 
 
 _ATTENTION: Final = [

@@ -168,6 +168,7 @@ class SegmentActivations:
         position: index in ``products`` of the next product of the recomputation.
         moved: units that were offloaded.
         away: those of them whose offloaded tensors are not on the device.
+        is_dropped: whether the backward that was to use them has ended.
     """
 
     def __init__(self, names: Sequence[str], tile: int = 0) -> None:
@@ -178,6 +179,7 @@ class SegmentActivations:
         self.position = 0
         self.moved: set[str] = set()
         self.away: set[str] = set()
+        self.is_dropped = False
 
     def offloaded(self, unit: str) -> Iterator[SavedTensor]:
         """Yield a unit's offloaded tensors."""
@@ -200,6 +202,7 @@ class SegmentActivations:
     def drop(self) -> None:
         """Free the tensors that were not restored. Offloaded ones can be brought back for another backward."""
         self.away |= self.moved
+        self.is_dropped = True
         for product in self.products:
             for tensor in product.tensors:
                 tensor.tensor = None

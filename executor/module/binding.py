@@ -40,7 +40,7 @@ from executor.callbacks import (
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations
 from executor.memory.forward_state import ForwardState, Snapshot
-from executor.module.caches import copy_caches, drop_caches
+from executor.module.caches import copy_caches, drop_caches, layer_number
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
@@ -62,7 +62,7 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
 
     A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
     alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
-    other unit, or else (it never runs in training) to the other unit. If a module reads parameters of modules inside it
+    other unit. If a module reads parameters of modules inside it
     without calling them, it belongs to the unit that reads them (operators of a captured unit are named by the module
     that runs them). Experts that are divided over several units are left out, because they report themselves which unit
     computes. The model itself belongs to the first unit that runs.
@@ -89,7 +89,7 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
             owners = {owner[id(named[name])] for name in names if id(named[name]) in owner}
             users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
             running = {u.name for u in users if any(o.path == path for o in u.operators)}
-            found = running or {unit.name for unit in users if owners & {*unit.shared_units}} or owners
+            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
         if len(found) > 1:
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found))}, but must belong to one; "
@@ -454,8 +454,7 @@ def _recompute(
     original, first = forward_of(module), next(iter(of_call.values()))
     state = ForwardState(module, first.names[0].partition("@")[0], torch_too=True)
     signature = inspect.signature(original)
-    numbers = (vars(inner).get("layer_idx") for inner in module.modules())
-    layer = next((number for number in numbers if isinstance(number, int)), None)
+    layer = layer_number(module)
     has_ended: list[bool] = []
     owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 

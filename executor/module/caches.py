@@ -2,10 +2,18 @@
 
 from typing import Any, Final
 
+from torch import nn
+
 from executor.callbacks import copied_cache
 
-# Names of the key-value cache among arguments of layers of ``transformers``.
+# Names of the key-value cache among arguments of layers of ``transformers``, whose older ones are tuples.
 _CACHES: Final = ("past_key_values", "past_key_value", "layer_past")
+
+
+def layer_number(module: nn.Module) -> int | None:
+    """Return the number by which a layer of ``transformers`` finds its part of a cache; ``None`` if it has none."""
+    numbers = (vars(inner).get("layer_idx") for inner in module.modules())
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
@@ -15,11 +23,10 @@ def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
     """
     stays = False
     for scope in _scopes(arguments):
-        for name in _CACHES:
-            cache: Any = scope.get(name)
+        for name, cache in _caches(scope):
             if layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer):
                 stays = True
-            elif cache is not None:
+            else:
                 scope[name] = None
         if scope.get("use_cache"):
             scope["use_cache"] = False
@@ -29,9 +36,20 @@ def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
 def copy_caches(arguments: dict[str, Any]) -> None:
     """Let a layer add its keys and values to a copy of the cache, so that recomputation starts from the same cache."""
     for scope in _scopes(arguments):
-        for name in _CACHES:
-            if scope.get(name) is not None:
-                scope[name] = copied_cache(scope[name])
+        for name, cache in _caches(scope):
+            scope[name] = copied_cache(cache)
+
+
+def _caches(scope: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (name, value)
+        for name, value in scope.items()
+        if value is not None and (name in _CACHES or _is_cache(type(value)))
+    ]
+
+
+def _is_cache(kind: type) -> bool:
+    return any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
 
 
 def _scopes(arguments: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -21,12 +21,6 @@ from executor.packed import stored_parameters
 
 _COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
-OWN_CHECKPOINTING: Final = (
-    "switch the model's own gradient checkpointing off (model.gradient_checkpointing_disable(), no "
-    'torch.utils.checkpoint): the plan recomputes activations itself (activations="recompute")'
-)
-"""Remedy if forward runs inside backward, or without gradients in training, but the plan has no such forward."""
-
 SECOND_ORDER: Final = (
     "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
     "the device, but this plan moves, recomputes, tiles or divides some; plan for them: give prepare() the step that "
@@ -51,13 +45,15 @@ _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 
 
-def check_autocast(device: torch.device, planned: torch.dtype) -> None:
-    """Check that no autocast to another type than the plan's is on. Raises ValueError otherwise."""
-    if torch.is_autocast_enabled(device.type) and (other := torch.get_autocast_dtype(device.type)) != planned:
-        raise ValueError(
-            f"autocast to {other} is on, but the plan computes with {planned} weights; leave autocast, or plan with "
-            "another --precision"
-        )
+def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
+    """Return what autocast to another type than the plan's means for it; nothing if there is none."""
+    if not torch.is_autocast_enabled(device.type) or (other := torch.get_autocast_dtype(device.type)) == planned:
+        return ""
+    return (
+        f"autocast to {other} is on, but the plan is for {planned}: losses and weights are those of training in memory "
+        f"with it, but times are others, and memory is not counted for copies of weights in {other}, which live from "
+        "forward to backward where layers are not recomputed; if memory runs out, give prepare() less device_memory"
+    )
 
 
 def check_call() -> None:
@@ -101,11 +97,10 @@ def check_unprepared(model: nn.Module) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model does not checkpoint activations itself, and that all its parameters have a shape.
+    """Check that all parameters of a model have a shape, and can be moved.
 
     Raises:
-        ValueError: a module has ``gradient_checkpointing = True``, as in models of ``transformers``, is lazy, or is
-            scripted and has parameters.
+        ValueError: a module is lazy, or is scripted and has parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
@@ -113,11 +108,6 @@ def check_plain(model: nn.Module) -> None:
                 f"module {name or 'the model'} is scripted (torch.jit), so its parameters cannot be moved; give the "
                 "module as it was before torch.jit.script, or script functions without parameters alone"
             )
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
-        raise ValueError(
-            "the model's own gradient checkpointing is on, but the plan decides what is recomputed "
-            '(activations="recompute"); call model.gradient_checkpointing_disable() first'
-        )
     if (name := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)) is not None:
         raise ValueError(
             f"parameter {name} is of a lazy module and has no shape yet; run the model once on a batch, and then make "

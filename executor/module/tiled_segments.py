@@ -33,7 +33,7 @@ from executor.callbacks import (
 )
 from executor.distributed.shards import BindingError
 from executor.module.batches import named_inputs
-from executor.module.caches import drop_caches
+from executor.module.caches import drop_caches, layer_number
 
 _REMEDY = "plan without --tiles segment"
 
@@ -90,8 +90,7 @@ class TiledSegment:
         self._signature = inspect.signature(module.forward)
         self._path, self._num_tiles, self._batch = path, num_tiles, batch
         self._first, self._last, self._callbacks = names[0], names[-1], callbacks
-        numbers = (vars(inner).get("layer_idx") for inner in module.modules())
-        self._layer = next((number for number in numbers if isinstance(number, int)), None)
+        self._layer = layer_number(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output for the whole micro-batch.

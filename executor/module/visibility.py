@@ -183,6 +183,10 @@ class WeightVisibility:
             if then != now and name not in self._written:
                 raise ValueError(refusal(name))
 
+    def accept_writes(self) -> None:
+        """Note that what was written to parameters so far is known."""
+        self._versions = self._versions_now()
+
     def has_written(self, name: str) -> None:
         """Note that the user has written to a parameter: autograd then refuses what it had saved, as in memory."""
         self.check_unmodified()
@@ -190,7 +194,7 @@ class WeightVisibility:
             for leaf, own in self._all.values():
                 if own == name:
                     torch.autograd.graph.increment_version(leaf)
-        self._versions = self._versions_now()
+        self.accept_writes()
 
     def _versions_now(self) -> list[int]:
         with unguarded():

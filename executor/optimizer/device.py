@@ -193,7 +193,7 @@ class OwnStep:
         """Take a step; return the state after it, whose tensors need not be ``buffers``. The first step makes them."""
         parameter = master.detach()  # so that no one else's tensor gets a gradient
         parameter.grad = gradient
-        own = _bare(self._optimizer, parameter, params.group)
+        own = bare(self._optimizer, [{**params.group, "params": [parameter]}])
         vars(own).update(params.attributes)
         if step > 1:
             numbers = {"step": step - 1, **dict(zip(self.numbers, params.numbers, strict=True))}
@@ -224,7 +224,7 @@ class OwnStep:
         parts = [slice(0, _TRIED[1] + 5), slice(_TRIED[1] + 5, len(flat))]
         buffers = [torch.zeros_like(flat) for _ in self.buffers]
         numbers: tuple[float, ...] = ()
-        own = _bare(self._optimizer, whole, params.group)
+        own = bare(self._optimizer, [{**params.group, "params": [whole]}])
         others = _numbers_of(vars(own))
         for step, gradient in enumerate(gradients, 1):
             whole.grad = gradient.clone()
@@ -260,12 +260,16 @@ def _names_in(kind: type, method: str, seen: set[str]) -> Iterator[str]:
                 yield from _names_in(kind, name, seen)
 
 
-def _bare(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class over one parameter, without state, hooks and what schedulers wrap."""
+def bare(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[dict[str, Any]],
+    state: defaultdict[torch.Tensor, Any] | None = None,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class over other groups, without hooks and what schedulers wrap."""
     own = object.__new__(type(optimizer))
     vars(own).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-    own.state, own.param_groups = defaultdict(dict), [{**group, "params": [parameter]}]
-    own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    vars(own).update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
+    own.state, own.param_groups = defaultdict(dict) if state is None else state, list(groups)
     return own
 
 

@@ -55,6 +55,8 @@ class OptimizerEntry:
             one takes all.
         own: takes the steps, if this is no optimizer of :data:`ENTRIES`.
         numbers: keys of numbers in a parameter's state, beside ``step``.
+        whole: why its step cannot be taken in parts, so that it takes it itself, see [Note: Whole steps] in
+            :mod:`executor.driver.whole_steps`; empty if it can. Nothing else here is used then.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -70,6 +72,7 @@ class OptimizerEntry:
     others: "OptimizerEntry | None" = None
     own: OwnStep | None = None
     numbers: tuple[str, ...] = ()
+    whole: str = ""
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
         """Return the entry of parameters that are planned as ``kind``."""
@@ -251,29 +254,39 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     One without a kernel, or with a flag that its kernel does not support, gets an entry of its own.
 
     Raises:
-        ValueError: it has no kernel, and cannot take its own step in parts.
+        ValueError: it is one of ``bitsandbytes``, whose kernels do not see where a plan keeps weights.
     """
     found = next((entry for entry in ENTRIES if type(optimizer) is entry.torch_class), None)
     if found and not any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
         return found
+    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    if name.startswith("bitsandbytes."):
+        raise ValueError(
+            f"the optimizer is {name}, whose kernels do not see weights where a plan keeps them; "
+            f"{_nearest(optimizer) or 'use one of torch.optim'}"
+        )
     try:
         with torch.random.fork_rng(devices=[]):
             return _own_entry(optimizer)
-    except Exception as error:  # whatever a step raises that cannot be taken so
-        if found:
-            return found  # whose rule names the flag
-        ours = {AdamW8bit, AdamWBf16, Lion, Muon}
-        classes = [entry.torch_class for entry in ENTRIES]
-        known = ", ".join(f"{'ullage' if c in ours else 'torch.optim'}.{c.__name__}" for c in classes)
-        own = type(optimizer)
-        name = own.__name__
-        if name in {c.__name__ for c in classes}:  # another library's
-            name = f"{own.__module__}.{name}"
-        why = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"the optimizer is {name}, but only {known} can be executed, and those that update each value by itself "
-            f"({why}); {_nearest(optimizer)}"
-        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever a step raises that cannot be taken so
+        return _whole_entry(optimizer, " ".join(str(error).split())[:200])
+
+
+def _whole_entry(optimizer: torch.optim.Optimizer, why: str) -> OptimizerEntry:
+    def nothing(*_args: object) -> None:
+        """Leave the update to the optimizer itself."""
+
+    return OptimizerEntry(
+        torch_class=type(optimizer),
+        planned_as=ELEMENTWISE[0],
+        buffers=(),
+        read=lambda _group: OwnParams({}),
+        host=nothing,
+        device=nothing,
+        counts_steps=False,
+        refused=(),
+        whole=f"{why}; {nearest}" if (nearest := _nearest(optimizer)) else why,
+    )
 
 
 def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
@@ -295,7 +308,7 @@ def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def _nearest(optimizer: torch.optim.Optimizer) -> str:
-    """Return which optimizer to use instead of one that has no entry, in words."""
+    """Return which optimizer to use instead of one that has no entry, in words; nothing if none is like it."""
     name = type(optimizer).__name__
     is_small = getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8  # of bitsandbytes
     if "Lion" in name or "Muon" in name:
@@ -304,10 +317,10 @@ def _nearest(optimizer: torch.optim.Optimizer) -> str:
         ours, why = "AdamW8bit", "whose state is that of bitsandbytes in 8 bits"
     elif "4bit" in name or is_small or name in {"Adafactor", "GaLoreAdamW", "APOLLOAdamW", "Lomo", "AdaLomo"}:
         ours, why = "AdamW8bit", "which keeps 2 bytes of state per parameter beside the master copy"
-    elif "Adam" in name:
+    elif "Adam" in name and name not in {"Adam", "AdamW"}:
         return "use torch.optim.AdamW (in a Trainer: optim='adamw_torch'): the plan puts its state where there is room"
     else:
-        return "use one of them"
+        return ""
     return f"use ullage.{ours}, {why} (in a Trainer: optimizer_cls_and_kwargs=(ullage.{ours}, {{'lr': ...}}))"
 
 

@@ -19,6 +19,7 @@ from planner.models.kernels import Attention, flop
 from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
+from ullage.capture.records import CaptureError
 
 aten = torch.ops.aten
 FUSED = {
@@ -241,3 +242,61 @@ def test_a_tower_that_the_batch_does_not_use_needs_no_slot_of_its_own() -> None:
     assert slots(found, decisions).num_params == (8 * 24 + 24, 24 * 8 + 8)
     moved = {task.unit for task in lower(found, decisions, asynchronous=False).tasks if task.op is Op.FETCH}
     assert moved == {"first", "last"}
+
+
+def test_norms_in_fp32_of_narrower_values_are_captured_as_autocast_runs_them():
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 32)
+            self.norms = nn.ModuleList([nn.LayerNorm(32), nn.GroupNorm(4, 32), nn.BatchNorm1d(32)])
+            self.down = nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.up(x)
+                for norm in self.norms:
+                    x = norm(x)
+                return self.down(x).float()
+
+    found = capture_module(Half, ["x=8x16:float"], "fp32", as_on_gpu=False)
+    assert units_of(found)
+
+
+class Ends(nn.Module):
+    """One dropout at both ends, and a parameter that nothing uses, as in XLNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.unused = nn.Linear(16, 32), nn.Parameter(torch.zeros(32))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(2))
+        self.head, self.dropout = nn.Linear(32, 4), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+def test_a_parameter_that_nothing_uses_does_not_tie_a_shared_dropout_to_its_unit():
+    found = units_of(capture_module(Ends, ["x=8x16:float"], "fp32", as_on_gpu=False))
+    assert "unused" in {spec.name for spec in found[0].parameters}
+
+
+def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
+    class Queue(nn.Module):
+        """Momentum and a place in a queue, as in MoCo."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = nn.Linear(16, 4), nn.Linear(16, 4).requires_grad_(False)
+            self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.place[0] = (int(self.place) + len(x)) % 64
+            self.other.weight.data = self.other.weight.data * 0.9 + self.own.weight.data * 0.1
+            return self.own(x) + self.other(x)
+
+    with pytest.raises(CaptureError, match=r"forward gives the parameter other\.weight other data, .* between steps"):
+        capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)

@@ -132,7 +132,10 @@ def test_what_trains_is_planned_and_trained_as_in_memory(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (AdaLoraConfig(target_modules=["q_proj"], total_step=9), "its loss reads the weights of all layers; use LoRA"),
+        (
+            AdaLoraConfig(target_modules=["q_proj"], total_step=9),
+            "it reads gradients after the step that has used them up; use LoRA",
+        ),
         (ShiraConfig(target_modules=["q_proj"], r=2), "its weights are sparse tensors; use LoRA"),
     ],
 )

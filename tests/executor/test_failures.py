@@ -1,5 +1,6 @@
 """What goes wrong is said at once, with a remedy, and leaves no thread."""
 
+import copy
 import threading
 
 import pytest
@@ -79,12 +80,22 @@ def test_a_step_with_used_gradients_is_refused(runs_forward, started):
     optimizer.step()
 
 
-def test_weights_are_read_between_steps(started):
+def test_state_is_that_of_the_last_step_until_the_next_one(started):
     model, optimizer, tokens = started
     loss_of(model, tokens).backward()
-    with pytest.raises(OutOfOrderError, match="a step is under way"):
-        optimizer.state_dict()
     optimizer.step()
+    optimizer.zero_grad()
+    before = copy.deepcopy(optimizer.state_dict())
+    loss = loss_of(model, tokens)
+    loss.backward()
+    between = optimizer.state_dict()
+    with pytest.raises(OutOfOrderError, match="a step is under way"):
+        optimizer.load_state_dict(before)
+    for number, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(between["state"][number][key], value), key
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == before["state"][0]["step"] + 1
     with torch.no_grad():
         model(input_ids=tokens)
 
@@ -206,7 +217,7 @@ def test_another_optimizer():
     with pytest.raises(ValueError, match="the optimizer is AdamW, with other state"):
         optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
         prepare_session(model, optimizer, model_units("gpt2"), decisions)
-    with pytest.raises(ValueError, match="has a parameter that is not one of the model"):
+    with pytest.raises(ValueError, match="the optimizer has no parameter that is one of the model"):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
         prepare_session(model, optimizer, model_units("gpt2"), decisions)
 

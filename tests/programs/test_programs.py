@@ -15,17 +15,20 @@ TRIED = {
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
         "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row",
-        "forwards_replaced_later",
+        "forwards_replaced_later", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (
         "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
-        "features_in_the_loss", "numpy_counts", "helper_object",
+        "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
+        "weights_made_once",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("mixtral", "deberta", "t5", "llava_with_text_alone"),
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
-    "optimizers": ("rmsprop_lr_eps_momentum_centered", "own_class"),
+    "optimizers": (
+        "rmsprop_lr_eps_momentum_centered", "own_class", "sharpness_aware_class", "parameters_of_the_loss",
+    ),
 }
 # fmt: on
 

@@ -29,7 +29,7 @@ _TASKS: Final[dict[Any, str]] = {
 
 # Adapters of `peft` that cannot be captured, why, and what can be instead.
 _REFUSED: Final = {
-    "ADALORA": "its loss reads the weights of all layers; use LoRA, and choose the rank",
+    "ADALORA": "it reads gradients after the step that has used them up; use LoRA, and choose the rank",
     "SHIRA": "its weights are sparse tensors; use LoRA",
 }
 

@@ -420,7 +420,18 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, *
     return _create_grouped_mm_output_tensor(a, b, offs, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
-_FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+def _norm(function: Any, values: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Fake a norm whose weights have another type than its input, as under autocast: its statistics have theirs."""
+    output, *statistics = function(values, *rest, **named)
+    weight = next((one for one in (*rest, *named.values()) if isinstance(one, Tensor)), values)
+    return output, *(one.to(weight.dtype) for one in statistics)
+
+
+_NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default)
+_FAKES: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    **{norm: functools.partial(_norm, norm) for norm in _NORMS},
+}
 _INDEXING = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default})
 # Operators whose shapes depend on the values of integers alone.
 _SHAPED_BY_INTEGERS = frozenset({aten._pack_padded_sequence.default, aten._ctc_loss.default, aten._ctc_loss.Tensor})

@@ -178,7 +178,9 @@ class _Capture:
                 assumed = *(captured.assumed or ()), in_words(attention)
                 return captured.model_copy(update={"attention": attention, "assumed": assumed})
             except CaptureError as error:
-                refused, cause = refused if self.examples[0].assumes and refused else error, error.__cause__
+                cause = error.__cause__
+                if not (self.examples[0].assumes and refused) or isinstance(cause, CaptureError):
+                    refused = error  # not where assumed values are the reason
                 # Values may help if the model fails without them, but not if we refuse it.
                 fails = cause is not None and not isinstance(cause, CaptureError | RefusedOperatorError)
                 again = [e for e in self.examples[1:] if fails and (e.assumes or isinstance(cause, VALUES))]

@@ -321,7 +321,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in (self._name[number] for number in storages if number in self._name):
             if not self.found.model.get_parameter(name).requires_grad:
                 raise CaptureError(
-                    f"forward writes to the frozen parameter {name}, which a plan would lose; make it a buffer"
+                    f"forward writes to the frozen parameter {name}, which a plan would lose; do that between steps, "
+                    "outside of forward, or make it a buffer"
                 )
             self.found.written.add(name)
 

@@ -231,12 +231,6 @@ class _Offloaded(transformers.Trainer):
         The RNG state does not change, and neither does what the trainer keeps.
         """
         name = type(self).__mro__[2].__name__
-        known = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in known for group in given.param_groups for parameter in group["params"]):
-            raise PlanError(
-                f"the {name} trains parameters that are not the model's, such as those of its loss; choose a loss "
-                "without parameters, or write a loop of your own around ullage.prepare, with one module that has all"
-            )
         is_plain = type(self).compute_loss.__qualname__ in _CALLS_MODEL
         is_plain = is_plain and self.label_smoother is None and self.compute_loss_func is None
         with preserved_rng_state(), as_before([vars(self)]), _made_up_generation(self, model):

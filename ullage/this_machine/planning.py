@@ -148,7 +148,7 @@ def plan_here(
                 num_micro_batches=options.get("num_micro_batches", 1),
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
-                clip=options.get("clip", True),
+                clip=options.get("clip", True) or bool(entry.whole),  # which reads all gradients at the step
                 storage=options.get("storage", "activations"),
             )
             for words in captured.assumed or ():

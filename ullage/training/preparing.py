@@ -36,12 +36,13 @@ def prepare(
         model: an unmodified module. It is converted to the planned type. Under a bf16 plan, the values of a float32
             model become its master copy, unless the master copy is bf16 too.
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad``, :class:`ullage.AdamWBf16`,
-            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon`, or any other that updates each
-            value by itself (``torch.optim.RMSprop``, a class of your own), over all or some of the model's
-            parameters, in any groups. LR schedulers may be built on it or on the result. Parameters that are frozen or
-            not in the optimizer do not change. If a parameter is frozen when the model is captured, the plan has no
-            optimizer state for it. ``None`` for a model whose parameters are all frozen: a teacher, a reference, a
-            reward. It is evaluated, and gradients flow through it; ``session`` of what is returned for it closes it.
+            :class:`ullage.AdamW8bit`, :class:`ullage.Lion` or :class:`ullage.Muon`; any other that updates each
+            value by itself (``torch.optim.RMSprop``, a class of your own); or, slower, any other at all. It may have
+            all or some of the model's parameters, in any groups, and others beside them. LR schedulers may be built on
+            it or on the result. Parameters that are frozen or not in the optimizer do not change. If a parameter is
+            frozen when the model is captured, the plan has no optimizer state for it. ``None`` for a model whose
+            parameters are all frozen: a teacher, a reference, a reward. It is evaluated, and gradients flow through it;
+            ``session`` of what is returned for it closes it.
         plan: the largest batch of your loop: a dict (``model(**batch)``), a tuple (``model(*batch)``) or a tensor. The
             model is then captured without a copy of its weights, and planned for the memory that is free now. If this
             machine has no profile, it is first measured, once, for half a minute. Or give a plan for a model with these

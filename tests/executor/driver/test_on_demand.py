@@ -140,6 +140,17 @@ def test_offloaded_activations_serve_a_second_backward(activations):
     assert_same(planned(TWICE, TASK, decisions), in_memory(TWICE, TASK))
 
 
+def test_after_an_iteration_off_the_plan_without_an_update_the_next_one_follows_it():
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", "offload")))
+    with optimizer.session as session:
+        for (tokens,) in batches(TASK)[:2]:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            if not session.iteration:
+                model.transformer.h[0].ln_1.weight.grad.sum()
+                optimizer.zero_grad()
+        assert (session.num_left, session.iteration) == (1, 1)
+
+
 LATE = [[("forward", "whole"), ("backward", "sum"), ("forward", "late"), ("backward", "sum")]] * 3
 SHARDED = Task("gpt2", torch.float32, 2, iterations=3)
 

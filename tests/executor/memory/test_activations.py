@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 from training import (
     Task,
@@ -239,6 +240,16 @@ def test_a_second_pass_draws_what_the_first_one_has_drawn(monkeypatch):
     with state.restored(before):
         assert torch.equal(module(zero), first)
     assert all(map(torch.equal, after, [one.get_state() for one in (torch.default_generator, on_gpu)]))
+
+
+def test_the_second_pass_finds_the_parametrized_weights_that_the_first_one_found():
+    module = parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    state = ForwardState(module, "normed", torch_too=True)
+    with parametrize.cached():
+        before, first = state.save(), module.weight
+        with state.restored(before):
+            assert module.weight is not first
+        assert module.weight is first
 
 
 @pytest.mark.parametrize("room_bytes", [0, 2048, 2047, 4096, 6144, 6143, 100_000])

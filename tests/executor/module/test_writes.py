@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -411,24 +410,34 @@ def test_what_is_no_model_is_refused():
         prepare_session(model, 1e-3, units, decisions, session_options())
 
 
-def test_autocast_to_another_type_is_refused():
-    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
-    tokens = batches(TASK)[0, 0]
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_autocast_to_another_type_computes_as_in_memory_and_is_told(activations):
+    said: list[str] = []
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)), report=said.append)
+    plain = make_model(TASK)
     with optimizer.session:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                model.eval()(input_ids=tokens)
-            model.train()
-            with pytest.raises(ValueError, match=r"autocast to torch\.bfloat16.*plan.*torch\.float32.*--precision"):
-                model(input_ids=tokens, labels=tokens)
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            step(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        task = Task("llama", torch.bfloat16, schedule=False)
-        model, optimizer = prepare(task, decide(task, uniform("host", "cpu")))
-        with optimizer.session, torch.autocast("cpu", torch.bfloat16):
-            step(model, optimizer)
+        for tokens in batches(TASK)[:2, 0]:
+            with torch.autocast("cpu", torch.bfloat16):
+                losses = [each(input_ids=tokens, labels=tokens).loss for each in (model, plain)]
+            for loss in losses:
+                loss.backward()
+            assert torch.equal(*losses)
+            for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+                assert torch.equal(ours.grad.clone(), theirs.grad), name
+            for each in (optimizer, plain):
+                each.zero_grad()
+    assert [line.partition(":")[0] for line in said if "autocast" in line] == [
+        "autocast to torch.bfloat16 is on, but the plan is for torch.float32"
+    ]
+
+
+def test_autocast_to_the_planned_type_is_not_told():
+    said: list[str] = []
+    task = Task("llama", torch.bfloat16, schedule=False)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu")), report=said.append)
+    with optimizer.session, torch.autocast("cpu", torch.bfloat16):
+        step(model, optimizer)
+    assert not said
 
 
 def test_a_parameter_of_a_class_of_the_users_own_has_it_back() -> None:

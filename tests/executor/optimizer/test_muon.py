@@ -225,14 +225,10 @@ def test_what_the_class_refuses():
         Muon([{"params": [vector], "use_muon": True}])
     with pytest.raises(ValueError, match="Invalid beta"):
         Muon([("0.weight", matrix), ("0.bias", vector)], {"betas": (2.0, 0.9)})
-    with pytest.raises(ValueError, match=r"is torch\.optim\.Muon, but only .* ullage\.Muon can be executed"):
-        entry_of(torch.optim.Muon([matrix]))
+    assert "use ullage.Muon, which makes the same updates" in entry_of(torch.optim.Muon([matrix])).whole
     for bad in ({"adjust_lr_fn": "none"}, {"ns_steps": 100}, {"ns_coefficients": (1.0, 2.0)}, {"momentum": -1.0}):
         with pytest.raises(ValueError, match=min(bad)):
             MuonParams(**bad)
-    amsgrad = Muon([("0.weight", matrix), ("0.bias", vector)], {"amsgrad": True})
-    with pytest.raises(ValueError, match="the optimizer has amsgrad set"):
-        entry_of(amsgrad).rule(amsgrad.param_groups[1])
 
 
 def test_its_state_is_saved_and_loaded_like_any_other():

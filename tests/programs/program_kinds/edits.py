@@ -370,6 +370,61 @@ def gradients_of_zero(ullage) -> Trained:
 
 
 @program
+def moments_before_the_step(ullage) -> Trained:
+    """The optimizer's state is read between backward and the step, and gradients are scaled by it."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        state = optimizer.state_dict()["state"]
+        for parameter in model.parameters():
+            if state and parameter.grad is not None:
+                parameter.grad.mul_(0.9)
+        losses += [loss.item(), sum(float(each["exp_avg"].norm()) for each in state.values())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model
+
+
+@program
+def clipped_by_their_weights(ullage) -> Trained:
+    """Adaptive clipping: each gradient is bounded by the norm of its weight."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for parameter in model.parameters():
+            most = 0.02 * parameter.detach().norm().clamp(min=1e-3)
+            if parameter.grad is not None and (norm := parameter.grad.norm()) > most:
+                parameter.grad.mul_(most / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def autocast_around_forward(ullage) -> Trained:
+    """The usual loop of mixed precision: a float32 model under autocast."""
+    model = Net()
+    model, optimizer = ullage.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), (batch(0)[0],))
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            loss = F.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
 def norms_after_the_step(ullage) -> Trained:
     """Norms of gradients are logged after the step, before the next one drops them."""
     model, optimizer = made(ullage)

@@ -316,3 +316,18 @@ def jamba(ullage) -> Trained:
     sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4}
     config = transformers.JambaConfig(**SIZES | {"num_hidden_layers": 2, "use_cache": True, **sizes})
     return train(ullage, transformers.JambaForCausalLM(config), padded)
+
+
+@program
+def llama_that_checkpoints(ullage) -> Trained:
+    """A Llama whose own gradient checkpointing is on."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    model.gradient_checkpointing_enable()
+    return train(ullage, model, padded)
+
+
+@program
+def xlnet(ullage) -> Trained:
+    """XLNet, which calls one dropout at both ends, and has a parameter that nothing uses."""
+    sizes = {"vocab_size": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128}
+    return train(ullage, transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes)), tokens)

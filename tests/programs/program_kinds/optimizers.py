@@ -53,6 +53,110 @@ def own_class(ullage) -> Trained:
     return train(ullage, made, x, optimizer=SignSgd(made.parameters(), lr=1e-2))
 
 
+class Lamb(torch.optim.Optimizer):
+    """LAMB without decay: the rate of each parameter is that of its norm to its update's."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 0.1)
+                p.sub_(average, alpha=group["lr"] * float(p.norm() / average.norm().clamp(1e-6)))
+
+
+@program
+def lamb(ullage) -> Trained:
+    """LAMB, whose step looks at norms of whole parameters."""
+    made = model()
+    return train(ullage, made, x, optimizer=Lamb(made.parameters()))
+
+
+class Sharp(torch.optim.Optimizer):
+    """SAM as its most used implementation has it: two steps, and an optimizer inside."""
+
+    def __init__(self, parameters, inner, rho=0.05, **settings):
+        super().__init__(parameters, {"rho": rho, **settings})
+        self.inner = inner(self.param_groups, **settings)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["before"]
+        self.inner.step()
+        self.zero_grad()
+
+
+@program
+def sharpness_aware_class(ullage) -> Trained:
+    """Sharpness-aware minimization by a class that has an optimizer of its own."""
+    made = model()
+    prepared, optimizer = ullage.prepare(made, Sharp(made.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9), x(0))
+    losses = []
+    for number in range(4):
+        for step in (optimizer.first_step, optimizer.second_step):
+            loss = prepared(*x(number)).square().mean()
+            loss.backward()
+            step()
+            losses.append(loss.item())
+    return losses, prepared
+
+
+@program
+def lbfgs(ullage) -> Trained:
+    """L-BFGS, which calls a closure several times in a step."""
+    made = model()
+    made, optimizer = ullage.prepare(made, torch.optim.LBFGS(made.parameters(), lr=0.1, max_iter=3), x(0))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = made(*x(0)).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(3)], made
+
+
+@program
+def parameters_of_the_loss(ullage) -> Trained:
+    """One optimizer for a model and for weights of its losses, which are parameters of no module."""
+    made, weights = model(), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([{"params": made.parameters()}, {"params": [weights], "lr": 0.1}], lr=1e-3, eps=1e-4)
+    made, optimizer = ullage.prepare(made, optimizer, x(0))
+    losses = []
+    for number in range(4):
+        out = made(*x(number))
+        loss = ((-weights).exp() * torch.stack([out.square().mean(), out.abs().mean()]) + weights).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), *weights.tolist()]
+    return losses, made
+
+
+@program
+def amsgrad_in_one_group(ullage) -> Trained:
+    """AdamW with amsgrad for a part of the parameters."""
+    made = model()
+    first, *others = made.parameters()
+    groups = [{"params": [first], "amsgrad": True}, {"params": others}]
+    return train(ullage, made, x, optimizer=torch.optim.AdamW(groups, lr=1e-3, eps=1e-4))
+
+
 @program
 def adafactor(ullage) -> Trained:
     """torch.optim.Adafactor, whose update of a value depends on its whole row and column."""

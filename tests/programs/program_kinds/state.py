@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from program_catalogue import Trained, registry, seeded
+import transformers
+from program_catalogue import Trained, registry, seeded, train
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 PROGRAMS, program = registry()
 NUM_STEPS = 4
@@ -375,3 +377,36 @@ def tables_made_once(ullage) -> Trained:
 
     losses, model = loop(ullage, Tabled)
     return [*losses, float(tables["wave"].sum())], model
+
+
+@program
+def cache_under_another_name(ullage) -> Trained:
+    """XLM, whose layers get their cache of keys under a name of their own."""
+    config = transformers.XLMConfig(vocab_size=32, emb_dim=32, n_layers=3, n_heads=2, pad_index=0)
+
+    def tokens(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(1, 32, (2, 8), generator=seeded(step))
+        return {"input_ids": ids, "labels": ids}
+
+    return train(ullage, transformers.XLMWithLMHeadModel(config), tokens)
+
+
+@program
+def weights_made_once(ullage) -> Trained:
+    """Normed weights are made once for a step, by parametrize.cached around forward and backward."""
+    blocks = [
+        nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)
+    ]
+    model = nn.Sequential(*blocks, nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    batches = [torch.randn(8, 16, generator=seeded(step)) for step in range(NUM_STEPS)]
+    model, optimizer = ullage.prepare(model, optimizer, (batches[0],))
+    losses = []
+    for batch in batches:
+        with parametrize.cached():
+            loss = model(batch).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model

@@ -212,6 +212,27 @@ def sentence_embeddings(ullage) -> Trained:
 
 
 @program
+def loss_with_parameters(ullage) -> Trained:
+    """SentenceTransformerTrainer with a classifier in the loss."""
+    model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device=PLACE.device)
+    rows = [{"one": "abc"[: 1 + i % 3], "other": "abd"[i % 2 :], "label": i % 3} for i in range(24)]
+    torch.manual_seed(4)
+    loss = losses.SoftmaxLoss(model, 64, 3)
+    args = settings(st.SentenceTransformerTrainingArguments)
+    trainer = ullage.offloaded(st.SentenceTransformerTrainer)
+    return run(trainer(model=model, args=args, train_dataset=Dataset.from_list(rows), loss=loss))
+
+
+@program
+def adafactor(ullage) -> Trained:
+    """Trainer with Adafactor and a linear schedule."""
+    rows = [{"input_ids": [1 + (i + j) % 20 for j in range(8)]} for i in range(24)]
+    rows = Dataset.from_list([row | {"labels": row["input_ids"]} for row in rows])
+    args = settings(transformers.TrainingArguments, optim="adafactor")
+    return run(ullage.offloaded(transformers.Trainer)(model=llama(), args=args, train_dataset=rows))
+
+
+@program
 def triplets(ullage) -> Trained:
     """SentenceTransformerTrainer with a triplet loss: three encodings a step."""
     model = st.SentenceTransformer(modules=[Transformer(bert()), Pooling(64)], device=PLACE.device)

@@ -63,6 +63,8 @@ INTERNALS = {
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.modules.conv._ConvNd",
+    "torch.nn.utils.parametrize._cache",
+    "torch.nn.utils.parametrize._cache_enabled",
     "torch.ops.aten._scaled_mm",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
