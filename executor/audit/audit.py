@@ -52,6 +52,7 @@ from executor.callbacks import (
     same_autocast,
     tensors_of,
 )
+from executor.distributed.lazy_rows import LazyRows
 from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
@@ -334,6 +335,8 @@ class Audit:
         if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
             case.why_not = "it is given a weight"
             return forward(*args, **kwargs)
+        if any(isinstance(leaf, LazyRows) for leaf in leaves):
+            return self._watch_tiled(case, forward(*args, **kwargs))
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
         }
@@ -360,12 +363,9 @@ class Audit:
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
         watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
-        if isinstance(output, TiledLogits):  # what is computed of them is audited
+        if isinstance(output, TiledLogits):
             case.forget_call()
-            output.head.watcher = functools.partial(self._watch_logits, case)
-            self._undo.callback(setattr, output.head, "watcher", None)
-            if case.columns is not None:
-                case.why_not = "ranks divide its logits, which are computed in tiles"
+            self._watch_tiled(case, output)
         elif any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in made):
             case.why_not = "its output is not an ordinary tensor"
         elif any(view._version != version for view, version in views):
@@ -374,6 +374,15 @@ class Audit:
             who = "ranks divide it, and draw" if self._undivided else "tiles of sequences pass it, and draw"
             who = "it is compiled, and draws" if self._compiles else who
             case.why_not = f"{who} other random numbers"
+        return output
+
+    def _watch_tiled(self, case: Case, output: Any) -> Any:
+        """Audit what is computed of logits when they are used."""
+        if isinstance(output, TiledLogits):
+            output.head.watcher = functools.partial(self._watch_logits, case)
+            self._undo.callback(setattr, output.head, "watcher", None)
+            if case.columns is not None:
+                case.why_not = "ranks divide its logits, which are computed in tiles"
         return output
 
     def _watch_logits(

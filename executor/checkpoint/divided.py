@@ -129,7 +129,7 @@ class Orders:
 
     def __init__(self, here: NodePlaces, level: int) -> None:
         self.here, self._level = here, level
-        self._lock = threading.Lock()  # guards the number: one thread copies while another removes
+        self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
         self._number = self._num_forgotten = 0
 
     def give(self, order: Order) -> int:
@@ -162,9 +162,10 @@ class Orders:
             answers.append(answer.get("is"))
             if "error" in answer:
                 failure = failure or CheckpointError(f"node {node}: {answer['error']}")
-        for earlier in range(self._num_forgotten, number + 1):  # leaders have done all until here
+        with self._lock:  # each is forgotten by one thread: who looks for a text that goes waits long
+            first, self._num_forgotten = self._num_forgotten, max(self._num_forgotten, number + 1)
+        for earlier in range(first, number + 1):  # leaders have done all until here
             peers.forget(_key(self._level, earlier))
-        self._num_forgotten = max(self._num_forgotten, number + 1)
         if failure is not None:
             raise failure
         return answers

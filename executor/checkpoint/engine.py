@@ -334,7 +334,9 @@ class CheckpointEngine:
         manifest = capture.agreement.manifest(capture.step, part)
         if manifest is None or not isinstance(capture.draft, Draft):
             return None
-        path = capture.draft.commit(manifest, self._copied(self._peers, capture.draft, manifest))
+        records = self._copied(self._peers, capture.draft, manifest)
+        capture.agreement.copied()
+        path = capture.draft.commit(manifest, records)
         capture.agreement.end()
         return None if self._rank else path
 

@@ -364,7 +364,9 @@ class Levels:
         try:
             with self.places[0].reading(outcome.path):
                 self._num_whole += self.places[0].verify(outcome.path)
-        except CheckpointError:  # checkpoints are being closed, or a node is lost
+        except CheckpointError as error:  # checkpoints are being closed, or a node is lost or could not do something
+            if self._end is None:
+                self._fail(0, request, f"not verified: {error}")
             return 0.0
         self._prune(outcome, reads=False)
         if self._num_whole < max(self.levels[0].keep, MIN_CHECKPOINTS):  # until then, nothing can be removed

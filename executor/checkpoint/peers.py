@@ -111,7 +111,8 @@ class Agreement:
 
     def __init__(self, peers: Peers, turn: int, patience_s: float, *, is_divided: bool) -> None:
         self._peers, self._turn, self._patience_s, self._is_divided = peers, turn, patience_s, is_divided
-        self._has_part = self._has_ended = False  # whether the others know what this rank has to tell them
+        # Whether the others know what this rank has to tell them.
+        self._has_part = self._has_gone = self._has_ended = False
 
     def manifest(self, step: int, part: Manifest) -> Manifest | None:
         """Hand in this rank's part, whose files are durable; return the manifest if this rank completes a folder.
@@ -143,6 +144,28 @@ class Agreement:
         self._has_part = True
         return made
 
+    def copied(self) -> None:
+        """Tell rank 0 that this node has all that its folder is to have; wait until all nodes do, so that all name it.
+
+        Raises:
+            CheckpointError: a node has not.
+        """
+        if not self._is_divided:
+            return
+        peers = self._peers
+        if peers.rank:
+            self._send(f"copied {peers.node}", {})
+            answer = json.loads(peers.receive(self._key("go"), keeps=True))
+        else:
+            told = [json.loads(peers.receive(self._key(f"copied {node}"))) for node in range(1, len(peers.nodes))]
+            errors = [f"node {node}: {each['error']}" for node, each in enumerate(told, 1) if "error" in each]
+            answer = {"error": errors[0]} if errors else {}
+            self._send("go", answer)
+        self._has_gone = True
+        if "error" in answer:
+            self._has_ended = True
+            raise CheckpointError(answer["error"])
+
     def end(self) -> None:
         """Tell rank 0 that this node has completed its folder; rank 0 waits until all nodes have.
 
@@ -157,7 +180,8 @@ class Agreement:
             self._send(f"end {peers.node}", {})
             return
         ends = [json.loads(peers.receive(self._key(f"end {node}"))) for node in range(1, len(peers.nodes))]
-        peers.forget(self._key("manifest"))
+        for heard in ("manifest", "go"):
+            peers.forget(self._key(heard))
         if errors := [f"node {node}: {end['error']}" for node, end in enumerate(ends, 1) if "error" in end]:
             raise CheckpointError(errors[0])
 
@@ -167,9 +191,11 @@ class Agreement:
         with contextlib.suppress(CheckpointError):
             if not self._has_part and (peers.rank or self._is_divided):
                 self._send(f"part {peers.rank}" if peers.rank else "manifest", {"error": error})
+            elif not self._has_gone and self._is_divided:
+                self._send(f"copied {peers.node}" if peers.rank else "go", {"error": error})
             elif not self._has_ended and peers.rank:
                 self._send(f"end {peers.node}", {"error": error})
-        self._has_part = self._has_ended = True
+        self._has_part = self._has_gone = self._has_ended = True
 
     def _send(self, what: str, data: dict[str, object]) -> None:
         self._peers.send(self._key(what), json.dumps(data))

@@ -41,6 +41,7 @@ def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group,
     last = model.get_submodule(ends[-1].name) if ends else layers[-1]
     embedding = model.get_submodule(_of(operators, "embedding")[0].name)
     undo: list[Undo] = [
+        model.register_forward_pre_hook(no_compile(_check_outputs), with_kwargs=True).remove,
         embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove,
         layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove,
         last.register_forward_hook(no_compile(sequences.share)).remove,
@@ -48,6 +49,21 @@ def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group,
     for before, after in pairs:
         undo += _Attention(model, before, after, sequences).bind(no_compile)
     return undo
+
+
+def _check_outputs(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse outputs of layers, which have a rank's own tokens or heads; a hook before the model.
+
+    Raises:
+        ValueError: some are wanted.
+    """
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        wanted = kwargs.get(name)
+        if wanted or (wanted is None and getattr(getattr(model, "config", None), name, False)):
+            raise ValueError(
+                f"{name} is True, but ranks share sequences, so each has its own part of what layers return; leave it "
+                "out, or plan with --parallel context=1"
+            )
 
 
 def _of(operators: Sequence[Operator], kind: str) -> list[Operator]:
@@ -72,12 +88,12 @@ class _Sequences:
         self._compared = False
 
     def check_same(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Check once that all ranks read the same sequences; a hook before the embedding.
+        """Check that all ranks read the same sequences: first, and wherever nothing is trained; a hook.
 
         Raises:
             ValueError: they do not.
         """
-        if not self._compared and args:
+        if args and not (self._compared and torch.is_grad_enabled()):
             self.group.check_same("batch", args[0].detach().cpu().numpy().tobytes())
             self._compared = True
 

@@ -31,6 +31,7 @@ from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
 
 _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks whether another rank has failed
+_CHECKPOINT_THREAD: Final = "checkpoint"  # names of threads that save begin so
 _GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
 _TEXT_BYTES: Final = 256
 _HASH_RANGE: Final = 1 << 20  # float64 sums the squares of smaller numbers exactly, over thousands of ranks
@@ -280,7 +281,7 @@ class Ranks:
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it. If it runs on a GPU, make the current stream wait instead."""
         self._check()
-        is_lane = threading.current_thread().name.startswith(LANE_THREAD)
+        is_lane = threading.current_thread().name.startswith((LANE_THREAD, _CHECKPOINT_THREAD))
         try:
             self.is_waiting = self.is_waiting or not is_lane
             work = begin()

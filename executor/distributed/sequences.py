@@ -34,8 +34,14 @@ class SharedHidden(LazyRows):
         Rows are numbered rank after rank of the group. The numbers are on the host.
         """
         shape = (*numbers.shape[:-1], own.shape[-1])
-        self: SharedHidden = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        trains = own.requires_grad and torch.is_grad_enabled()
+        self: SharedHidden = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=own.dtype, device=own.device, requires_grad=trains
+        )
         self._group, self._own, self._numbers, self._whole = group, own, numbers, None
+        if trains:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse)  # type: ignore[no-untyped-call]
         return self
 
     def __init__(self, *_: object) -> None:
@@ -67,10 +73,11 @@ class SharedHidden(LazyRows):
         return self._whole is not None
 
     def whole(self) -> Tensor:
-        """Gather the rows of all ranks, and keep them."""
+        """Gather the rows of all ranks, and keep them, with their gradients: who looks first may want none."""
         if self._whole is None:
-            rows = _taken(gather_rows(self._own, self._group), self._numbers.flatten())
-            self._whole = rows.view(self.shape)
+            with torch.set_grad_enabled(self._own.requires_grad):
+                rows = _taken(gather_rows(self._own, self._group), self._numbers.flatten())
+                self._whole = rows.view(self.shape)
         return self._whole
 
     def row_by_row(self, compute: RowByRow, targets: Tensor) -> Tensor:
@@ -89,6 +96,14 @@ class SharedHidden(LazyRows):
     def with_own(self, change: Callable[[Tensor], Tensor]) -> "SharedHidden":
         """Return the hidden states after a change of each rank's own."""
         return SharedHidden(self._group, change(self._own), self._numbers)
+
+
+def _refuse(_gradient: Tensor) -> None:
+    """Refuse gradients that do not come through the values, as those of a ``torch.autograd.Function`` of the user's."""
+    raise RuntimeError(
+        "a torch.autograd.Function was given hidden states of sequences that ranks share, and would not pass gradients "
+        "on; give it their values (hidden * 1), or plan with --parallel context=1"
+    )
 
 
 def _is_range(numbers: Tensor) -> bool:

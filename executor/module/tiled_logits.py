@@ -181,14 +181,17 @@ class TiledLogits(LazyRows):
         return self._whole is not None
 
     def whole(self) -> Tensor:
-        """Compute all logits at once, and keep them; return them as an ordinary tensor.
+        """Compute all logits at once, and keep them, with their gradients: who looks first may want none.
+
+        Returns:
+            An ordinary tensor.
 
         Raises:
             OutOfOrderError: the head's weights are gone.
         """
         if self._whole is None:
             head, recipe = self._recipe.head, self._recipe
-            with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
+            with recipe.reading(), torch.set_grad_enabled(recipe.trains):
                 self._whole = recipe.after_head(head.compute(head.linear, head.linear, in_values(recipe.hidden)))
         return self._whole
 

@@ -56,7 +56,7 @@ def part(rank: int) -> Manifest:
 
 
 def ended(rank: Rank, is_divided: bool, fails: str) -> Manifest | str | None:
-    """Do as an engine does, and fail before the part or before the end; return the manifest, or why there is none."""
+    """Do as an engine does, and fail before what ``fails`` says; return the manifest, or why there is none."""
 
     def write(what: str) -> None:
         if fails == what:
@@ -67,6 +67,8 @@ def ended(rank: Rank, is_divided: bool, fails: str) -> Manifest | str | None:
         write("part")
         manifest = agreement.manifest(3, part(rank.rank))
         if manifest is not None:
+            write("copy")
+            agreement.copied()
             write("end")
             agreement.end()
     except CheckpointError as error:
@@ -81,9 +83,11 @@ def ended(rank: Rank, is_divided: bool, fails: str) -> Manifest | str | None:
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     is_divided=st.booleans(),
     failing=st.integers(0, 8),
-    fails=st.sampled_from(["part", "end", ""]),
+    fails=st.sampled_from(["part", "copy", "end", ""]),
 )
 @example(sizes=[1, 1], is_divided=True, failing=1, fails="end")
+@example(sizes=[1, 1], is_divided=True, failing=1, fails="copy")
+@example(sizes=[1, 2], is_divided=True, failing=0, fails="copy")
 @example(sizes=[2, 2], is_divided=True, failing=3, fails="part")
 @example(sizes=[1, 2], is_divided=True, failing=0, fails="part")
 def test_all_hear_of_a_failure_and_nobody_waits(sizes: list[int], is_divided: bool, failing: int, fails: str) -> None:
@@ -99,7 +103,7 @@ def test_all_hear_of_a_failure_and_nobody_waits(sizes: list[int], is_divided: bo
     if fails == "part" or (fails and failing in completing):
         assert isinstance(found[0], str), "rank 0 acknowledges nothing"
         assert "no room" in found[0]
-        if fails == "part":
+        if fails == "part" or (fails == "copy" and is_divided):
             assert all(isinstance(found[rank], str) for rank in completing), "no node completes its folder"
         return
     expected = Manifest.of(3, [part(rank) for rank in range(count)], {"ranks": [{"rank": r} for r in range(count)]})

@@ -50,6 +50,17 @@ def _of_all_logits(batch):
     return lambda model: model(input_ids=batch["input_ids"]).logits.softmax(-1).square().sum(-1).log().mean()
 
 
+def _looked_at_before(batch):
+    def loss(model):
+        logits = model(input_ids=batch["input_ids"]).logits
+        with torch.no_grad():
+            confidence = logits.float().softmax(-1).amax(-1).mean()
+        targets = batch["labels"].flatten()
+        return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets) * confidence
+
+    return loss
+
+
 def _of_hidden_states(batch):
     return lambda model: model.model(input_ids=batch["input_ids"]).last_hidden_state[:, -1].square().mean()
 
@@ -76,6 +87,7 @@ def losses(vocabulary: int):
     yield "rows that are chosen twice", _of_rows_twice(several[6])
     yield "all logits", _of_all_logits(several[7])
     yield "hidden states", _of_hidden_states(several[0])
+    yield "logits that are looked at first", _looked_at_before(several[4])
     yield "longer sequences", _labels({name: values.repeat(1, 2) for name, values in several[1].items()})
     yield "one sequence", _labels({name: values[:1] for name, values in several[2].items()})
 
@@ -110,8 +122,25 @@ def off_by(_rank: int, _size: int, task: Task, decisions: Decisions) -> dict[str
 
 
 def wrong_batches(rank: int, _size: int, task: Task, decisions: Decisions, kind: str) -> None:
-    """Train with sequences that ranks cannot share."""
+    """Train with sequences that ranks cannot share, or with what they do not have of whole ones."""
     model, optimizer = prepare(task, decisions)
+    if kind == "function":
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(_ctx, hidden):
+                return hidden.sum()
+
+            @staticmethod
+            def backward(_ctx, gradient):
+                return gradient.expand(2, TOKENS, 32)
+
+        with optimizer.session:
+            ids = _batch(CONFIGS[task.family]().vocab_size, 0)["input_ids"]
+            Function.apply(model.model(input_ids=ids).last_hidden_state).backward()
+    if kind == "outputs":
+        with optimizer.session:
+            model(**_batch(CONFIGS[task.family]().vocab_size, 0), output_hidden_states=True)
     tokens = _batch(CONFIGS[task.family]().vocab_size, rank if kind == "other" else 0)["input_ids"]
     tokens = tokens if kind == "other" else tokens[:, :7]
     with optimizer.session:

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.levels import Level
 from executor.checkpoint.places.locating import is_remote
 from hwprofiles.files import write_whole
@@ -39,7 +41,16 @@ _END_S: Final = 10.0  # longest wait for its last line
 
 
 def shared_folder(levels: Sequence[Level]) -> Path:
-    """Return the folder for what is kept beside the checkpoints: the place of the slowest level that is a folder."""
+    """Return the folder for what is kept beside the checkpoints: the place of the slowest level that is a folder.
+
+    Raises:
+        CheckpointError: several nodes have no folder in common, because the last level is a URL.
+    """
+    if is_remote(levels[-1].place) and int(os.environ.get("GROUP_WORLD_SIZE") or 1) > 1:
+        raise CheckpointError(
+            f"{levels[-1].place} is the only level that nodes share, but an elastic run keeps its record in a folder; "
+            "give a folder that all nodes share as one more --checkpoint-dir, behind the URL"
+        )
     return next(Path(level.place) for level in reversed(levels) if not is_remote(level.place))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
 from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
-from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files, remove_tree, write_all
 from executor.checkpoint.files.timeouts import waiting
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
@@ -285,9 +285,13 @@ class FolderPlace(Place):
     def add(self, folder: Path, manifest: Manifest, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Add a missing file to a checkpoint, of which this folder may have no other file yet.
 
+        If it is of another checkpoint of this step, or damaged, it goes first.
+
         Raises:
             CheckpointError: see :func:`write_file`.
         """
+        if folder.is_dir() and not _is_of(folder, manifest):
+            self.remove(folder)
         if not folder.is_dir():
             self.complete_copy(self.begin_copy(manifest), manifest, ())
         write_file(self.files, folder, record, chunks)
@@ -403,6 +407,13 @@ def file_system(folder: Path) -> str:
 def _folders_of(manifest: Manifest) -> list[str]:
     parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
     return sorted(parents - {"."})
+
+
+def _is_of(folder: Path, manifest: Manifest) -> bool:
+    try:
+        return Checkpoint(folder).manifest.digest == manifest.digest
+    except DamagedError:
+        return False
 
 
 def _spares(root: Path) -> list[Path]:

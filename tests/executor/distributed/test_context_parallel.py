@@ -109,6 +109,8 @@ def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, fami
     [
         ("odd", "cannot share sequences of 7 tokens equally; pad them to a multiple of 2"),
         ("other", "rank 1 has another batch than rank 0"),
+        ("function", "would not pass gradients on; give it their values"),
+        ("outputs", "output_hidden_states is True, but ranks share sequences"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(processes, kind, message):

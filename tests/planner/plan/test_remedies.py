@@ -44,6 +44,7 @@ def test_a_smaller_micro_batch_with_accumulation_is_the_smallest_change_that_fit
     assert "devices with 16 GB" in found
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_devices_may_share_a_sequence_that_one_does_not_hold(num_devices: int) -> None:
     too_long = dataclasses.replace(request(1, gpu_bytes=8e7), seq_len=2048, num_devices=num_devices)
@@ -53,8 +54,6 @@ def test_devices_may_share_a_sequence_that_one_does_not_hold(num_devices: int) -
     shared = dataclasses.replace(shared, num_micro_batches=1 if num_devices == 1 else count)
     plan = make_plan(shared, max_simulations=40)
     assert plan.decisions.num_sequences == num_devices
-    with pytest.raises(InfeasibleError):
-        make_plan(too_long)
 
 
 def test_host_memory_is_asked_for_where_that_is_what_lacks():

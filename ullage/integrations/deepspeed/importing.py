@@ -221,7 +221,7 @@ def _with_batch(config: Config, request: Request, given: Callable[[str], bool], 
             )
     micro = request.micro_batch if given("micro_batch") else micro
     accumulate = request.num_micro_batches if given("num_micro_batches") else accumulate
-    shared = (request.tensor_parallel or 1) * (request.pipeline_parallel or 1)
+    shared = (request.tensor_parallel or 1) * (request.pipeline_parallel or 1) * (request.context_parallel or 1)
     ranks = request.num_devices // shared if given("num_devices") else None
     if ranks is None and whole and micro and accumulate:
         ranks = max(whole // (micro * accumulate), 1)
