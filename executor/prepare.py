@@ -137,7 +137,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.weights_folder: Path | None = None
             self._given = optimizer
             self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
-            self._beside = Beside(optimizer, self.param_groups, session.has)
+            # By the session of the moment: an old one would keep its memory while another plan begins.
+            self._beside = Beside(optimizer, self.param_groups, lambda parameter: self.session.has(parameter))
             if options.checkpoint_buffer_bytes and (entry.whole or not self._beside.is_empty):
                 name = type(optimizer).__name__
                 why = f"{name} steps by itself" if entry.whole else f"{name} has parameters that are not the model's"
