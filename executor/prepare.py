@@ -137,8 +137,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.weights_folder: Path | None = None
             self._given = optimizer
             self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
-            # By the session of the moment: an old one would keep its memory while another plan begins.
-            self._beside = Beside(optimizer, self.param_groups, lambda parameter: self.session.has(parameter))
+            self._beside = Beside(optimizer, self.param_groups, self._is_planned)
             if options.checkpoint_buffer_bytes and (entry.whole or not self._beside.is_empty):
                 name = type(optimizer).__name__
                 why = f"{name} steps by itself" if entry.whole else f"{name} has parameters that are not the model's"
@@ -166,6 +165,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             optimizer.state.clear()
         self._hold_state()
+
+    def _is_planned(self, parameter: torch.Tensor) -> bool:
+        """Ask the session of the moment: an old one would keep its memory while another plan begins."""
+        return self.session.has(parameter)
 
     def _hold_state(self) -> None:
         """Let the given optimizer's own methods, which find no state in it, say where it is, until the session ends."""
