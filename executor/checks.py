@@ -33,7 +33,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
             )
         )
     if entry.whole:
-        if max(decisions.tensor_parallel, decisions.expert_parallel) > 1:
+        if decisions.divides_weights:
             raise ValueError(
                 f"{entry.torch_class.__name__} steps on whole weights ({entry.whole}), but tensor- or expert-parallel "
                 "ranks hold parts of them; plan without these, or use an optimizer that updates each value by itself"

@@ -148,7 +148,7 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
-        self._divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
+        self._divides = decisions.divides_weights
         self._undivided = [
             (module, {name: vars(module)[name] for name in DIVIDED if name in vars(module)})
             for module in (model.modules() if decisions.tensor_parallel > 1 else ())

@@ -257,6 +257,6 @@ def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None
         u.activations != "keep" for u in decisions.units.values()
     )
     tiles = any(size is not None for size in decisions.tiles.values())
-    divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
-    if moves or tiles or divides:
+    exchanges = decisions.divides_weights or decisions.context_parallel > 1  # inside modules
+    if moves or tiles or exchanges:
         raise OutOfOrderError(SECOND_ORDER)

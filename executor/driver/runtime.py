@@ -146,7 +146,7 @@ class Runtime:
             ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
         )
         # Whether ranks compute with parts of weights, so that no rank's parameters have the shapes of the whole.
-        self.divides = max(decisions.tensor_parallel, decisions.expert_parallel) > 1
+        self.divides = decisions.divides_weights
         self.gathers_resident = any(unit.is_resident and unit.is_sharded for unit in state.units.values())
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._current_in = _NEVER  # the next iteration when resident weights were last made current

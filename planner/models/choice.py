@@ -67,6 +67,11 @@ class Choice(Frozen):
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def divides_weights(self) -> bool:
+        """Whether ranks compute with parts of weights, which they hold for good."""
+        return max(self.tensor_parallel, self.expert_parallel) > 1
+
+    @property
     def num_readers(self) -> int:
         """Data-parallel ranks, or groups of those that share sequences: each reads sequences of its own."""
         return self.data_parallel // self.context_parallel

@@ -138,6 +138,11 @@ def wrong_batches(rank: int, _size: int, task: Task, decisions: Decisions, kind:
         with optimizer.session:
             ids = _batch(CONFIGS[task.family]().vocab_size, 0)["input_ids"]
             Function.apply(model.model(input_ids=ids).last_hidden_state).backward()
+    if kind == "second order":
+        with optimizer.session:
+            loss = model(**_batch(CONFIGS[task.family]().vocab_size, 0)).loss
+            (gradient,) = torch.autograd.grad(loss, [model.model.norm.weight], create_graph=True)
+            gradient.square().sum().backward()
     if kind == "outputs":
         with optimizer.session:
             model(**_batch(CONFIGS[task.family]().vocab_size, 0), output_hidden_states=True)

@@ -2,13 +2,33 @@
 
 import pytest
 import torch
+from rank_programs import trained
 from rank_references import reference
-from training import Task, make_model, weights
+from training import Task, decide, make_model, weights
 
 
 def one_step(family: str, dtype: torch.dtype) -> Task:
     """Return a step of plain SGD: what has become of weights is their gradient."""
     return Task(family, dtype, max_norm=None, iterations=1, schedule=False, optimizer="sgd-plain")
+
+
+def check_one_step(
+    pool, family: str, dtype: torch.dtype, choose, degrees: tuple[int, int, int, int], **further
+) -> None:
+    """Compare a step of ranks, by tensor, data, expert and context degree, with that of one process."""
+    tensor, data, expert, context = degrees
+    task = one_step(family, dtype)
+    decisions = decide(
+        task,
+        choose,
+        tensor_parallel=tensor,
+        data_parallel=data,
+        expert_parallel=expert,
+        context_parallel=context,
+        **further,
+    )
+    results = pool.call(tensor * data, trained, task, decisions)
+    assert_same_step(task, decisions, results, num_parts=tensor * data)
 
 
 def assert_same_step(task: Task, decisions, results, num_parts: int) -> None:

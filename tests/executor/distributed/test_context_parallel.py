@@ -5,8 +5,7 @@ import torch
 from context_programs import exchanged, off_by, wrong_batches
 from plans import mixed
 from rank_pool import Processes
-from rank_programs import trained
-from rounding import assert_same_step, one_step
+from rounding import check_one_step
 from training import Task, decide, uniform, units_of
 
 from planner.graph import Collective, segments
@@ -30,19 +29,7 @@ SHARED = {
 @pytest.mark.parametrize(("family", "degrees", "further", "choose"), SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degrees, further, choose, dtype):
-    tensor, data, expert, context = degrees
-    task = one_step(family, dtype)
-    decisions = decide(
-        task,
-        choose,
-        tensor_parallel=tensor,
-        data_parallel=data,
-        expert_parallel=expert,
-        context_parallel=context,
-        **further,
-    )
-    results = processes.call(tensor * data, trained, task, decisions)
-    assert_same_step(task, decisions, results, num_parts=tensor * data)
+    check_one_step(processes, family, dtype, choose, degrees, **further)
 
 
 # tensor, data, expert and context ranks of eight processes
@@ -70,19 +57,7 @@ def eight_processes():
 @pytest.mark.parametrize(("family", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_eight_ranks_make_the_step_of_one(eight_processes, family, degrees, choose, dtype):
-    tensor, data, expert, context = degrees
-    task = one_step(family, dtype)
-    decisions = decide(
-        task,
-        choose,
-        tensor_parallel=tensor,
-        data_parallel=data,
-        expert_parallel=expert,
-        context_parallel=context,
-        zero_stage=3,
-    )
-    results = eight_processes.call(8, trained, task, decisions)
-    assert_same_step(task, decisions, results, num_parts=8)
+    check_one_step(eight_processes, family, dtype, choose, degrees, zero_stage=3)
 
 
 WAYS = {
@@ -111,6 +86,7 @@ def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, fami
         ("other", "rank 1 has another batch than rank 0"),
         ("function", "would not pass gradients on; give it their values"),
         ("outputs", "output_hidden_states is True, but ranks share sequences"),
+        ("second order", "gradients of gradients"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(processes, kind, message):

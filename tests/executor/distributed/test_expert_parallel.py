@@ -12,7 +12,7 @@ from plans import mixed, plans
 from rank_failures import failed
 from rank_programs import around_training, freeze, left, seen_from_outside, trained
 from rank_references import reference as reference_of_ranks
-from rounding import assert_same_step, one_step
+from rounding import check_one_step
 from training import (
     Task,
     assert_same,
@@ -60,19 +60,11 @@ EXPERTS = {
 @pytest.mark.parametrize(("degrees", "zero_stage", "choose"), EXPERTS.values(), ids=EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_all_tokens(processes, degrees, zero_stage, choose, dtype):
-    tensor, data, expert, num_expert_units = degrees
-    task = one_step(FAMILIES[zero_stage == 2], dtype)
-    decisions = decide(
-        task,
-        choose,
-        tensor_parallel=tensor,
-        data_parallel=data,
-        expert_parallel=expert,
-        expert_units=num_expert_units,
-        zero_stage=zero_stage,
+    *degrees, num_expert_units = degrees
+    family = FAMILIES[zero_stage == 2]
+    check_one_step(
+        processes, family, dtype, choose, (*degrees, 1), expert_units=num_expert_units, zero_stage=zero_stage
     )
-    results = processes.call(tensor * data, trained, task, decisions)
-    assert_same_step(task, decisions, results, num_parts=tensor * data)
 
 
 @functools.cache
