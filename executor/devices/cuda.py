@@ -27,12 +27,8 @@ from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from hwprofiles.machine import available_memory_bytes
 from planner.optimizers import UPDATED_AT_ONCE
-from planner.schedule.tasks import Lane
+from planner.schedule.tasks import HOST_LANES, Lane
 
-# Lanes whose threads work on the host; all others submit their work to a stream.
-_HOST_LANES: Final = frozenset(
-    {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
-)
 # Lanes with a stream that allocate memory. Memory counts when the thread allocates it. So these threads wait on the
 # host for dependencies; otherwise new memory would be allocated before the old memory is free.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
@@ -172,7 +168,7 @@ class CudaBackend:
     def lane(self, lane: Lane) -> Iterator[None]:
         """Make the lane's own stream current. The compute lane is the caller's current stream."""
         torch.cuda.set_device(self.device)
-        if lane in _HOST_LANES:
+        if lane in HOST_LANES:
             yield
             return
         if (stream := self._streams.get(lane)) is None:
@@ -190,7 +186,7 @@ class CudaBackend:
 
     def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
-        if lane in _HOST_LANES:
+        if lane in HOST_LANES:
             return time.perf_counter()
         self._clock.keep_up()
         return _Event(self._pool, self._stream())
@@ -210,7 +206,7 @@ class CudaBackend:
         A time on the host has already passed.
         """
         if isinstance(event, _Event):
-            if lane in _HOST_LANES or lane in _PACED_LANES:
+            if lane in HOST_LANES or lane in _PACED_LANES:
                 event.wait()
             else:
                 self._stream().wait_event(event.event)

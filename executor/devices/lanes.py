@@ -53,6 +53,7 @@ class _Ticket:
     iteration: int
     after: Sequence["_Ticket"]  # cleared at the start: a chain of tickets would hold every iteration in memory
     is_recorded: bool
+    behind: "_Ticket | None" = None  # launched after it, likewise
     start: Event = None  # set if it is recorded
     end: Event = None
     awaited: tuple[threading.Condition | Lane, ...] = ()  # conditions of threads, and lanes, that wait
@@ -69,11 +70,11 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     Args:
         perform: does the work of every task that is not on one of the caller's lanes.
         submitted: lanes without a thread.
+        in_order: whether a task is launched in issue order, whatever its lane, see [Note: One order] in
+            :mod:`planner.lowering.launches`.
         capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
         record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` recorded iterations are kept.
-        on_caller: called with a task's index when a task of the caller's lanes begins, in the caller's thread. May be
-            changed.
         on_stop: called with the failure, if any, when the machine stops, in the thread that stops it. If tasks wait for
             anything but other tasks, it must end that waiting.
         closes_when_interrupted: whether Ctrl-C while the caller waits closes the machine, so that it says so at once.
@@ -82,6 +83,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     Attributes:
         is_waiting: whether the caller waits for tasks now.
         num_ended: number of tasks that have ended.
+        on_caller: called in the caller's thread with a task's index when a task of the caller's lanes begins. May be set.
     """
 
     def __init__(
@@ -91,18 +93,20 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         backend: Backend,
         *,
         submitted: Collection[Lane] = (),
+        in_order: Callable[[Task], bool] = lambda _task: False,
         capacity_bytes: int | None = None,
         record: bool = False,
-        on_caller: Callable[[int], None] = lambda _task: None,
         on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
         closes_when_interrupted: bool = True,
     ) -> None:
         self.record = record
-        self.on_caller = on_caller
+        self.on_caller: Callable[[int], None] = lambda _task: None
         self._on_stop = on_stop
         self._closes_when_interrupted = closes_when_interrupted
         self._schedule = schedule
         self._perform = perform
+        self._in_order = in_order
+        self._latest_in_order: _Ticket | None = None
         self._backend = backend
         # The lock guards all fields below. Code that does not wait takes it without the condition, which is slower. The
         # condition is notified when nothing is pending, and when a ticket ends that the caller waits for.
@@ -232,7 +236,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         waiting = [t for i in sorted(self._tickets) for t in self._tickets[i].values() if t.end is None]
         for ticket in waiting:
             by_caller = ticket.task.lane in CALLER_LANES or ticket.task.lane in lanes
-            if by_caller or any(id(dependency) in held_up for dependency in ticket.after):
+            if by_caller or any(id(dependency) in held_up for dependency in (*ticket.after, ticket.behind)):
                 held_up.add(id(ticket))
                 lanes.add(ticket.task.lane)
             elif ticket.task.lane is lane:
@@ -329,6 +333,8 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
             self._recorded.setdefault(iteration, []).append(ticket)
             if len(self._recorded) > NUM_RECORDED:
                 del self._recorded[min(self._recorded)]
+        if self._in_order(task):
+            ticket.behind, self._latest_in_order = self._latest_in_order, ticket
         return ticket
 
     def _send(self, tickets: Sequence[_Ticket]) -> None:
@@ -406,6 +412,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     def _begin(self, ticket: _Ticket) -> bool:
         """Wait for a ticket's dependencies, and start it; return False if the machine has stopped."""
         after, lane = ticket.after, ticket.task.lane
+        self._wait_for_turn(ticket)
         if self._open and lane in CALLER_LANES:  # its own tickets run in order anyway
             after = [t for t in after if t not in self._open]
         for dependency in after:
@@ -425,6 +432,12 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
                     issuing.start = self._backend.record_event(issuing.task.lane)
             ticket.start = self._backend.record_event(lane)
         return True
+
+    def _wait_for_turn(self, ticket: _Ticket) -> None:
+        """Wait until what is to be launched before a ticket has been: see [Note: One order]."""
+        before, ticket.behind = ticket.behind, None
+        if before is not None and before.end is None:
+            self._wait_for(before, self._turns[ticket.task.lane])
 
     def _take_room(self, ticket: _Ticket, room: Room) -> None:
         """Count the buffers that a ticket makes. On a caller's lane, first wait until there is room."""

@@ -5,7 +5,8 @@ that. Only the thread of the collective lane uses the groups for collectives of 
 first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor-, expert- or
 context-parallel ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over
 host memory, for casts of weights. All other collectives (norms, initial values, saved states) use groups over host
-memory, in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
+memory, in the order of the caller's program. On GPUs, collectives of different groups are launched in one order too:
+see [Note: One order] in :mod:`planner.lowering.launches`. No collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
@@ -34,6 +35,9 @@ _POLL_S: Final = 0.1  # how often a thread that waits for a collective checks wh
 _CHECKPOINT_THREAD: Final = "checkpoint"  # names of threads that save begin so
 _GRACE_S: Final = 5.0  # longest wait, after a failure, for a running collective
 _TEXT_BYTES: Final = 256
+_MOST_CTAS: Final = 32  # blocks of threads of a collective's kernel on most GPUs, by NCCL's own choice
+# Collectives that a GPU may run at the same time: of weights and gradients, of modules, of updates, of users' groups.
+_NUM_AT_ONCE: Final = 4
 _HASH_RANGE: Final = 1 << 20  # float64 sums the squares of smaller numbers exactly, over thousands of ranks
 
 
@@ -82,6 +86,10 @@ class Ranks:
         # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
+        if self._on_device:  # a kernel that waits for one which has no room would wait for ever
+            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+            most_ctas = max(1, min(_MOST_CTAS, num_processors // _NUM_AT_ONCE))
+            os.environ.setdefault("NCCL_MAX_CTAS", str(most_ctas))
         self.num_values = self.decision_hash = self.num_ended = 0
         self.is_waiting = False
         self._stopped = threading.Event()

@@ -33,7 +33,7 @@ from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.snapshots import Snapshots
 from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.lowering import lower
+from planner.lowering import exchanges, lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -125,6 +125,7 @@ class Runtime:
             submitted=backend.submits
             - ({Lane.D2H} if decisions.num_micro_batches > 1 else set())
             - ({Lane.D2H, Lane.GPU_UPDATE} if ranks is not None else set()),
+            in_order=lambda task: options.device == "cuda" and exchanges(task, decisions),
             capacity_bytes=None if options.device == "cuda" else options.gpu_capacity_bytes,
             record=options.record,
             on_stop=self._has_stopped,

@@ -14,6 +14,7 @@ from planner.lowering import pipeline
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
+from planner.lowering.launches import exchanges, launches
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.program import Program
@@ -22,7 +23,7 @@ from planner.lowering.updates import updates
 from planner.schedule.schedule import Schedule
 
 Pass = Callable[[Program], None]
-PASSES: Final[tuple[Pass, ...]] = (compute, parameters, activations, gradients, updates, launch, memory)
+PASSES: Final[tuple[Pass, ...]] = (compute, parameters, activations, gradients, updates, launch, launches, memory)
 PIPELINE: Final[tuple[Pass, ...]] = (
     functools.partial(compute, lay=pipeline.lay),
     pipeline.gradients,
@@ -72,4 +73,4 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
 
 stages = pipeline.stages
 
-__all__ = ["PASSES", "PIPELINE", "Pass", "lower", "slots", "stages"]
+__all__ = ["PASSES", "PIPELINE", "Pass", "exchanges", "lower", "slots", "stages"]

@@ -97,6 +97,12 @@ class Lane(StrEnum):
     NVME_STATE_OUT = "nvme-state-out"  # optimizer state and spilled gradients
 
 
+HOST_LANES = frozenset(
+    {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
+)
+"""Lanes whose work threads of the host do. Where there is a GPU, all others submit theirs to a stream."""
+
+
 class Tier(StrEnum):
     """A place with a capacity and a bandwidth."""
 

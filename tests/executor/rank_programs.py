@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import threading
 import time
 import warnings
 from collections import Counter
@@ -42,10 +43,12 @@ import ullage
 from executor.audit.audit import AuditError
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level
+from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
 from executor.prepare import prepare_session
+from executor.tasks.updates import UpdateTasks
 from executor.training_state.restoring import restore
 from executor.training_state.saving import Checkpoints
 from executor.weights.loading import load
@@ -155,6 +158,27 @@ def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blin
             seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel // decisions.context_parallel)
             optimizer.session.full_parameters()
     return seen, list(races.found)
+
+
+def trained_on_gpu_in_turn(rank: int, size: int, task: Task, decisions: Decisions):
+    """Train as :func:`trained_on_gpu`, where a device runs one collective after another, as they were launched.
+
+    Ranks update at different speeds, so that their threads would launch collectives in different orders.
+    """
+    turn, wait, update = threading.Lock(), Ranks._wait, UpdateTasks.update
+
+    def in_turn(self, group, begin):
+        with turn if group in self._on_devices else contextlib.nullcontext():
+            wait(self, group, begin)
+
+    def late(self, work, iteration):
+        time.sleep(0.03 * rank)
+        update(self, work, iteration)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "_wait", in_turn)
+        patch.setattr(UpdateTasks, "update", late)
+        return trained_on_gpu(rank, size, task, decisions)
 
 
 def read_after_each_step(rank: int, _size: int, task: Task, decisions: Decisions, name: str) -> list[bytes]:

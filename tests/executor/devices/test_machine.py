@@ -407,3 +407,27 @@ def test_the_time_to_issue_runs_beside_the_task_that_is_issued():
         if compute.lane is Lane.COMPUTE:
             assert timeline.start_s[1, issue] <= timeline.start_s[1, compute.index] < timeline.end_s[1, issue]
             assert timeline.end_s[1, issue] == pytest.approx(timeline.end_s[1, compute.index], abs=LATE_S)
+
+
+IN_ORDER = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+
+
+@settings(max_examples=examples(15), deadline=None, derandomize=True)
+@given(schedules(), st.data())
+def test_tasks_in_order_are_launched_as_they_were_issued_whatever_takes_how_long(schedule, data):
+    durations_ms = data.draw(st.lists(st.integers(0, 2), min_size=12, max_size=12))
+    launched = []
+
+    def perform(task, iteration):
+        if task.lane in IN_ORDER:
+            launched.append((iteration, task.index))
+        time.sleep(durations_ms[task.index] / 1e3)
+
+    with LaneMachine(schedule, perform, HostBackend(), in_order=lambda task: task.lane in IN_ORDER) as machine:
+        loop = Loop(schedule, machine)
+        machine.on_caller = lambda index: launched.append((loop.iteration, index))
+        for _ in range(3):
+            loop.finish()
+        machine.wait()
+    issued = [(i, task.index) for i in range(3) for task in schedule.tasks if task.lane in IN_ORDER]
+    assert [each for each in launched if schedule.tasks[each[1]].lane in IN_ORDER] == issued

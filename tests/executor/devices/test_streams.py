@@ -16,7 +16,7 @@ import torch
 from amount import examples
 from hypothesis import given, settings
 from plans import mixed, plans
-from rank_programs import trained_on_gpu
+from rank_programs import trained_on_gpu, trained_on_gpu_in_turn
 from rank_references import reference as of_processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -296,6 +296,16 @@ def test_ranks_do_not_depend_on_when_streams_run(processes, family, degrees, upd
     losses, _ = of_processes(task, decisions.data_parallel, decisions)
     for rank, (seen, _) in enumerate(results):
         assert seen == pytest.approx(losses[rank // decisions.tensor_parallel], rel=1e-3)
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize(("places", "zero_stage"), [(("gpu", "cpu"), 2), (("host", "cpu"), 3)], ids=str)
+def test_ranks_launch_collectives_of_all_groups_in_one_order(processes, places, zero_stage):
+    """Those of modules and those of the schedule, on devices that would wait for ever in two different orders."""
+    task = Task("llama", num_micro_batches=2, iterations=3)
+    decisions = decide(task, uniform(*places), data_parallel=2, context_parallel=2, zero_stage=zero_stage)
+    results = processes.call(2, trained_on_gpu_in_turn, task, decisions, timeout_s=40.0)
+    assert results[0] == results[1]
 
 
 def test_a_collective_that_waits_for_nothing_is_found(processes):
