@@ -40,6 +40,7 @@ class Options:
         calls: paths of the modules that a step of the user's loop calls, if these are not the model alone, once.
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
+        num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -56,6 +57,7 @@ class Options:
     calls: tuple[str, ...] = ()
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
+    num_stages: int = 1
 
     @property
     def compile_backend(self) -> str | None:

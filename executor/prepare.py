@@ -2,19 +2,23 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import gc
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
+from executor.distributed.meeting import join
+from executor.driver.pipeline import Pipeline
 from executor.driver.whole_steps import WholeSteps
 from executor.memory.moments import by_value, converted
 from executor.memory.nvme_files import shared_file
@@ -22,6 +26,7 @@ from executor.memory.pieces import state_buffers
 from executor.memory.stream import Source, in_room, room_bytes, tensor_name, whole_state, write_state
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
+from executor.module.stages import Stage
 from executor.optimizer.beside import Beside
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import OptimizerEntry, entry_of
@@ -30,6 +35,7 @@ from executor.packed import StoredParameter, as_real
 from executor.session import Session
 from planner.decisions import DEGREES, Decisions
 from planner.graph import Unit
+from planner.lowering.pipeline import deal, stage_of
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
@@ -89,7 +95,55 @@ def prepare_session(
     check_unprepared(model)
     check_plain(model)
     check_memory(model, optimizer)
-    return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
+    if decisions.pipeline_parallel == 1:
+        return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
+    return model, _of_stage(model, optimizer, units, decisions, options)
+
+
+def _of_stage(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    options: Options,
+) -> "OffloadedOptimizer":
+    """Put this process's stage of a pipeline under the plan; see [Note: Pipelines] in executor.driver.pipeline."""
+    num_stages = decisions.pipeline_parallel
+    _check_stages(decisions, options)
+    join(decisions.num_devices)
+    number = dist.get_rank() // (decisions.num_devices // num_stages)
+    own, decided, tied = stage_of(units, decisions, number)
+    with contextlib.ExitStack() as failing:
+        stage = Stage(model, deal(units, num_stages), number)
+        failing.callback(stage.undo)
+        there = {id(parameter) for parameter in model.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in there]
+        made = OffloadedOptimizer(
+            optimizer, model, own, decided, dataclasses.replace(options, num_stages=num_stages, audit="off")
+        )
+        failing.pop_all()
+    session = made.session
+    made.pipeline = session.add_pipeline(stage, [model.get_parameter(name) for name in tied.values()])
+    return made
+
+
+def _check_stages(decisions: Decisions, options: Options) -> None:
+    """Check that a pipeline can be executed with these options.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    refused = {
+        "checkpoints (checkpoint_buffer_bytes)": options.checkpoint_buffer_bytes,
+        "several calls of the model in a step (step=)": len(options.calls) > 1,
+        "--tiles segment": decisions.segment_tile_sequences,
+        "--parallel context": decisions.context_parallel > 1,
+    }
+    if what := next((name for name, is_asked in refused.items() if is_asked), None):
+        raise ValueError(
+            f"{what} cannot be executed beside pipeline stages; leave it out, or plan --parallel pipeline=1"
+        )
 
 
 def check_prepared(optimizer: object) -> None:
@@ -111,10 +165,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         session: executes the plan.
         config: what the session executes.
         plan: the plan that is executed. Not set if decisions alone were given.
+        pipeline: what runs micro-batches through stages; ``None`` without stages.
         weights_folder: the folder from which weights were last loaded; ``None`` if none were.
     """
 
     plan: Plan
+    pipeline: Pipeline | None = None
 
     def __init__(
         self,
@@ -287,7 +343,38 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             GradientError: the plan has no clipping.
         """
         self.session.runtime.machine.check()
-        return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self.pipeline is not None:
+            return self.pipeline.clip_grad_norm_(parameters, max_norm)
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def forward_backward(
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = lambda output, _batch: output.loss,
+    ) -> list[float]:
+        """Run forward and backward of all micro-batches of a step; return the loss of each.
+
+        It is the same as a loop over them with ``(loss(model(**batch), batch) / len(batches)).backward()``. Under a plan
+        with pipeline stages it is the only way: a rank passes the same batches as those of its number in other stages.
+
+        Args:
+            batches: keyword arguments of the model, one mapping for each micro-batch.
+            loss: returns the loss of the model's output and its batch, a scalar.
+
+        Raises:
+            ValueError: a pipeline is given more or fewer micro-batches than planned.
+            RankError: another rank has failed.
+        """
+        self._check_open("forward_backward()")
+        if self.pipeline is not None:
+            return self.pipeline.run(batches, loss)
+        found = []
+        for batch in batches:
+            value = loss(self.session.model(**batch), batch)
+            (value / len(batches)).backward()  # type: ignore[no-untyped-call]
+            found.append(value.detach())
+        return [float(value) for value in found]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the host, in the given optimizer's format and data types.

@@ -30,6 +30,7 @@ from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
 from executor.driver.parking import park
+from executor.driver.pipeline import Pipeline
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.memory.arenas import MeasuredMemory, Moved
@@ -41,6 +42,7 @@ from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.quantized import bind_quantized, check_products
+from executor.module.stages import Stage
 from executor.optimizer.passes import BLOCK
 from executor.optimizer.table import OptimizerEntry, Rule
 from executor.options import Options, backend_of
@@ -89,9 +91,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.units, self.decisions, self.options = units, decisions, options
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
+        self._pipeline: Pipeline | None = None
         self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
         backend = backend_of(options)
-        self._ranks = ranks = Ranks.of(decisions, backend.device)
+        self._ranks = ranks = Ranks.of(decisions, backend.device, options.num_stages)
         self.collectives = HostCollectives(ranks)
         with (
             contextlib.ExitStack() as failing,
@@ -449,6 +452,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.driver.visibility.release()
             if give_back:
                 runtime.state.give_back(runtime.stored_weights)
+                if self._pipeline is not None:
+                    self._pipeline.give_back()
             if self._ranks is not None:
                 self._ranks.all.barrier()
             self._on_all_ranks = self._has_left = True
@@ -478,6 +483,14 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self._undo_all()
             if self._ranks is not None:
                 self._ranks.close(on_all_ranks=self._on_all_ranks)
+
+    def add_pipeline(self, stage: Stage, tied: Sequence[nn.Parameter]) -> Pipeline:
+        """Return what runs micro-batches through the stages of a pipeline, of which this session executes one."""
+        assert self._ranks is not None
+        backend, gradients = self.runtime.backend, self.driver.gradients
+        self._pipeline = Pipeline(self.model, stage, self.decisions, tied, gradients, self._ranks, backend)
+        self._undo.insert(0, self._pipeline.close)  # after all else
+        return self._pipeline
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Call a function when the session ends; perhaps twice."""

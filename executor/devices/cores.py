@@ -138,8 +138,8 @@ def take_cores(
                 "those, or leave cores out"
             )
         allowed = frozenset(choice)
-    sharing = [0] if ranks is None else ranks.all.ranks_with_same(f"{this_machine()} {ranges(allowed)}".encode())
-    position = 0 if ranks is None else sharing.index(ranks.rank)
+    sharing = [0] if ranks is None else ranks.everybody.ranks_with_same(f"{this_machine()} {ranges(allowed)}".encode())
+    position = 0 if ranks is None else sharing.index(ranks.process)
     is_bound = choice != "free" and (len(sharing) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
     own = divide(in_order(allowed), position, len(sharing))
     cores = Cores.of(own, most_threads, is_bound=is_bound, on_device=on_device)

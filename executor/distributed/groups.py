@@ -36,6 +36,7 @@ class Group:
 
     Attributes:
         rank, size: this rank's number within the group, and the group's number of ranks.
+        first: global number of the group's first rank.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Group:
         wait: Wait,
     ) -> None:
         self.rank, self.size = ranks.index(rank), len(ranks)
-        self._ranks = ranks
+        self._ranks, self.first = ranks, ranks[0]
         self._on_device = on_device
         self._device, self._hosts = device, hosts
         self._wait = wait
@@ -65,6 +66,11 @@ class Group:
         """Replace ``values`` by the sum or maximum over all ranks, in their own type, with the same bits everywhere."""
         if (group := self._device) is not None:
             self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))
+
+    def send(self, values: torch.Tensor, sender: int) -> None:
+        """Fill ``values`` on all ranks with those of the rank with number ``sender`` in the group."""
+        if (group := self._device) is not None:
+            self._wait(group, lambda: dist.broadcast(values, self._ranks[sender], group, async_op=True))
 
     def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
         """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
@@ -142,10 +148,9 @@ class Group:
             raise ValueError(f"{names}; give the same to ranks {', '.join(map(str, self._ranks))}")
 
     def ranks_with_same(self, value: bytes) -> list[int]:
-        """Return the global numbers of the ranks with the same value as this one, in order."""
-        digests = self._digests(value)
-        own = digests[self._ranks[self.rank]]
-        return [rank for rank, its in digests.items() if torch.equal(its, own)]
+        """Return the numbers, in the group, of the ranks with the same value as this one, in order."""
+        digests = [*self._digests(value).values()]
+        return [rank for rank, its in enumerate(digests) if torch.equal(its, digests[self.rank])]
 
     def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)

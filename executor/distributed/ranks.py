@@ -11,6 +11,7 @@ see [Note: One order] in :mod:`planner.lowering.launches`. No collective waits f
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -53,6 +54,8 @@ class Ranks:
         casts: whether the schedule has casts of weights, which need :meth:`casting`.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
         shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
+        num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees`` and all but the attributes from
+            ``process`` on are those of this process's stage.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -65,6 +68,13 @@ class Ranks:
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for a collective now.
         num_ended: number of collectives that have ended.
+        process: global number of this process.
+        everybody: group of all processes over host memory, in all stages.
+        stage: number of this process's stage.
+        stages: group of the ranks with this number in all stages, over host memory.
+        ends: group of those in the first and the last stage, if this process is in one of them.
+        forward, back: groups of this rank and that of the stage before or behind it, by the earlier stage: one for
+            hidden states, one for their gradients.
 
     Raises:
         ValueError: the number of processes does not match the plan.
@@ -78,10 +88,13 @@ class Ranks:
         casts: bool = False,
         silence_s: float = SILENCE_S,
         shares_matrices: bool = False,
+        num_stages: int = 1,
     ) -> None:
         size = degrees.num_devices
-        join(size)
-        self.rank, self.size = dist.get_rank(), size
+        join(size * num_stages)
+        self.process, self._num_stages = dist.get_rank(), num_stages
+        self.stage, self.rank = divmod(self.process, size)
+        self.size = size
         self.mesh = Mesh(degrees, self.rank)
         # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -100,16 +113,11 @@ class Ranks:
         self._more: dict[Groups, Group] = {}
         self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
-        self._watchdog = Watchdog(session_store(), self.rank, size, silence_s=silence_s)
+        self._watchdog = Watchdog(session_store(), self.process, size * num_stages, silence_s=silence_s)
         self._watchdog.start(self._failed)
         with self.reporting_failures():
-            everybody = new_group(self._watchdog)
-            self.all = Group(
-                range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait
-            )
-            self._groups.append(everybody)
-            self._parts.append(self.all)
-            del everybody  # a group's connections close with its last reference
+            self.all = self._group((tuple(range(size)),), is_everybody=True)
+            self.everybody = self.all
             self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
             self.contexts = self._group(self.mesh.context_groups())
             self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
@@ -118,16 +126,18 @@ class Ranks:
             self._casting = {
                 parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
             }
+            if num_stages > 1:
+                self._connect_stages()
         atexit.register(self._at_exit)
 
     @classmethod
-    def of(cls, decisions: Decisions, device: torch.device) -> Self | None:
+    def of(cls, decisions: Decisions, device: torch.device, num_stages: int = 1) -> Self | None:
         """Return all ranks of a plan; ``None`` if there is one. For errors, see the class."""
-        if decisions.num_devices == 1:
+        if decisions.num_devices == num_stages == 1:
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
         casts = decisions.fp8_weights is not None
-        return cls(decisions, device, casts=casts, shares_matrices=shares_matrices)
+        return cls(decisions, device, casts=casts, shares_matrices=shares_matrices, num_stages=num_stages)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""
@@ -265,25 +275,45 @@ class Ranks:
             sys.stderr.flush()
             os._exit(1)
 
-    def _group(self, groups: Groups, *, on_hosts: bool = False) -> Group:
+    def _connect_stages(self) -> None:
+        """Make the groups that stages share."""
+        self.everybody = self._made([tuple(range(self.size * self._num_stages))], on_hosts=True)[0]
+        columns = [range(rank, self.size * self._num_stages, self.size) for rank in range(self.size)]
+        self.stages = self._made([tuple(column) for column in columns], on_hosts=True)[0]
+        ends = self._made([(column[0], column[-1]) for column in columns])
+        self.ends = ends[0] if ends else self.stages
+        pairs = [pair for column in columns for pair in itertools.pairwise(column)]
+        self.forward, self.back = ({group.first // self.size: group for group in self._made(pairs)} for _ in range(2))
+
+    def _group(self, groups: Groups, *, on_hosts: bool = False, is_everybody: bool = False) -> Group:
         """Make all groups of one kind, on all ranks; return this rank's group, which may be over host memory alone."""
-        on_device = self._on_device and not on_hosts
+        first = range(0, self.size * self._num_stages, self.size)
+        of_stages = [tuple(start + rank for rank in ranks) for start in first for ranks in groups]
+        return self._made(of_stages, on_hosts=on_hosts, is_everybody=is_everybody)[0]
+
+    def _made(
+        self, groups: Sequence[tuple[int, ...]], *, on_hosts: bool = False, is_everybody: bool = False
+    ) -> list[Group]:
+        """Make groups of these processes, on all processes; return those that this one is in."""
+        on_device, mine = self._on_device and not (on_hosts or is_everybody), []
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
                 nccl = dist.new_group(ranks, backend="nccl", timeout=TIMEOUT) if on_device else None
                 device = nccl or new_group(self._watchdog, ranks)
-                hosts = None if on_hosts else new_group(self._watchdog, ranks)
-                if on_device and self.rank in ranks:
+                hosts = device if is_everybody else None if on_hosts else new_group(self._watchdog, ranks)
+                if on_device and self.process in ranks:
                     # Connect now, not in the first iteration: it takes seconds, and memory that the plan leaves free.
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
                     torch.cuda.synchronize()
-            if self.rank in ranks:
-                mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=on_device, wait=self._wait)
-                self._groups += [group for group in (device, hosts) if group is not None]
+            if self.process in ranks:
+                mine.append(
+                    Group(ranks, self.process, device=device, hosts=hosts, on_device=on_device, wait=self._wait)
+                )
+                self._groups += [group for group in dict.fromkeys((device, hosts)) if group is not None]
                 if device is not None and on_device:
                     self._on_devices.append(device)
-        self._parts.append(mine)
+        self._parts += mine
         return mine
 
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:

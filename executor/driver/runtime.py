@@ -101,7 +101,7 @@ class Runtime:
         if ranks is not None:
             names = "".join(name + "?" * shard.is_absent for name, shard in shards.items())
             ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
-        rank = 0 if ranks is None else ranks.rank
+        rank = 0 if ranks is None else ranks.process
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.storage = Storage(options.storage_dir, rank)
         failing.callback(self.storage.close)

@@ -33,6 +33,9 @@ class UserGradients:
         norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
         edit: leaves the plan, and returns what reads and replaces gradients.
+
+    Attributes:
+        refusal: why norms cannot be read; empty: they can.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class UserGradients:
         edit: Callable[[], GradientEditor],
     ) -> None:
         self._clips = decisions.clip
+        self.refusal = ""
         self._waits = decisions.update_start == "step"
         self._parts: dict[str, list[ParameterState]] = {}
         for parameter in parameters:
@@ -86,6 +90,8 @@ class UserGradients:
         Raises:
             GradientError: the plan updates before all norms are known.
         """
+        if self.refusal:
+            raise GradientError(self.refusal)
         if self._norms is None or self._open:
             self._check_clips()
             self.absorb()

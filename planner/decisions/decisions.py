@@ -28,6 +28,7 @@ class Decisions(Sharding):
         update_order: the order of updates: by next forward, or as gradients arrive (always so if updates start during
             backward).
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
+        num_forwards_ahead: micro-batches whose forward runs before the first one's backward, as in a pipeline's stages.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
     """
 
@@ -40,6 +41,7 @@ class Decisions(Sharding):
     spill_gradients: bool = False
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
+    num_forwards_ahead: Count = 1
     overlap_next_forward: bool = True
     units: dict[str, UnitDecision]
 

@@ -11,7 +11,7 @@ nothing else, in lowering or execution, says which comes next.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from planner.lowering.program import LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -21,15 +21,28 @@ AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REM
 
 
 def lay_in_turn(program: Program) -> None:
-    """Append forward and backward of one micro-batch after the other to the spine."""
-    for micro_batch in range(program.decisions.num_micro_batches):
-        for segment in program.segments:
-            for tile in range(segment[0].unit.num_tiles):
+    """Append forward and backward of micro-batches to the spine: one after the other, or some forwards ahead."""
+    decisions = program.decisions
+    for op, micro_batch in one_f_one_b(decisions.num_forwards_ahead, decisions.num_micro_batches):
+        for segment in program.segments if op is Op.FORWARD else reversed(program.segments):
+            tiles = range(segment[0].unit.num_tiles)
+            for tile in tiles if op is Op.FORWARD else reversed(tiles):
+                if op is Op.BACKWARD:
+                    lay_backward(program, segment, micro_batch, tile)
+                    continue
                 for unit in segment:
                     program.lay(unit.forwards, Op.FORWARD, unit, micro_batch, tile)
-        for segment in reversed(program.segments):
-            for tile in reversed(range(segment[0].unit.num_tiles)):
-                lay_backward(program, segment, micro_batch, tile)
+
+
+def one_f_one_b(num_ahead: int, num_micro_batches: int) -> Iterator[tuple[Op, int]]:
+    """Yield forwards and backwards: ``num_ahead`` forwards, then backwards and forwards in turn."""
+    num_ahead = min(num_ahead, num_micro_batches)
+    for micro_batch in range(num_ahead):
+        yield Op.FORWARD, micro_batch
+    for micro_batch in range(num_micro_batches):
+        yield Op.BACKWARD, micro_batch
+        if micro_batch + num_ahead < num_micro_batches:
+            yield Op.FORWARD, micro_batch + num_ahead
 
 
 def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int, tile: int = 0) -> None:

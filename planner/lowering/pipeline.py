@@ -11,16 +11,18 @@ runs ``p - s`` forwards ahead, then alternates, so that it holds the activations
 Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
 """
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit, segments
+from planner.lowering.compute import one_f_one_b
 from planner.lowering.gradients import add_scatter, settle
 from planner.lowering.program import Program
 from planner.models.kernels import Collective, Kernels
-from planner.models.operators import Operator
+from planner.models.operators import Operator, weight_of
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -62,6 +64,57 @@ def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
     firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
     bounds = [0, *firsts, len(parts)]
     return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def stage_of(
+    units: tuple[Unit, ...], decisions: Decisions, stage: int
+) -> tuple[tuple[Unit, ...], Decisions, dict[str, str]]:
+    """Return what the ranks of one stage execute: a smaller model, which they share as data- and tensor-parallel ranks.
+
+    Args:
+        units: the model's.
+        decisions: for all of them.
+        stage: its number.
+
+    Returns:
+        The stage's units, the decisions for them, and its weights that another stage has too: the name of each in the
+        whole model, and what this stage calls it. The last stage has a copy of weights that its head shares.
+    """
+    num_stages = decisions.pipeline_parallel
+    of_stages = [[unit for segment in dealt for unit in segment] for dealt in deal(units, num_stages)]
+    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    homes = {spec.name: number for number, own in enumerate(of_stages) for unit in own for spec in unit.parameters}
+    tied, own = {}, list[Unit]()
+    for number, unit in ((number, unit) for number, mine in enumerate(of_stages) for unit in mine):
+        for operator in unit.operators:
+            for name in operator.shared_parameters:
+                if homes[name] != number and stage in {homes[name], number}:
+                    tied[name] = name if stage == homes[name] else weight_of(operator)
+        if number == stage:
+            own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
+    chosen = {unit.name: decisions.units[unit.name] for unit in own}
+    ahead = min(num_stages - stage, decisions.num_micro_batches)
+    more = {"units": chosen, "pipeline_parallel": 1, "num_forwards_ahead": ahead}
+    return tuple(own), decisions.model_copy(update=more), tied
+
+
+def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
+    """Return a unit that has weights of its own in place of those that it shares with another stage."""
+    if not copied.keys() & {*unit.shared_parameters}:
+        return unit
+    operators = [
+        dataclasses.replace(
+            operator,
+            parameters=operator.parameters
+            + tuple(dataclasses.replace(copied[n], name=weight_of(operator)) for n in operator.shared_parameters),
+            shared_parameters=(),
+        )
+        if copied.keys() & {*operator.shared_parameters}
+        else operator
+        for operator in unit.operators
+    ]
+    parameters = tuple(spec for operator in operators for spec in operator.parameters if spec.is_trained)
+    return dataclasses.replace(unit, operators=tuple(operators), parameters=parameters, shared_units=())
 
 
 def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:
@@ -214,14 +267,3 @@ def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, i
                 left[stage].popleft()
                 issued.add((op, stage, micro_batch))
                 yield op, stage, micro_batch
-
-
-def one_f_one_b(num_ahead: int, num_micro_batches: int) -> Iterator[tuple[Op, int]]:
-    """Yield one stage's forwards and backwards: ``num_ahead`` forwards, then backwards and forwards in turn."""
-    num_ahead = min(num_ahead, num_micro_batches)
-    for micro_batch in range(num_ahead):
-        yield Op.FORWARD, micro_batch
-    for micro_batch in range(num_micro_batches):
-        yield Op.BACKWARD, micro_batch
-        if micro_batch + num_ahead < num_micro_batches:
-            yield Op.FORWARD, micro_batch + num_ahead

@@ -19,7 +19,8 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.lowering import stages
-from planner.lowering.pipeline import issue_order, one_f_one_b
+from planner.lowering.compute import one_f_one_b
+from planner.lowering.pipeline import issue_order
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
 from planner.schedule.schedule import Schedule

@@ -1,0 +1,178 @@
+"""Runs micro-batches through the stages of a pipeline.
+
+[Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared by
+its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
+1F1B (:func:`planner.lowering.compute.one_f_one_b`). This module walks that order, and exchanges hidden states and their
+gradients with the stages beside it. Sends have a thread for each direction, so that computing goes on meanwhile.
+Whatever the plan of a stage has, such as weights that are fetched and updates on the host, works as in one process.
+"""
+
+import concurrent.futures
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from executor.devices.backend import Backend
+from executor.distributed.groups import Group
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import LANE_THREAD
+from executor.module.stages import Stage
+from executor.module.user_gradients import UserGradients
+from planner.decisions import Decisions
+from planner.lowering.compute import one_f_one_b
+from planner.schedule.tasks import Lane, Op
+
+Loss = Callable[[Any, Mapping[str, Any]], Tensor]
+"""Returns the loss of a model's output and its batch, a scalar."""
+
+_ALONE = (
+    "ranks of a pipeline have the gradients of their stage alone; clip with optimizer.clip_grad_norm_(), which counts "
+    "those of all stages"
+)
+
+
+@final
+class Pipeline:
+    """Runs a stage's micro-batches, see [Note: Pipelines].
+
+    Args:
+        model: the user's, of which this process has one stage.
+        stage: what this process computes of it.
+        decisions: those of the stage.
+        tied: the stage's weights that the first or last stage has too.
+        gradients: those of the stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: Stage,
+        decisions: Decisions,
+        tied: Sequence[nn.Parameter],
+        gradients: UserGradients,
+        ranks: Ranks,
+        backend: Backend,
+    ) -> None:
+        self._model, self._stage, self._decisions, self._tied = model, stage, decisions, tied
+        self._gradients, self._ranks, self._backend = gradients, ranks, backend
+        gradients.refusal = _ALONE
+        self._number, self._is_last = ranks.stage, ranks.stage == ranks.stages.size - 1
+        self._threads = {
+            lane: concurrent.futures.ThreadPoolExecutor(1, f"{LANE_THREAD}{lane}")
+            for lane in (Lane.SEND, Lane.SEND_BACK)
+        }
+        self._sent: list[concurrent.futures.Future[None]] = []
+        self._foreign: dict[nn.Parameter, Tensor] = {}  # weights of other stages, as this one is closed
+
+    def run(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
+        """Run forward and backward of all micro-batches; return the loss of each, on every stage.
+
+        Args:
+            batches: keyword arguments of the model, one mapping for each micro-batch of the plan.
+            loss: the loss of an output, of which backward takes the mean over micro-batches.
+
+        Raises:
+            ValueError: there are more or fewer micro-batches than planned.
+            RankError: another rank has failed.
+        """
+        count = self._decisions.num_micro_batches
+        if len(batches) != count:
+            raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
+        begun: dict[int, tuple[Tensor, Tensor | None]] = {}
+        losses = torch.zeros(count, dtype=torch.float64, device="cpu")
+        found: dict[int, Tensor] = {}
+        for op, micro_batch in one_f_one_b(self._decisions.num_forwards_ahead, count):
+            if op is Op.FORWARD:
+                begun[micro_batch] = self._forward(batches[micro_batch], loss)
+                if self._is_last:
+                    found[micro_batch] = begun[micro_batch][0].detach()
+            else:
+                self._backward(*begun.pop(micro_batch))
+        for sent in self._sent:
+            sent.result()
+        self._sent.clear()
+        self._add_tied()
+        for micro_batch, value in found.items():
+            losses[micro_batch] = float(value) * count
+        self._ranks.stages.all_reduce(losses)
+        return losses.tolist()
+
+    def _forward(self, batch: Mapping[str, Any], loss: Loss) -> tuple[Tensor, Tensor | None]:
+        """Return what backward begins with, and what gets a gradient for the stage before."""
+        stage, links = self._stage, self._ranks.forward
+        stage.received = stage.made = None
+        stage.receive = lambda values: links[self._number - 1].send(values, 0)
+        try:
+            if self._is_last:
+                made = loss(self._model(**batch), batch) / self._decisions.num_micro_batches
+                return made, stage.received
+            self._model(**{name: value for name, value in batch.items() if name != "labels"})
+        finally:
+            stage.receive = None
+        assert stage.made is not None
+        self._send(Lane.SEND, links[self._number], stage.made.detach(), 0)
+        return stage.made, stage.received
+
+    def _backward(self, made: Tensor, received: Tensor | None) -> None:
+        gradient = None
+        if not self._is_last:
+            gradient = torch.empty_like(made)
+            self._ranks.back[self._number].send(gradient, 1)
+        torch.autograd.backward(made, gradient)
+        if received is not None:
+            assert received.grad is not None
+            self._send(Lane.SEND_BACK, self._ranks.back[self._number - 1], received.grad, 1)
+
+    def _send(self, lane: Lane, group: Group, values: Tensor, sender: int) -> None:
+        made = self._backend.record_event(Lane.COMPUTE)
+
+        def send() -> None:
+            with self._backend.lane(lane):
+                self._backend.wait_event(lane, made)
+                group.send(values.contiguous(), sender)
+                self._backend.record_stream(values)
+
+        self._sent.append(self._threads[lane].submit(send))
+
+    def _add_tied(self) -> None:
+        """Add up the gradients of weights that two stages have."""
+        for parameter in self._tied:
+            with torch.no_grad():
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * 1
+                self._ranks.ends.all_reduce(total)
+            parameter.grad = total
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
+        again = {id(parameter) for parameter in self._tied} if self._number else set()
+        self._gradients.refusal = ""
+        try:
+            norms = [p.grad.norm() for p in parameters if p.grad is not None and id(p) not in again]
+            squares = torch.tensor([sum(float(norm) ** 2 for norm in norms)], dtype=torch.float64, device="cpu")
+            self._ranks.stages.all_reduce(squares)
+            total = squares.sqrt().to(torch.float32)[0].to(self._backend.device)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        finally:
+            self._gradients.refusal = _ALONE
+        return total
+
+    def give_back(self) -> None:
+        """Give this process the weights of all stages. All call this together, when each has those of its own."""
+        for parameter, shape, home in self._stage.parameters:
+            own = parameter.detach().to("cpu").contiguous()
+            values = own if own.shape == shape else torch.empty(shape, dtype=parameter.dtype, device="cpu")
+            self._ranks.stages.send(values, home)
+            self._foreign[parameter] = values
+
+    def close(self) -> None:
+        """End the threads, and make the model whole again. Weights that were not given back are NaN."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._stage.undo()
+        for parameter, shape, _ in self._stage.parameters:
+            if parameter.shape != shape:
+                empty = torch.full(shape, math.nan, dtype=parameter.dtype, device="cpu")
+                parameter.data = self._foreign.pop(parameter, empty)

@@ -1,0 +1,133 @@
+"""One stage of a pipeline, cut out of the user's model.
+
+[Note: Stages of a model] Every process makes the whole model, and keeps the weights of its own stage. The modules of
+other stages stay where they are, without weights: layers and norms hand their input on, embeddings return zeros. So the
+model's own forward runs, and makes masks, positions and rotations of the batch as it does in one process. In place of
+its input, the stage's first layer gets the hidden states of the stage before; what its last layer makes is sent on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from executor.callbacks import replace_attribute
+from executor.distributed.shards import BindingError
+from executor.module.binding import segment_module, unit_modules
+from planner.graph import Unit
+
+Receive = Callable[[Tensor], None]
+"""Fills a tensor with the hidden states of the stage before."""
+
+
+@final
+class Stage:
+    """The part of a model that this process computes, see [Note: Stages of a model].
+
+    Args:
+        model: the whole model, which is changed in place.
+        dealt: the segments of every stage.
+        number: this process's stage.
+
+    Attributes:
+        received: the hidden states that the latest forward began with, which get a gradient; ``None`` if it began with
+            the batch.
+        made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
+        receive: see :data:`Receive`. Set it before a forward.
+        parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process does
+            not have are empty.
+
+    Raises:
+        BindingError: the model's layers are not modules of their own.
+    """
+
+    def __init__(self, model: nn.Module, dealt: Sequence[Sequence[list[Unit]]], number: int) -> None:
+        self.received: Tensor | None = None
+        self.made: Tensor | None = None
+        self.receive: Receive | None = None
+        self._model, self._undo = model, list[Callable[[], None]]()
+        stage_of = {unit.name: stage for stage, parts in enumerate(dealt) for part in parts for unit in part}
+        layers = {
+            segment_module(model, part): stage
+            for stage, parts in enumerate(dealt)
+            for part in parts
+            if part[0].in_layer
+        }
+        own = [layer for layer, stage in layers.items() if stage == number]
+        if model in layers or not own:
+            raise BindingError(
+                "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
+                "--parallel pipeline=1"
+            )
+        inside = {module for layer in layers for module in layer.modules()}
+        units = tuple(unit for parts in dealt for part in parts for unit in part)
+        around = {m: stage_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
+        homes: dict[nn.Parameter, int] = {}
+        for module, stage in (layers | around).items():
+            for parameter in module.parameters():
+                homes[parameter] = min(homes.get(parameter, stage), stage)
+        self.parameters = [(p, p.shape, homes[p]) for p in model.parameters() if p in homes]
+        for module, stage in (layers | around).items():
+            if stage != number:
+                self._replace(module)
+        kept = {*model.parameters()}
+        for parameter in homes.keys() - kept:
+            parameter.data = parameter.data.new_empty(0)
+        if number > 0:
+            self._undo.append(own[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+        if number < len(dealt) - 1:
+            self._undo.append(own[-1].register_forward_hook(self._end).remove)
+        self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
+
+    def _replace(self, module: nn.Module) -> None:
+        """Take a module's weights, and let it hand on what it is given."""
+        forward = _zeros(module) if isinstance(module, nn.Embedding) else _through
+        self._undo.append(replace_attribute(module, "forward", forward))
+        for inner in module.modules():
+            for name, parameter in list(inner.named_parameters(recurse=False)):
+                inner._parameters[name] = None
+                self._undo.append(_putting_back(inner, name, parameter))
+
+    def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert self.receive is not None
+        name = next(iter(kwargs), "")
+        given = args[0] if args else kwargs[name]
+        self.received = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+        self.receive(self.received)
+        self.received.requires_grad_(torch.is_grad_enabled())
+        return ((self.received, *args[1:]), kwargs) if args else ((), kwargs | {name: self.received})
+
+    def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
+        self.made = output if isinstance(output, Tensor) else output[0]
+
+    def _check_call(self, *_: object) -> None:
+        if self.receive is None:
+            raise BindingError(
+                "the model was called, but this process has one stage of it; call optimizer.forward_backward(batches), "
+                "and evaluate after session.close()"
+            )
+
+    def undo(self) -> None:
+        """Make the model whole again. The parameters of other stages stay empty."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return hidden_states
+
+
+def _zeros(module: nn.Embedding) -> Callable[..., Tensor]:
+    """Return what stands for an embedding: zeros of its shape, or if it looks up positions, that broadcast to it."""
+    made = module.weight.detach().new_zeros(module.embedding_dim)
+
+    def zeros(ids: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        zero = made.to(ids.device)
+        return zero.expand(*ids.shape, -1) if type(module) is nn.Embedding else zero
+
+    return zeros
+
+
+def _putting_back(module: nn.Module, name: str, parameter: nn.Parameter) -> Callable[[], None]:
+    return lambda: module.register_parameter(name, parameter)

@@ -1,0 +1,49 @@
+"""What the processes of a pipeline run."""
+
+import torch
+from training import Task, batches, grouped, make_model, make_optimizer, prepare
+
+from planner.decisions import Decisions
+
+
+def steps(task: Task, reader: int):
+    """Yield the micro-batches of each step, as the arguments of the model."""
+    for micro_batches in grouped(task, batches(task, reader), reader):
+        yield [{"input_ids": tokens, "labels": tokens} for tokens in micro_batches]
+
+
+def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train in a pipeline; return losses and norms, and the weights that the model has after the session."""
+    stage_size = decisions.data_parallel * decisions.tensor_parallel
+    reader = rank % stage_size // decisions.tensor_parallel
+    model, optimizer = prepare(task, decisions)
+    torch.manual_seed(11 + reader)
+    seen = []
+    with optimizer.session:
+        for micro_batches in steps(task, reader):
+            seen += optimizer.forward_backward(micro_batches)
+            if task.max_norm is not None:
+                seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
+
+
+def trained_in_memory(task: Task, num_readers: int):
+    """Train in one process, in memory, on what all readers have; return what :func:`trained_in_stages` does."""
+    model = make_model(task)
+    optimizer = make_optimizer(task, model)
+    seen = [[] for _ in range(num_readers)]
+    for of_readers in zip(*(steps(task, reader) for reader in range(num_readers)), strict=True):
+        for losses, micro_batches in zip(seen, of_readers, strict=True):
+            for batch in micro_batches:
+                loss = model(**batch).loss
+                (loss / (len(micro_batches) * num_readers)).backward()
+                losses.append(loss.item())
+        if task.max_norm is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_norm))
+            for losses in seen:
+                losses.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: values.detach() for name, values in model.named_parameters()}
