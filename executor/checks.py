@@ -43,11 +43,6 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
                 f"{entry.torch_class.__name__} steps on all gradients ({entry.whole}), but the plan updates in "
                 "backward; plan with clip=True"
             )
-    if decisions.num_forwards_ahead > 1 and any(unit.offloads for unit in decisions.units.values()):
-        raise ValueError(
-            "activations are offloaded, but a pipeline's stage has several micro-batches in flight, whose activations "
-            "would need a room each; plan with recomputation, or with --parallel pipeline=1"
-        )
     if not decisions.precision.can_be_kept(decisions.optimizer):
         types = ", ".join(f"{name} in {dtype}" for name, dtype in decisions.precision if dtype is not None)
         raise ValueError(

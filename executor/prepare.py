@@ -124,7 +124,7 @@ def _of_stage(
         )
         failing.pop_all()
     session = made.session
-    made.pipeline = session.add_pipeline(stage, [model.get_parameter(name) for name in tied.values()])
+    made.pipeline = session.add_pipeline(stage, list(tied.values()))
     return made
 
 
@@ -139,6 +139,8 @@ def _check_stages(decisions: Decisions, options: Options) -> None:
         "several calls of the model in a step (step=)": len(options.calls) > 1,
         "--tiles segment": decisions.segment_tile_sequences,
         "--parallel context": decisions.context_parallel > 1,
+        # Several micro-batches are in flight, whose activations would need a room each.
+        "offloaded activations": decisions.num_micro_batches > 1 and any(u.offloads for u in decisions.units.values()),
     }
     if what := next((name for name, is_asked in refused.items() if is_asked), None):
         raise ValueError(
@@ -355,8 +357,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> list[float]:
         """Run forward and backward of all micro-batches of a step; return the loss of each.
 
-        It is the same as a loop over them with ``(loss(model(**batch), batch) / len(batches)).backward()``. Under a plan
-        with pipeline stages it is the only way: a rank passes the same batches as those of its number in other stages.
+        It is the same as a loop over them with ``(loss(model(**batch), batch) / len(batches)).backward()``. Under a
+        plan with pipeline stages it is the only way: all stages pass the same batches.
 
         Args:
             batches: keyword arguments of the model, one mapping for each micro-batch.

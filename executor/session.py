@@ -484,11 +484,19 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if self._ranks is not None:
                 self._ranks.close(on_all_ranks=self._on_all_ranks)
 
-    def add_pipeline(self, stage: Stage, tied: Sequence[nn.Parameter]) -> Pipeline:
+    def add_pipeline(self, stage: Stage, tied: Sequence[str]) -> Pipeline:
         """Return what runs micro-batches through the stages of a pipeline, of which this session executes one."""
         assert self._ranks is not None
-        backend, gradients = self.runtime.backend, self.driver.gradients
-        self._pipeline = Pipeline(self.model, stage, self.decisions, tied, gradients, self._ranks, backend)
+        self._pipeline = Pipeline(
+            self.model,
+            stage,
+            self.decisions,
+            tied,
+            self.driver.gradients,
+            lambda: self.driver.collector.edited(own=True),
+            self._ranks,
+            self.runtime.backend,
+        )
         self._undo.insert(0, self._pipeline.close)  # after all else
         return self._pipeline
 

@@ -83,7 +83,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     Attributes:
         is_waiting: whether the caller waits for tasks now.
         num_ended: number of tasks that have ended.
-        on_caller: called in the caller's thread with a task's index when a task of the caller's lanes begins; may be set.
+        on_caller: called with a task's index when a task of the caller's lanes begins, in its thread. It may be set.
     """
 
     def __init__(

@@ -54,8 +54,8 @@ class Ranks:
         casts: whether the schedule has casts of weights, which need :meth:`casting`.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
         shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
-        num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees`` and all but the attributes from
-            ``process`` on are those of this process's stage.
+        num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees``, and the attributes before
+            ``process``, are those of this process's stage.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -277,7 +277,7 @@ class Ranks:
 
     def _connect_stages(self) -> None:
         """Make the groups that stages share."""
-        self.everybody = self._made([tuple(range(self.size * self._num_stages))], on_hosts=True)[0]
+        self.everybody = self._made([tuple(range(self.size * self._num_stages))], is_everybody=True)[0]
         columns = [range(rank, self.size * self._num_stages, self.size) for rank in range(self.size)]
         self.stages = self._made([tuple(column) for column in columns], on_hosts=True)[0]
         ends = self._made([(column[0], column[-1]) for column in columns])

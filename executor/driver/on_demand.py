@@ -13,7 +13,7 @@ Gradients that have reached the host by then are taken back first. They may have
 which are made again from the master copy: it rounds to the same bits.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -85,8 +85,12 @@ class OnDemand:
         Raises:
             RankError: another rank reads the gradient of another parameter, or does something else, or has failed.
         """
+        parts = [(parameter.shard, values) for parameter, values in self.own_gradients(name)]
+        return parts[0][0].in_model(unshard(parts, self._runtime.ranks)).to(self._runtime.backend.device)
+
+    def own_gradients(self, name: str) -> Iterator[tuple[ParameterState, torch.Tensor]]:
+        """Yield this rank's parts of a parameter's gradient, of their shapes. Otherwise as :meth:`gradient`."""
         self._reduce(name)
-        wholes = []
         for unit, parameter in self._runtime.state.by_parameter[name]:
             values = torch.zeros(
                 parameter.stop - parameter.start,
@@ -102,8 +106,7 @@ class OnDemand:
                     parameter.values_of(part, values).copy_(gradient)
             if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
                 unit.group.all_reduce(values)  # each rank has its share, and zeros elsewhere
-            wholes.append((parameter.shard, values.view(parameter.shard.shape)))
-        return wholes[0][0].in_model(unshard(wholes, self._runtime.ranks)).to(self._runtime.backend.device)
+            yield parameter, values.view(parameter.shard.shape)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set a parameter's gradient, of which each rank keeps its share. Ranks call this together.
@@ -113,10 +116,14 @@ class OnDemand:
             ValueError: another rank has other values.
         """
         self._runtime.check_same_values(f"the gradient of {name}", values)
+        whole = as_real(values.detach())
+        self.replace_own(name, [p.shard.part(whole) for _, p in self._runtime.state.by_parameter[name]])
+
+    def replace_own(self, name: str, parts: Sequence[torch.Tensor]) -> None:
+        """Set this rank's parts of a parameter's gradient, in the order of :meth:`own_gradients`."""
         self.drop([name])
-        for unit, parameter in self._runtime.state.by_parameter[name]:
-            own = parameter.shard.part(as_real(values.detach())).to(self._runtime.state.dtype, copy=True)
-            own = own.to(self._runtime.backend.device).reshape(-1)
+        for (unit, parameter), part in zip(self._runtime.state.by_parameter[name], parts, strict=True):
+            own = part.to(self._runtime.backend.device, self._runtime.state.dtype, copy=True).reshape(-1)
             leaving = self._runtime.actions.gradients.keep(unit, parameter, own, self._iteration)
             if leaving is not None:
                 self._add(unit, parameter, leaving)

@@ -1,7 +1,7 @@
 """Runs micro-batches through the stages of a pipeline.
 
-[Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared by
-its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
+[Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared
+by its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
 1F1B (:func:`planner.lowering.compute.one_f_one_b`). This module walks that order, and exchanges hidden states and their
 gradients with the stages beside it. Sends have a thread for each direction, so that computing goes on meanwhile.
 Whatever the plan of a stage has, such as weights that are fetched and updates on the host, works as in one process.
@@ -19,6 +19,7 @@ from executor.devices.backend import Backend
 from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import LANE_THREAD
+from executor.driver.on_demand import OnDemand
 from executor.module.stages import Stage
 from executor.module.user_gradients import UserGradients
 from planner.decisions import Decisions
@@ -42,8 +43,9 @@ class Pipeline:
         model: the user's, of which this process has one stage.
         stage: what this process computes of it.
         decisions: those of the stage.
-        tied: the stage's weights that the first or last stage has too.
+        tied: names of the stage's weights that the first or last stage has too.
         gradients: those of the stage.
+        edit: leaves the plan, and returns what reads and replaces this rank's gradients.
     """
 
     def __init__(
@@ -51,13 +53,14 @@ class Pipeline:
         model: nn.Module,
         stage: Stage,
         decisions: Decisions,
-        tied: Sequence[nn.Parameter],
+        tied: Sequence[str],
         gradients: UserGradients,
+        edit: Callable[[], OnDemand],
         ranks: Ranks,
         backend: Backend,
     ) -> None:
         self._model, self._stage, self._decisions, self._tied = model, stage, decisions, tied
-        self._gradients, self._ranks, self._backend = gradients, ranks, backend
+        self._gradients, self._edit, self._ranks, self._backend = gradients, edit, ranks, backend
         gradients.refusal = _ALONE
         self._number, self._is_last = ranks.stage, ranks.stage == ranks.stages.size - 1
         self._threads = {
@@ -138,16 +141,18 @@ class Pipeline:
         self._sent.append(self._threads[lane].submit(send))
 
     def _add_tied(self) -> None:
-        """Add up the gradients of weights that two stages have."""
-        for parameter in self._tied:
+        """Add up the gradients of weights that two stages have. Both leave the plan for that, after backward."""
+        for name in self._tied:
+            gradients = self._edit()
             with torch.no_grad():
-                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * 1
-                self._ranks.ends.all_reduce(total)
-            parameter.grad = total
+                parts = [values for _, values in gradients.own_gradients(name)]
+                for values in parts:
+                    self._ranks.ends.all_reduce(values)
+                gradients.replace_own(name, parts)
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
-        again = {id(parameter) for parameter in self._tied} if self._number else set()
+        again = {id(self._model.get_parameter(name)) for name in self._tied} if self._number else set()
         self._gradients.refusal = ""
         try:
             norms = [p.grad.norm() for p in parameters if p.grad is not None and id(p) not in again]

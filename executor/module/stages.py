@@ -1,9 +1,10 @@
 """One stage of a pipeline, cut out of the user's model.
 
 [Note: Stages of a model] Every process makes the whole model, and keeps the weights of its own stage. The modules of
-other stages stay where they are, without weights: layers and norms hand their input on, embeddings return zeros. So the
-model's own forward runs, and makes masks, positions and rotations of the batch as it does in one process. In place of
-its input, the stage's first layer gets the hidden states of the stage before; what its last layer makes is sent on.
+other stages stay where they are, without weights: layers and norms hand their input on, embeddings and projections
+return zeros. So the model's own forward runs, and makes masks, positions and rotations of the batch as it does in one
+process. In place of its input, the stage's first layer gets the hidden states of the stage before; what its last layer
+makes is sent on.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ class Stage:
             the batch.
         made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
         receive: see :data:`Receive`. Set it before a forward.
-        parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process does
-            not have are empty.
+        parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process
+            does not have are empty.
 
     Raises:
         BindingError: the model's layers are not modules of their own.
@@ -82,7 +83,7 @@ class Stage:
 
     def _replace(self, module: nn.Module) -> None:
         """Take a module's weights, and let it hand on what it is given."""
-        forward = _zeros(module) if isinstance(module, nn.Embedding) else _through
+        forward = _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
         self._undo.append(replace_attribute(module, "forward", forward))
         for inner in module.modules():
             for name, parameter in list(inner.named_parameters(recurse=False)):
@@ -118,13 +119,17 @@ def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
     return hidden_states
 
 
-def _zeros(module: nn.Embedding) -> Callable[..., Tensor]:
-    """Return what stands for an embedding: zeros of its shape, or if it looks up positions, that broadcast to it."""
-    made = module.weight.detach().new_zeros(module.embedding_dim)
+def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
+    """Return what stands for an embedding or a projection: zeros of its shape, which take no memory.
 
-    def zeros(ids: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        zero = made.to(ids.device)
-        return zero.expand(*ids.shape, -1) if type(module) is nn.Embedding else zero
+    Those of a class of the model's own, which looks up positions, broadcast to the others.
+    """
+    zero = module.weight.detach().new_zeros(())
+    width = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
+
+    def zeros(given: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        shape = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
+        return zero.to(given.device).expand(*(shape if type(module) in {nn.Embedding, nn.Linear} else ()), width)
 
     return zeros
 

@@ -180,14 +180,3 @@ def _check_pipeline(decisions: Decisions) -> None:
             f"pipeline_parallel is {decisions.pipeline_parallel}, whose stages add up gradients at the step, so no "
             "update can start during backward; use update_start 'step'"
         )
-    if decisions.zero_stage > 1:
-        raise ValueError(
-            f"zero_stage {decisions.zero_stage} with pipeline_parallel {decisions.pipeline_parallel}: every "
-            "micro-batch would send its gradients again; set zero_stage to 0 or 1"
-        )
-    for name, unit in decisions.units.items():
-        if unit.params != "gpu" or set(unit.update) - {Place.GPU}:
-            raise ValueError(
-                f"unit {name}: pipeline_parallel {decisions.pipeline_parallel} keeps everything on the devices; set "
-                "params and update to 'gpu'"
-            )

@@ -92,10 +92,18 @@ def stage_of(
                     tied[name] = name if stage == homes[name] else weight_of(operator)
         if number == stage:
             own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
-    chosen = {unit.name: decisions.units[unit.name] for unit in own}
+    chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)
     more = {"units": chosen, "pipeline_parallel": 1, "num_forwards_ahead": ahead}
     return tuple(own), decisions.model_copy(update=more), tied
+
+
+def _placed(unit: Unit, decisions: Decisions) -> UnitDecision:
+    """Return the decision for a stage's unit. Copied weights are updated where its last subgroup is."""
+    decided, count = decisions.units[unit.name], len(decisions.piece_params(unit))
+    if len(decided.update) == count:
+        return decided
+    return decided.model_copy(update={"update": (*decided.update, *[decided.update[-1]] * count)[:count]})
 
 
 def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
@@ -118,7 +126,22 @@ def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
 
 
 def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:
-    """Return the decisions for merged stages: everything on the device; recomputation is part of their backward."""
+    """Return the decisions for merged stages: everything on the device; recomputation is part of their backward.
+
+    Raises:
+        ValueError: something is elsewhere. That can be executed (:func:`stage_of`), but not simulated.
+    """
+    if decisions.zero_stage > 1:
+        raise ValueError(
+            f"zero_stage {decisions.zero_stage} with pipeline_parallel {decisions.pipeline_parallel}: every "
+            "micro-batch would send its gradients again; set zero_stage to 0 or 1"
+        )
+    for name, unit in decisions.units.items():
+        if unit.params != "gpu" or set(unit.update) - {Place.GPU}:
+            raise ValueError(
+                f"unit {name}: a plan with pipeline_parallel {decisions.pipeline_parallel} keeps everything on the "
+                "devices; set params and update to 'gpu'"
+            )
     chosen = {
         unit.name: UnitDecision(
             params="gpu",

@@ -113,7 +113,6 @@ def _serve(rank: int, port: int, pipe) -> None:
             begin(dist.PrefixStore(name, store), rank, size)
             result = function(rank, size, *arguments)
         except BaseException as error:  # noqa: BLE001 - what went wrong is the result
-            import os, traceback; os.environ.get("TB") and traceback.print_exc()
             result = error
         finally:
             if dist.is_initialized():

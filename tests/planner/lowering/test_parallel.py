@@ -217,8 +217,9 @@ def test_uneven_layers_and_refusals() -> None:
         pipelined(3, 1, data_parallel=2, zero_stage=2)
     with pytest.raises(ValueError, match="no update can start during backward"):
         Decisions.model_validate(decisions.model_dump() | {"clip": False, "update_start": "backward"})
+    units = share("demo-llama", 1)
     with pytest.raises(ValueError, match="keeps everything on the devices"):
-        decide(share("demo-llama", 1), Place.CPU, pipeline_parallel=2)
+        lower(units, decide(units, Place.CPU, pipeline_parallel=2), asynchronous=True)
 
 
 @pytest.mark.parametrize("name", ["demo-llama", "gpt2"])

@@ -106,8 +106,8 @@ def of_version_8(data: dict[str, Any], **said: object) -> dict[str, Any]:
 def test_plans_of_the_version_before_are_read(data: dict[str, Any], tmp_path: Path) -> None:
     now, before = (load_plan(save(tmp_path / "plan.json", each)) for each in (data, of_version_8(data)))
     assert before == now
-    staged = {"pipeline_parallel": 2, "reduce_start": "step"}  # read, and then refused for its units
-    with pytest.raises(PlanError, match="pipeline_parallel 2 keeps everything on the devices"):
+    staged = {"pipeline_parallel": 2, "reduce_start": "step", "update_start": "backward"}  # read, and then refused
+    with pytest.raises(PlanError, match="no update can start during backward"):
         load_plan(save(tmp_path / "plan.json", of_version_8(data, **staged)))
     with pytest.raises(PlanError, match=r"decisions of another engine are no plan any more; make the plan again"):
         load_plan(save(tmp_path / "plan.json", of_version_8(data, gradient_path="fsdp2")))
