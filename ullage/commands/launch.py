@@ -39,8 +39,6 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print."""
     plan = load_plan(args.plan)
-    if (stages := plan.decisions.pipeline_parallel) > 1:
-        raise ValueError(f"the plan has {stages} pipeline stages, which are not executed; plan --parallel pipeline=1")
     line = launch_line(
         plan.decisions.num_devices, ranks_per_node(plan), plan=shlex.quote(str(args.plan)), launcher=args.launcher
     )

@@ -88,6 +88,15 @@ class Batches:
             generator, dtype = torch.Generator().manual_seed(seed + reader), DTYPES[decided.precision.weights]
             self._random = [(spec.name, random_input(spec, dtype, generator)) for spec in plan.model.inputs]
 
+    def micro_batches(self) -> list[dict[str, Any]]:
+        """Return the next iteration's micro-batches, as the arguments of the model; for pipelines."""
+        assert self._stream is not None
+        found = []
+        for _ in range(self._num_micro_batches):
+            found.append(self._inputs(torch.device("cpu"), self._own, self._at_once))
+            self.position += self._at_once
+        return found
+
     def losses(self, model: nn.Module) -> Iterator[Tensor]:
         """Yield each micro-batch's part of the next iteration's loss; call ``backward()`` on it.
 
@@ -114,12 +123,17 @@ class Batches:
             kwargs = {name: to_device(tensor, device) for name, tensor in self._random if name}
             loss = find_loss(model(*args, **kwargs))[0]
         else:
-            self._stream.position = self.position
-            tokens = to_device(self._stream.next(there)[own], device)
-            further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
-            loss = model(input_ids=tokens, labels=tokens, **further).loss
+            loss = model(**self._inputs(device, own, there)).loss
         self.position += there
         return loss
+
+    def _inputs(self, device: torch.device, own: slice, num_sequences: int) -> dict[str, Any]:
+        """Return the model's arguments for its part of the next sequences, which all ranks together read."""
+        assert self._stream is not None
+        self._stream.position = self.position
+        tokens = to_device(self._stream.next(num_sequences)[own], device)
+        further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
+        return {"input_ids": tokens, "labels": tokens, **further}
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:

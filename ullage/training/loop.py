@@ -91,9 +91,13 @@ def _rate(iteration: int, end: int) -> float:
 def _compute(model: nn.Module, optimizer: OffloadedOptimizer, batches: Batches) -> Tensor:
     """Run one iteration; return this rank's mean loss."""
     total = torch.zeros((), device=next(model.parameters()).device)
-    for loss in batches.losses(model):
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
+    if optimizer.pipeline is not None:
+        losses = optimizer.forward_backward(batches.micro_batches())
+        total += sum(losses) / len(losses)
+    else:
+        for loss in batches.losses(model):
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
     if optimizer.plan.decisions.clip:
         optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
     optimizer.step()

@@ -84,8 +84,9 @@ def prepared(
             else:
                 load(optimizer, weights)
             failing.pop_all()
-    if process.data_rank:  # ranks that share layers keep the same RNG state for dropout
-        torch.manual_seed(seed + process.data_rank)  # different dropout on data-parallel ranks
+    if number := process.stage * plan.decisions.data_parallel + process.data_rank:
+        # Different dropout on data-parallel ranks and stages; ranks that share layers keep the same RNG state.
+        torch.manual_seed(seed + number)
     return model, optimizer
 
 

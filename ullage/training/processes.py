@@ -20,6 +20,7 @@ class Process:
         reader: number of the group of data-parallel ranks that share sequences, and so read the same ones.
         local_rank: rank on its node, and number of its device.
         per_node: ranks per node, which share its cores and memory.
+        stage: pipeline stage. Ranks of all stages with one data-parallel rank read the same sequences.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Process:
     reader: int
     local_rank: int
     per_node: int
+    stage: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -37,19 +39,15 @@ class Process:
         """
         ranks, per_node = plan.decisions.num_devices, ranks_per_node(plan)
         rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
-        if (stages := plan.decisions.pipeline_parallel) > 1:
-            raise PlanError(
-                f"the plan has {stages} pipeline stages, which can be simulated but not executed; plan with "
-                "--parallel pipeline=1"
-            )
         if (started, local) != (ranks, min(per_node, ranks - rank // per_node * per_node)):
             raise PlanError(
                 f"the plan is for {ranks} device(s), {per_node} on a node, but {started} process(es) were started, "
                 f"{local} on this node; start it with `{launch_line(ranks, per_node)}`"
             )
-        data_rank = rank // plan.decisions.tensor_parallel
+        stage, rank_of_stage = divmod(rank, ranks // plan.decisions.pipeline_parallel)
+        data_rank = rank_of_stage // plan.decisions.tensor_parallel
         reader = data_rank // plan.decisions.context_parallel
-        return cls(rank, data_rank, reader, _environment("LOCAL_RANK", 0), per_node)
+        return cls(rank, data_rank, reader, _environment("LOCAL_RANK", 0), per_node, stage)
 
     @property
     def is_first(self) -> bool:

@@ -14,6 +14,7 @@ import forked
 import pytest
 from forked import END_S, Forked, completed, environments, until_training
 from narrow import narrow_llama
+from transformers import AutoModelForCausalLM
 
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
@@ -49,8 +50,9 @@ def two_devices(memory_bytes: int) -> HardwareProfile:
 
 def planned(folder: Path, **degrees: int) -> Path:
     model = narrow_llama(2)
-    # Where layers are shared there is less to hold: so much memory that something must leave in either case.
-    machine = two_devices(15_000_000 if degrees else 22_000_000)
+    # Where layers are shared there is less to hold: so much memory that something must leave in either case. Stages
+    # keep all on their devices.
+    machine = two_devices(60_000_000 if "pipeline_parallel" in degrees else 15_000_000 if degrees else 22_000_000)
     batch = {"seq_len": 64, "micro_batch": 2, "num_micro_batches": 2}
     request = Request(model, machine, num_devices=2, precision=FP32, **batch, **degrees)
     path = folder / "plan.json"
@@ -79,6 +81,29 @@ def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
     assert first.returncode == 0, err
     assert (second.communicate()[0], second.returncode) == ("", 0)
     return out, err
+
+
+def test_two_stages_train_one_model(tmp_path: Path) -> None:
+    """And save it whole; forward and backward of the first stage are compared with the plan's."""
+    (folder := tmp_path / "staged").mkdir()
+    plan = planned(folder, pipeline_parallel=2)
+    saved = tmp_path / "saved"
+    printed = json.loads(trained(plan, tmp_path / "out", "--iterations", "6", "--json", "--save", str(saved))[0])
+    assert printed["losses"][-1] < printed["losses"][0]
+    run = load_run(tmp_path / "out" / "run.json")
+    assert run.timeline.num_iterations == 6
+    assert {task.name for task in run.timeline.schedule.tasks if task.stage} >= {"forward stage1", "backward stage1"}
+    seen = {run.timeline.schedule.tasks[span.task].name for span in run.timeline.of_iteration(4)}
+    assert seen == {f"{op} stage0{mb}" for op in ("forward", "backward") for mb in ("", " mb1")}
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    assert all(values.isfinite().all() for values in model.state_dict().values())
+
+
+def test_what_stages_cannot_do_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(tmp_path, pipeline_parallel=2)
+    for words in (("--checkpoint-dir", str(tmp_path / "there")), ("--replan", "--iterations", "30")):
+        assert main(["execute", str(plan), *words]) == 2
+        assert f"{words[0]} cannot be used with pipeline stages" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shared", ["data", "layers", "sequences"])
