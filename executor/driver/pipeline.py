@@ -107,7 +107,7 @@ class Pipeline:
         """Return what backward begins with, and what gets a gradient for the stage before."""
         stage, links = self._stage, self._ranks.forward
         stage.received = stage.made = None
-        stage.receive = lambda values: links[self._number - 1].send(values, 0)
+        stage.receive = lambda values: self._receive(links[self._number - 1], values, 0)
         try:
             if self._is_last:
                 made = loss(self._model(**batch), batch) / self._decisions.num_micro_batches
@@ -123,19 +123,33 @@ class Pipeline:
         gradient = None
         if not self._is_last:
             gradient = torch.empty_like(made)
-            self._ranks.back[self._number].send(gradient, 1)
+            self._receive(self._ranks.back[self._number], gradient, 1)
         torch.autograd.backward(made, gradient)
         if received is not None:
             assert received.grad is not None
             self._send(Lane.SEND_BACK, self._ranks.back[self._number - 1], received.grad, 1)
 
+    def _own(self, values: Tensor) -> Tensor:
+        """Return the part of flat values that this tensor-parallel rank sends: all ranks have all of them."""
+        count = self._ranks.tensor.size
+        return values.chunk(count)[self._ranks.tensor.rank] if len(values) % count == 0 else values
+
+    def _receive(self, group: Group, values: Tensor, sender: int) -> None:
+        """Fill contiguous values; tensor-parallel ranks gather the parts that each of them gets."""
+        flat = values.view(-1)
+        own = self._own(flat)
+        group.send(own, sender)
+        if len(own) < len(flat):
+            self._ranks.tensor.all_gather(flat, own)
+
     def _send(self, lane: Lane, group: Group, values: Tensor, sender: int) -> None:
+        """Begin to send, beside what is computed."""
         made = self._backend.record_event(Lane.COMPUTE)
 
         def send() -> None:
             with self._backend.lane(lane):
                 self._backend.wait_event(lane, made)
-                group.send(values.contiguous(), sender)
+                group.send(self._own(values.reshape(-1)), sender)
                 self._backend.record_stream(values)
 
         self._sent.append(self._threads[lane].submit(send))

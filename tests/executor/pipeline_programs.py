@@ -47,3 +47,44 @@ def trained_in_memory(task: Task, num_readers: int):
         optimizer.step()
         optimizer.zero_grad()
     return seen, {name: values.detach() for name, values in model.named_parameters()}
+
+
+def sent_bytes(_rank: int, _size: int, task: Task, decisions: Decisions) -> int:
+    """Return what this process sends to other stages in a step."""
+    _model, optimizer = prepare(task, decisions)
+    found = 0
+    with optimizer.session:
+        send = optimizer.pipeline._send
+
+        def counted(lane, group, values, sender):
+            nonlocal found
+            found += optimizer.pipeline._own(values.reshape(-1)).nbytes
+            send(lane, group, values, sender)
+
+        optimizer.pipeline._send = counted
+        for micro_batches in steps(task, 0):
+            optimizer.forward_backward(micro_batches)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+REFUSED = {
+    "model": "this process has one stage of it; call optimizer.forward_backward(batches)",
+    "count": "1 micro-batches were given, but the plan has 2",
+    "norm": "clip with optimizer.clip_grad_norm_()",
+    "tiles": "--tiles segment cannot be executed beside pipeline stages",
+}
+
+
+def refused(_rank: int, _size: int, task: Task, decisions: Decisions, kind: str) -> None:
+    """Do what a stage cannot."""
+    if kind == "tiles":
+        decisions = decisions.model_copy(update={"segment_tile_sequences": 1})
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        micro_batches = next(steps(task, 0))
+        if kind == "model":
+            model(**micro_batches[0])
+        optimizer.forward_backward(micro_batches[: 1 if kind == "count" else 2])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

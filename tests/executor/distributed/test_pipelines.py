@@ -1,0 +1,98 @@
+"""Pipelines of stages, each of which its own plan drives, against the whole model in the memory of one process."""
+
+import pytest
+import torch
+from pipeline_programs import REFUSED, refused, sent_bytes, trained_in_memory, trained_in_stages
+from rank_pool import Processes
+from training import Task, decide, uniform, units_of
+
+from planner.lowering import lower
+from planner.schedule.tasks import Op
+
+HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
+KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
+
+# the model, micro-batches, stages, and ranks of each
+STAGED = {
+    "kept": ("llama", 4, 2, {}, KEPT),
+    "uneven, tied, recomputed": ("llama-tied", 4, 3, {}, AGAIN),
+    "fewer micro-batches than stages": ("qwen3", 2, 3, {}, HOST),
+    "on a drive": ("qwen3", 3, 2, {}, NVME),
+    "experts": ("mixtral", 4, 3, {}, OFF),
+    "learned positions": ("gpt2-still-shared", 4, 2, {}, HOST),
+    "projections around": ("opt-still-shared", 3, 2, {}, AGAIN),
+    "replicas": ("llama-tied", 3, 2, {"data_parallel": 2}, KEPT),
+    "sharded state": ("qwen3", 3, 2, {"data_parallel": 2, "zero_stage": 1}, uniform("gpu", "cpu")),
+    "sharded gradients": ("llama-tied", 3, 2, {"data_parallel": 2, "zero_stage": 2}, AGAIN),
+    "sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3}, OFF),
+    "tensors": ("llama-shared", 3, 2, {"tensor_parallel": 2}, KEPT),
+    "tensors, tied": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2}, OFF),
+    "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
+}
+EIGHT = {
+    "data and tensors": ("qwen3-shared", 3, 2, {"data_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}, OFF),
+    "experts and tensors": (
+        "mixtral-shared",
+        3,
+        2,
+        {"data_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
+        HOST,
+    ),
+    "three stages": ("llama-tied-shared", 4, 3, {"data_parallel": 2, "zero_stage": 2}, AGAIN),
+}
+
+
+def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32):
+    """Compare three clipped steps of plain SGD: what has become of weights are their gradients."""
+    task = Task(family, dtype, num_micro_batches, max_norm=0.5, iterations=3, schedule=False, optimizer="sgd-plain")
+    decisions = decide(task, choose, pipeline_parallel=stages, **degrees)
+    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, timeout_s=100.0)
+    losses, final = trained_in_memory(task, decisions.data_parallel)
+    error = 2e-6 if dtype is torch.float32 else 2**-6
+    for rank, (seen, weights) in enumerate(results):
+        reader = rank % (decisions.num_devices // stages) // decisions.tensor_parallel
+        assert seen == pytest.approx(losses[reader], rel=5 * error), rank
+        assert weights.keys() == final.keys()
+        for name, values in final.items():
+            assert (weights[name].float() - values.float()).norm() <= error * values.float().norm() + error, name
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), STAGED.values(), ids=STAGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
+    check(processes, family, count, stages, degrees, choose, dtype)
+
+
+@pytest.fixture(scope="module")
+def eight_processes():
+    pool = Processes(8)
+    pool.wait_until_ready()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.part(0)
+@pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
+def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, count, stages, degrees, choose):
+    check(eight_processes, family, count, stages, degrees, choose)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel": 2}], ids=str)
+def test_stages_send_what_is_planned(processes, degrees):
+    task = Task("llama-shared", torch.float32, 3, iterations=1)
+    decisions = decide(task, KEPT, pipeline_parallel=2, **degrees)
+    planned = lower(units_of(task, decisions), decisions, asynchronous=False)
+    wanted = sum(task.num_bytes for task in planned.tasks if task.op is Op.SEND)
+    size = decisions.num_devices
+    found = processes.call(size, sent_bytes, task, decisions)
+    assert sum(found) == wanted * size // 2
+    assert wanted > 0
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED.items())
+def test_what_a_stage_cannot_do_is_refused(processes, kind, message):
+    task = Task("llama", torch.float32, 2, max_norm=0.5)
+    decisions = decide(task, KEPT, pipeline_parallel=2)
+    processes.begin(2, refused, task, decisions, kind)
+    assert all(message in str(error) for error in processes.results(2))
