@@ -19,6 +19,7 @@ from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.program import Program
 from planner.lowering.snapshots import snapshots
+from planner.lowering.stages import is_apart, lower_stages, units_apart
 from planner.lowering.updates import updates
 from planner.schedule.schedule import Schedule
 
@@ -55,7 +56,9 @@ def lower(
         ValueError: the decisions do not fit the units.
     """
     assert passes or type(decisions) is Decisions, "decisions of another kind have passes of their own"
-    model, own = stages(units, decisions), decisions
+    if passes is None and is_apart(decisions):
+        return lower_stages(units, decisions, PASSES, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
+    model, own = pipeline.stages(units, decisions), decisions
     if decisions.pipeline_parallel > 1:
         own = pipeline.stage_decisions(model, decisions)
     program = Program(model, own, asynchronous=asynchronous)
@@ -71,6 +74,9 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
     return assign_slots(Program(units, decisions))
 
 
-stages = pipeline.stages
+def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
+    """Return the units that ``lower`` lowers: the given ones, or those that a pipeline has of its stages."""
+    return units_apart(units, decisions) if is_apart(decisions) else pipeline.stages(units, decisions)
+
 
 __all__ = ["PASSES", "PIPELINE", "Pass", "exchanges", "lower", "slots", "stages"]

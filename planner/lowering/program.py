@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
 Keys = tuple[int, ...]
+Held = tuple[Tier, MemoryClass, int, int, int, int, str]
 ALWAYS = -1
 """Stands for both keys of a buffer that is always held."""
 
@@ -134,7 +136,7 @@ class Program:
         self.before: dict[int, list[Task]] = defaultdict(list)
         self.behind: dict[int, list[Task]] = defaultdict(list)
         self.tail: list[Task] = []
-        self.held: list[tuple[Tier, MemoryClass, int, int, int, int, str]] = []
+        self.held: list[Held] = []
 
     def draft(
         self,
@@ -192,30 +194,57 @@ class Program:
             order += self.behind.get(draft.index, ())
         return order + self.tail
 
+    def renumber(self, first: int, stage: int) -> None:
+        """Count keys from ``first`` on, and let all be of a pipeline's stage, to be joined with others."""
+        order = self.ordered()
+        for draft in self.drafts:
+            draft.index += first
+            draft.after = tuple(key + first for key in draft.after)
+            draft.after_previous = tuple(key + first for key in draft.after_previous)
+            draft.stage = stage
+        self.held = [
+            (tier, kind, num_bytes, begin, end, stage, label)
+            if begin == ALWAYS
+            else (tier, kind, num_bytes, begin + first, end + first, stage, label)
+            for tier, kind, num_bytes, begin, end, _, label in self.held
+        ]
+        self.spine, self.before, self.behind, self.tail = order, defaultdict(list), defaultdict(list), []
+
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
-        order, count = self.ordered(), len(self.drafts)
-        keys = np.fromiter(map(_KEY, order), np.int64, len(order))
-        index = np.full(count + 1, -1)  # by key; that of ALWAYS is the last
-        index[keys] = np.arange(len(order))
-        assert len(order) == count == np.count_nonzero(index + 1), "every draft is issued once"
-        after, after_previous = (
-            Rows(index[rows.indices], rows.counts).sorted()
-            for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
-        )
-        columns = zip(*self.held, strict=True) if self.held else ((),) * 7
-        tier, memory_class, num_bytes, first, last, stage, labels = columns
-        firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
-        arrays = Arrays.of(order, after, after_previous, tier, memory_class, num_bytes, firsts, lasts, stage)
+        return numbered(self.ordered(), len(self.drafts), self.held, description)
 
-        def make() -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-            for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
-                task.index, (task.after, task.after_previous) = position, both
-            ends = ([None if end < 0 else end for end in each.tolist()] for each in (firsts, lasts))
-            buffers = zip(tier, memory_class, num_bytes, labels, *ends, stage, strict=True)
-            return tuple(order), tuple(itertools.starmap(Buffer, buffers))
 
-        return Schedule.deferred(arrays, make, description)
+def numbered(order: list[Task], count: int, held: Sequence[Held], description: str) -> Schedule:
+    """Turn keys into indices and return the schedule.
+
+    Args:
+        order: all tasks, in issue order; the ``index`` of each is its key.
+        count: their number.
+        held: buffers, as :attr:`Program.held` has them.
+        description: of the schedule.
+    """
+    keys = np.fromiter(map(_KEY, order), np.int64, len(order))
+    index = np.full(count + 1, -1)  # by key; that of ALWAYS is the last
+    index[keys] = np.arange(len(order))
+    assert len(order) == count == np.count_nonzero(index + 1), "every draft is issued once"
+    after, after_previous = (
+        Rows(index[rows.indices], rows.counts).sorted()
+        for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
+    )
+    columns = zip(*held, strict=True) if held else ((),) * 7
+    tier, memory_class, num_bytes, first, last, stage, labels = columns
+    firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
+    arrays = Arrays.of(order, after, after_previous, tier, memory_class, num_bytes, firsts, lasts, stage)
+
+    def make() -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
+        for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
+            task.index, (task.after, task.after_previous) = position, both
+        ends = ([None if end < 0 else end for end in each.tolist()] for each in (firsts, lasts))
+        buffers = zip(tier, memory_class, num_bytes, labels, *ends, stage, strict=True)
+        return tuple(order), tuple(itertools.starmap(Buffer, buffers))
+
+    return Schedule.deferred(arrays, make, description)
 
 
 _KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("index", "after", "after_previous"))
