@@ -35,7 +35,7 @@ from executor.packed import StoredParameter, as_real
 from executor.session import Session
 from planner.decisions import DEGREES, Decisions
 from planner.graph import Unit
-from planner.lowering.pipeline import deal, stage_of
+from planner.lowering.stages import deal, stage_of
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError

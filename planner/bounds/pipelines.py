@@ -4,7 +4,7 @@ Everything is on the devices, and layers are divided evenly among stages. So the
 are recomputed. Two conditions hold for every stage s of p:
 
 - *work*: its first forward waits for the forwards of earlier stages, and their backwards follow its last backward. In
-  between it computes all its micro-batches, and its host issues their kernels.
+  between it computes all its micro-batches. Its host issues their kernels.
 - *memory*: under the 1F1B order it holds the activations of ``min(p - s, micro-batches)`` micro-batches when its first
   backward begins, and all its gradients when its last backward ends.
 """
@@ -12,7 +12,7 @@ are recomputed. Two conditions hold for every stage s of p:
 from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
 from planner.costs.model import CostModel
 from planner.graph import Unit
-from planner.lowering.pipeline import deal
+from planner.lowering.stages import deal
 from planner.models.kernels import Kernels, num_kernels
 from planner.schedule.tasks import Lane, Tier
 from planner.setup import Setup
@@ -39,7 +39,7 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> L
     for number, stage in enumerate(dealt):
         for lane, passes in lanes.items():
             needs = Sum().plus(passes[number], float(repeats))
-            for before in passes[:number]:
+            for before in passes[:number] if lane is Lane.COMPUTE else ():  # a host issues before its device may begin
                 needs.plus(before)
             program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
         scale = 1.0 / capacities(cost)[Tier.GPU]
@@ -57,7 +57,7 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
     def takes_s(kernels: Kernels) -> float:
         if lane is Lane.COMPUTE:
             return cost.compute_s(kernels)
-        # The next pass waits for the slower of host and device. A CPU issues and computes in turn.
+        # A CPU issues and computes in turn.
         return cost.profile.device.issue_s.value * num_kernels(kernels) if cost.asynchronous else 0.0
 
     found = Sum()

@@ -64,7 +64,7 @@ class Trial:
         self._schedule = plan.schedule()
         self._taken = plan.schedule(takes_snapshots=True)
         self._prices = self.cost.prices(self._taken)
-        of_ranks = stages(units, decisions)
+        of_ranks = stages(decisions, units)
         replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
         self.state = state_of(self._taken, replicas)
         saved = bytes_by_stage(self._taken, self.state)

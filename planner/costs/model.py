@@ -85,7 +85,7 @@ class CostModel:
         Raises:
             ValueError: there are fewer layers than pipeline stages.
         """
-        return cls(profile, stages(units, decisions), decisions)
+        return cls(profile, stages(decisions, units), decisions)
 
     @property
     def asynchronous(self) -> bool:

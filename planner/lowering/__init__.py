@@ -10,7 +10,6 @@ from typing import Final
 
 from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.lowering import pipeline
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
@@ -19,20 +18,12 @@ from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.program import Program
 from planner.lowering.snapshots import snapshots
-from planner.lowering.stages import is_apart, lower_stages, units_apart
+from planner.lowering.stages import lower_stages, units_apart
 from planner.lowering.updates import updates
 from planner.schedule.schedule import Schedule
 
 Pass = Callable[[Program], None]
 PASSES: Final[tuple[Pass, ...]] = (compute, parameters, activations, gradients, updates, launch, launches, memory)
-PIPELINE: Final[tuple[Pass, ...]] = (
-    functools.partial(compute, lay=pipeline.lay),
-    pipeline.gradients,
-    updates,
-    pipeline.launch,
-    memory,
-)
-"""The passes of a pipeline: everything stays on the devices."""
 
 
 def lower(
@@ -48,7 +39,7 @@ def lower(
     Args:
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what was chosen for them.
-        passes: what makes the tasks; by default :data:`PASSES`, or :data:`PIPELINE` if there are several stages.
+        passes: what makes the tasks; by default :data:`PASSES`, for each stage of a pipeline.
         asynchronous: whether the device runs apart from the thread that issues its work (a GPU does).
         takes_snapshots: whether state can be taken for checkpoints on the way, see [Note: Snapshots].
 
@@ -56,13 +47,10 @@ def lower(
         ValueError: the decisions do not fit the units.
     """
     assert passes or type(decisions) is Decisions, "decisions of another kind have passes of their own"
-    if passes is None and is_apart(decisions):
+    if decisions.pipeline_parallel > 1 and passes is None:
         return lower_stages(units, decisions, PASSES, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
-    model, own = pipeline.stages(units, decisions), decisions
-    if decisions.pipeline_parallel > 1:
-        own = pipeline.stage_decisions(model, decisions)
-    program = Program(model, own, asynchronous=asynchronous)
-    for run in passes or (PIPELINE if decisions.pipeline_parallel > 1 else PASSES):
+    program = Program(units, decisions, asynchronous=asynchronous)
+    for run in passes or PASSES:
         run(program)
     if takes_snapshots:
         snapshots(program)
@@ -74,9 +62,13 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
     return assign_slots(Program(units, decisions))
 
 
-def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
-    """Return the units that ``lower`` lowers: the given ones, or those that a pipeline has of its stages."""
-    return units_apart(units, decisions) if is_apart(decisions) else pipeline.stages(units, decisions)
+@functools.singledispatch
+def stages(decisions: Decisions, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Return the units that have prices: the given ones, or those that the stages of a pipeline have of them.
+
+    Decisions of other engines may have units of their own.
+    """
+    return units_apart(units, decisions) if decisions.pipeline_parallel > 1 else units
 
 
-__all__ = ["PASSES", "PIPELINE", "Pass", "exchanges", "lower", "slots", "stages"]
+__all__ = ["PASSES", "Pass", "exchanges", "lower", "slots", "stages"]

@@ -1,39 +1,135 @@
-"""Lowering of a pipeline whose stages keep something off their devices: each as a model of its own, then joined.
+"""Pipelines: the layers of each stage, and the schedule of all.
 
-[Note: Joined stages] A stage of a pipeline is a smaller model (:func:`planner.lowering.pipeline.stage_of`), and is
-lowered by the same passes as any other. That is what its ranks execute ([Note: Pipelines] in
-:mod:`executor.driver.pipeline`). The schedule of the whole pipeline has the tasks of all stages, each with lanes and
-resources of its own, and three things more: hidden states and their gradients are sent from stage to stage, gradients
-of weights that two stages have are exchanged, and the clipping of each stage waits for the gradients of all.
+[Note: Stages] A stage of a pipeline is a smaller model (:func:`stage_of`), and is lowered by the same passes as any
+other. That is what its ranks execute ([Note: Pipelines] in :mod:`executor.driver.pipeline`). The schedule of the whole
+pipeline has the tasks of all stages, each with lanes and resources of its own, and three things more: hidden states and
+their gradients are sent from stage to stage, gradients of weights that two stages have are exchanged, and the clipping
+of each stage waits for the gradients of all. Warm-up, cool-down and bubbles follow from the order within each stage and
+from dependencies.
 
-Where everything is on the devices, a stage is one unit instead ([Note: Stages]), which is quicker to simulate.
+The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
+runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
+Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from planner.decisions import Decisions, Place
-from planner.graph import Unit
-from planner.lowering.pipeline import issue_order, stage_of
+from planner.decisions import Decisions, UnitDecision
+from planner.graph import Unit, segments
+from planner.lowering.compute import one_f_one_b
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
+from planner.models.operators import weight_of
+from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _Kind = tuple[Op, int]  # forward or backward, and the micro-batch
 
 
-def is_apart(decisions: Decisions) -> bool:
-    """Return whether a pipeline's stages are lowered unit by unit, because something moves inside of them."""
-    return decisions.pipeline_parallel > 1 and (
-        decisions.zero_stage > 1
-        or any(unit.params != "gpu" or {*unit.update} - {Place.GPU} for unit in decisions.units.values())
-    )
+def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
+    """Return the segments of every stage.
+
+    Layers are divided as evenly as possible; the first stages may have one more. The embedding belongs to the first
+    stage, the head and the loss to the last.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    parts = segments(units)
+    layers = [i for i, part in enumerate(parts) if part[0].in_layer]
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
+            f"most {len(layers)}"
+        )
+    share, rest = divmod(len(layers), num_stages)
+    firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
+    bounds = [0, *firsts, len(parts)]
+    return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def stage_of(
+    units: tuple[Unit, ...], decisions: Decisions, stage: int
+) -> tuple[tuple[Unit, ...], Decisions, dict[str, str]]:
+    """Return what the ranks of one stage execute: a smaller model, which they share as data- and tensor-parallel ranks.
+
+    Args:
+        units: the model's.
+        decisions: for all of them.
+        stage: its number.
+
+    Returns:
+        The stage's units, the decisions for them, and its weights that another stage has too: the name of each in the
+        whole model, and what this stage calls it. The last stage has a copy of weights that its head shares.
+    """
+    num_stages = decisions.pipeline_parallel
+    of_stages = [[unit for segment in dealt for unit in segment] for dealt in deal(units, num_stages)]
+    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    homes = {spec.name: number for number, own in enumerate(of_stages) for unit in own for spec in unit.parameters}
+    tied, own = {}, list[Unit]()
+    for number, unit in ((number, unit) for number, mine in enumerate(of_stages) for unit in mine):
+        for operator in unit.operators:
+            for name in operator.shared_parameters:
+                if homes[name] != number and stage in {homes[name], number}:
+                    tied[name] = name if stage == homes[name] else weight_of(operator)
+        if number == stage:
+            own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
+    chosen = {unit.name: _placed(unit, decisions) for unit in own}
+    ahead = min(num_stages - stage, decisions.num_micro_batches)
+    more = {"units": chosen, "pipeline_parallel": 1, "num_forwards_ahead": ahead}
+    return tuple(own), decisions.model_copy(update=more), tied
+
+
+def _placed(unit: Unit, decisions: Decisions) -> UnitDecision:
+    """Return the decision for a stage's unit. Copied weights are updated where its last subgroup is."""
+    decided, count = decisions.units[unit.name], len(decisions.piece_params(unit))
+    if len(decided.update) == count:
+        return decided
+    return decided.model_copy(update={"update": (*decided.update, *[decided.update[-1]] * count)[:count]})
+
+
+def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
+    """Return a unit that has weights of its own in place of those that it shares with another stage."""
+    if not copied.keys() & {*unit.shared_parameters}:
+        return unit
+    operators = [
+        dataclasses.replace(
+            operator,
+            parameters=operator.parameters
+            + tuple(dataclasses.replace(copied[n], name=weight_of(operator)) for n in operator.shared_parameters),
+            shared_parameters=(),
+        )
+        if copied.keys() & {*operator.shared_parameters}
+        else operator
+        for operator in unit.operators
+    ]
+    parameters = tuple(spec for operator in operators for spec in operator.parameters if spec.is_trained)
+    return dataclasses.replace(unit, operators=tuple(operators), parameters=parameters, shared_units=())
 
 
 def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     """Return the units of all stages, in forward order; each stage has its own copy of shared weights."""
     return tuple(unit for stage in range(decisions.pipeline_parallel) for unit in stage_of(units, decisions, stage)[0])
+
+
+def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:
+    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, predecessors first."""
+    left = [deque(one_f_one_b(num_stages - stage, num_micro_batches)) for stage in range(num_stages)]
+    issued: set[tuple[Op, int, int]] = set()
+    while any(left):
+        for stage in range(num_stages):
+            while left[stage]:
+                op, micro_batch = left[stage][0]
+                sender = stage - 1 if op is Op.FORWARD else stage + 1
+                if 0 <= sender < num_stages and (op, sender, micro_batch) not in issued:
+                    break
+                left[stage].popleft()
+                issued.add((op, stage, micro_batch))
+                yield op, stage, micro_batch
 
 
 def lower_stages(
@@ -44,7 +140,7 @@ def lower_stages(
     asynchronous: bool,
     takes_snapshots: bool,
 ) -> Schedule:
-    """Return the schedule of a pipeline, see [Note: Joined stages]."""
+    """Return the schedule of a pipeline, see [Note: Stages]."""
     passes, num_stages = tuple(passes), decisions.pipeline_parallel
     programs: list[Program] = []
     held: list[Held] = []
@@ -102,8 +198,8 @@ class _Join:
                 lane = Lane.SEND if forward else Lane.SEND_BACK
                 last = computing[-1]
                 send = self._draft(stage, lane, last.phase, last.unit, micro_batch, (last.index,))
-                hidden = next(unit.unit for unit in self._programs[stage].units if unit.unit.in_layer)
-                send.num_bytes = -(-hidden.activation_output_bytes // decisions.tensor_parallel)
+                layer = next(unit.unit for unit in self._programs[stage].units if unit.unit.in_layer)
+                send.num_bytes = -(-layer.activation_output_bytes // decisions.tensor_parallel)
                 sent[op, stage, micro_batch] = send
                 part.append(send)
             self.parts.append(part)

@@ -6,7 +6,7 @@ Later stages have fewer micro-batches in flight, so more of their layers can kee
 from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.lowering.pipeline import deal
+from planner.lowering.stages import deal
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
 

@@ -1,19 +1,17 @@
 """What differs in training under a plan with pipeline stages, whose processes have one stage each."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from executor.prepare import OffloadedOptimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Op, Task
-from planner.schedule.timeline import Span, Timeline
-
-_INSIDE_BACKWARD = frozenset({Op.RECOMPUTE, Op.BACKWARD})
+from planner.schedule.tasks import Op
+from planner.schedule.timeline import Timeline
 
 
 def check_stages(plan: Plan, **asked: object) -> None:
@@ -52,35 +50,15 @@ def save_stages(optimizer: OffloadedOptimizer, folder: Path, *, is_first: bool) 
 
 
 def as_planned(timeline: Timeline, schedule: Schedule) -> Timeline:
-    """Return a stage's measured times as those of the tasks of its plan.
-
-    In the plan, forward and backward of a stage are one task each for every micro-batch, see [Note: Stages] in
-    :mod:`planner.lowering.pipeline`; when it runs, each of its units has tasks. What else a stage does is left out.
+    """Return a stage's measured times as those of its tasks among the plan's, see [Note: Stages].
 
     Args:
         timeline: measured by the first stage.
-        schedule: the plan's.
+        schedule: the plan's, of all stages. What is sent between them is not measured.
     """
     if schedule.num_stages == 1:
         return timeline
-    planned = {_kind(task): task.index for task in schedule.tasks if task.stage == 0 and _computes(task)}
-
-    def spans() -> Iterator[Span]:
-        for iteration in range(timeline.num_iterations):
-            found: dict[tuple[Op, int], list[Span]] = {}
-            for span in timeline.of_iteration(iteration):
-                if _computes(task := timeline.schedule.tasks[span.task]):
-                    found.setdefault(_kind(task), []).append(span)
-            for kind, parts in found.items():
-                begin_s, end_s = min(part.start_s for part in parts), max(part.end_s for part in parts)
-                yield Span(iteration, planned[kind], begin_s, end_s)
-
-    return Timeline.from_spans(schedule, spans(), timeline.num_iterations)
-
-
-def _computes(task: Task) -> bool:
-    return task.op is Op.FORWARD or task.op in _INSIDE_BACKWARD
-
-
-def _kind(task: Task) -> tuple[Op, int]:
-    return Op.BACKWARD if task.op in _INSIDE_BACKWARD else task.op, task.micro_batch
+    own = [task.index for task in schedule.tasks if task.stage == 0 and task.op is not Op.SEND]
+    start_s, end_s = np.full((2, timeline.num_iterations, schedule.num_tasks), np.nan)
+    start_s[:, own], end_s[:, own] = timeline.start_s, timeline.end_s
+    return Timeline(schedule, start_s, end_s)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from amount import examples
-from cases import decide
+from cases import as_rival, decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
@@ -20,7 +20,7 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.lowering import stages
 from planner.lowering.compute import one_f_one_b
-from planner.lowering.pipeline import issue_order
+from planner.lowering.stages import issue_order
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
 from planner.schedule.schedule import Schedule
@@ -30,6 +30,7 @@ from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace
 from planner.simulate.critical_path import critical_steps, slowed
 from planner.simulate.machine import run, run_until_steady
+from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower
 
@@ -168,10 +169,11 @@ def test_1f1b(num_stages: int, num_micro_batches: int) -> None:
 def pipelined(
     num_stages: int, num_micro_batches: int, name: str = "demo-llama", num_layers: int = 0, **options: object
 ) -> tuple[tuple[Unit, ...], Decisions, Schedule]:
+    """Return what Megatron-LM runs, each of whose stages is one unit."""
     model_units = share(name, 1, num_layers=num_layers or num_stages)
     options = {"pipeline_parallel": num_stages, "num_micro_batches": num_micro_batches, **options}
-    decisions = decide(model_units, Place.GPU, **options)
-    return stages(model_units, decisions), decisions, lower(model_units, decisions, asynchronous=True)
+    decisions = as_rival(decide(model_units, Place.GPU, **options, reduce_start="step"))
+    return stages(decisions, model_units), decisions, lower(model_units, decisions, asynchronous=True)
 
 
 @given(st.integers(2, 6), st.integers(1, 12))
@@ -216,10 +218,10 @@ def test_uneven_layers_and_refusals() -> None:
     with pytest.raises(ValueError, match="zero_stage 2 with pipeline_parallel 3"):
         pipelined(3, 1, data_parallel=2, zero_stage=2)
     with pytest.raises(ValueError, match="no update can start during backward"):
-        Decisions.model_validate(decisions.model_dump() | {"clip": False, "update_start": "backward"})
+        RivalDecisions.model_validate(decisions.model_dump() | {"clip": False, "update_start": "backward"})
     units = share("demo-llama", 1)
     with pytest.raises(ValueError, match="keeps everything on the devices"):
-        lower(units, decide(units, Place.CPU, pipeline_parallel=2), asynchronous=True)
+        lower(units, as_rival(decide(units, Place.CPU, pipeline_parallel=2)), asynchronous=True)
 
 
 @pytest.mark.parametrize("name", ["demo-llama", "gpt2"])
@@ -342,4 +344,4 @@ def test_sends_cross_the_slower_fabric_between_nodes() -> None:
 
 def test_decisions_survive_json() -> None:
     _, decisions, _ = pipelined(2, 1, tensor_parallel=2)
-    assert Decisions.model_validate_json(decisions.model_dump_json()) == decisions
+    assert RivalDecisions.model_validate_json(decisions.model_dump_json()) == decisions

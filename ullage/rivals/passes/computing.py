@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Collection
 
 from planner.decisions import Place
-from planner.lowering import pipeline
 from planner.lowering.activations import activations as core_activations
 from planner.lowering.amounts import Amounts
 from planner.lowering.compute import add_issue
@@ -14,6 +13,7 @@ from planner.lowering.program import LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
+from ullage.rivals.passes import stages
 
 
 def note_amounts(decisions: RivalDecisions, program: Program) -> None:
@@ -110,7 +110,7 @@ def first_passes(program: Program) -> dict[tuple[str, int], Task]:
 def launch(decisions: RivalDecisions, program: Program) -> None:
     """Add the host's time to issue kernels, and to run hooks of modules if the engine has them."""
     if decisions.pipeline_parallel > 1:
-        pipeline.launch(program)
+        stages.launch(program)
         return
     path, last = decisions.gradient_path, decisions.num_micro_batches - 1
     awaited: Collection[Op] = ()

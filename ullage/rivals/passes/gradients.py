@@ -31,11 +31,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from planner.lowering.gradients import add_scatter, exchanged_bytes, reduce, settle, wait_for_slot
-from planner.lowering.pipeline import exchange_tied
 from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, GradientPath, RivalDecisions
+from ullage.rivals.passes.stages import exchange_tied
 
 # See [Note: Reductions].
 _PASSES = 6

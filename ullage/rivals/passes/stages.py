@@ -1,28 +1,19 @@
-"""Pipeline parallelism: stages as units, and the order in which each runs its micro-batches.
+"""Pipelines of Megatron-LM, where everything is on the devices and a stage is lowered as one unit.
 
-[Note: Stages] Inside a stage nothing is placed or moved separately, so a stage is lowered as one unit. Its forward is
-that of all its layers, and its backward includes their recomputation. One representative rank with its own lanes and
-resources stands for each stage, and the whole pipeline is one schedule. Warm-up, cool-down and bubbles follow from the
-order within each stage and from dependencies. If data-parallel ranks share experts, those of a stage are a unit beside
-it, because other ranks reduce their gradients and share their state.
-
-The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
-runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
-Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
+Its forward is that of all its layers, and its backward includes their recomputation. One representative rank with its
+own lanes and resources stands for each stage. If data-parallel ranks share experts, those of a stage are a unit beside
+it, because other ranks reduce their gradients and share their state. The order is that of
+:func:`planner.lowering.stages.issue_order`.
 """
 
-import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.graph import Unit, segments
-from planner.lowering.compute import one_f_one_b
-from planner.lowering.gradients import add_scatter, settle
+from planner.graph import Unit
 from planner.lowering.program import Program
+from planner.lowering.stages import deal, issue_order
 from planner.models.kernels import Collective, Kernels
-from planner.models.operators import Operator, weight_of
+from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -30,7 +21,7 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 
 
-def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
+def merged(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     """Return the units to lower and price: the given ones, or one per pipeline stage and then one for its experts.
 
     Raises:
@@ -44,92 +35,11 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     return merged if decisions.expert_parallel == 1 else merged + tuple(itertools.starmap(_experts, enumerate(dealt)))
 
 
-def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
-    """Return the segments of every stage.
-
-    Layers are divided as evenly as possible; the first stages may have one more. The embedding belongs to the first
-    stage, the head and the loss to the last.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
-    parts = segments(units)
-    layers = [i for i, part in enumerate(parts) if part[0].in_layer]
-    if len(layers) < num_stages:
-        raise ValueError(
-            f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
-            f"most {len(layers)}"
-        )
-    share, rest = divmod(len(layers), num_stages)
-    firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
-    bounds = [0, *firsts, len(parts)]
-    return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
-
-
-def stage_of(
-    units: tuple[Unit, ...], decisions: Decisions, stage: int
-) -> tuple[tuple[Unit, ...], Decisions, dict[str, str]]:
-    """Return what the ranks of one stage execute: a smaller model, which they share as data- and tensor-parallel ranks.
-
-    Args:
-        units: the model's.
-        decisions: for all of them.
-        stage: its number.
-
-    Returns:
-        The stage's units, the decisions for them, and its weights that another stage has too: the name of each in the
-        whole model, and what this stage calls it. The last stage has a copy of weights that its head shares.
-    """
-    num_stages = decisions.pipeline_parallel
-    of_stages = [[unit for segment in dealt for unit in segment] for dealt in deal(units, num_stages)]
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    homes = {spec.name: number for number, own in enumerate(of_stages) for unit in own for spec in unit.parameters}
-    tied, own = {}, list[Unit]()
-    for number, unit in ((number, unit) for number, mine in enumerate(of_stages) for unit in mine):
-        for operator in unit.operators:
-            for name in operator.shared_parameters:
-                if homes[name] != number and stage in {homes[name], number}:
-                    tied[name] = name if stage == homes[name] else weight_of(operator)
-        if number == stage:
-            own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
-    chosen = {unit.name: _placed(unit, decisions) for unit in own}
-    ahead = min(num_stages - stage, decisions.num_micro_batches)
-    more = {"units": chosen, "pipeline_parallel": 1, "num_forwards_ahead": ahead}
-    return tuple(own), decisions.model_copy(update=more), tied
-
-
-def _placed(unit: Unit, decisions: Decisions) -> UnitDecision:
-    """Return the decision for a stage's unit. Copied weights are updated where its last subgroup is."""
-    decided, count = decisions.units[unit.name], len(decisions.piece_params(unit))
-    if len(decided.update) == count:
-        return decided
-    return decided.model_copy(update={"update": (*decided.update, *[decided.update[-1]] * count)[:count]})
-
-
-def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
-    """Return a unit that has weights of its own in place of those that it shares with another stage."""
-    if not copied.keys() & {*unit.shared_parameters}:
-        return unit
-    operators = [
-        dataclasses.replace(
-            operator,
-            parameters=operator.parameters
-            + tuple(dataclasses.replace(copied[n], name=weight_of(operator)) for n in operator.shared_parameters),
-            shared_parameters=(),
-        )
-        if copied.keys() & {*operator.shared_parameters}
-        else operator
-        for operator in unit.operators
-    ]
-    parameters = tuple(spec for operator in operators for spec in operator.parameters if spec.is_trained)
-    return dataclasses.replace(unit, operators=tuple(operators), parameters=parameters, shared_units=())
-
-
 def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:
     """Return the decisions for merged stages: everything on the device; recomputation is part of their backward.
 
     Raises:
-        ValueError: something is elsewhere. That can be executed (:func:`stage_of`), but not simulated.
+        ValueError: something is elsewhere.
     """
     if decisions.zero_stage > 1:
         raise ValueError(
@@ -226,17 +136,6 @@ def lay(program: Program) -> None:
         bank.forwards, bank.backwards = units[stage].forwards, units[stage].backwards
 
 
-def gradients(program: Program) -> None:
-    """Reduce gradients over ranks after the last backward of each rank, when those of a tied embedding are added up."""
-    exchange_tied(program)
-    last = program.decisions.num_micro_batches - 1
-    ends = {draft.stage: draft for draft in program.computing}
-    for unit in reversed(program.units):
-        if unit.num_params and unit.amounts.replicas > 1:
-            program.at_step(add_scatter(program, unit, last, unit.exchange or ends[unit.stage]))
-    settle(program)
-
-
 def exchange_tied(program: Program) -> None:
     """Add the all-reduce of the tied embedding's gradient between the first and the last stage, at the end."""
     first, last = program.units[0], program.units[program.decisions.pipeline_parallel - 1]
@@ -274,19 +173,3 @@ def launch(program: Program) -> None:
         program.before[draft.index] += [receive, issue]
         for follower in program.behind[draft.index]:
             follower.after += (issue.index,)
-
-
-def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:
-    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, predecessors first."""
-    left = [deque(one_f_one_b(num_stages - stage, num_micro_batches)) for stage in range(num_stages)]
-    issued: set[tuple[Op, int, int]] = set()
-    while any(left):
-        for stage in range(num_stages):
-            while left[stage]:
-                op, micro_batch = left[stage][0]
-                sender = stage - 1 if op is Op.FORWARD else stage + 1
-                if 0 <= sender < num_stages and (op, sender, micro_batch) not in issued:
-                    break
-                left[stage].popleft()
-                issued.add((op, stage, micro_batch))
-                yield op, stage, micro_batch

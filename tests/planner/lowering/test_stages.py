@@ -1,0 +1,148 @@
+"""Pipelines of ours: the schedule of all stages has what each stage executes, and takes what textbooks say."""
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+from amount import examples
+from cases import decide, small_units
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import machine
+
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
+from planner.decisions import Decisions, Place
+from planner.graph import Unit
+from planner.lowering import lower, stages
+from planner.lowering.stages import stage_of
+from planner.models.kernels import flop
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from planner.schedule.timeline import memory_use
+from planner.simulate.machine import run, run_until_steady
+
+PLACES = [(Place.GPU, "gpu"), (Place.CPU, "gpu"), (Place.CPU, "host"), (Place.STREAM, "host"), (Place.NVME, "nvme")]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[tuple[Unit, ...], Decisions, bool]:
+    units = small_units(draw(st.sampled_from(["demo-llama", "gpt2"])), draw(st.integers(3, 5)))
+    place, params = draw(st.sampled_from(PLACES))
+    ranks = draw(st.sampled_from([1, 2]))
+    zero_stage = 0 if ranks == 1 else draw(st.sampled_from([0, 1, 2, 3] if params == "gpu" else [0, 3]))
+    decisions = decide(
+        units,
+        place,
+        params=params,
+        activations=draw(st.sampled_from(["keep", "recompute"])),
+        pipeline_parallel=draw(st.integers(2, 3)),
+        num_micro_batches=draw(st.integers(1, 5)),
+        data_parallel=ranks,
+        zero_stage=zero_stage,
+        clip=draw(st.booleans()),
+        overlap_next_forward=draw(st.booleans()),
+    )
+    return units, decisions, draw(st.booleans())
+
+
+def is_between(task: Task) -> bool:
+    return task.op is Op.SEND
+
+
+def alike(task: Task) -> Task:
+    return dataclasses.replace(task, index=0, after=(), after_previous=(), stage=0)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(pipelines())
+def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: tuple[tuple[Unit, ...], Decisions, bool]):
+    """In the same order, with the same dependencies, and besides them only those on other stages."""
+    units, decisions, asynchronous = case
+    whole = lower(units, decisions, asynchronous=asynchronous)
+    for stage in range(decisions.pipeline_parallel):
+        own_units, decided, _ = stage_of(units, decisions, stage)
+        alone = lower(own_units, decided, asynchronous=asynchronous)
+        mine = [task for task in whole.tasks if task.stage == stage and not is_between(task)]
+        assert list(map(alike, mine)) == list(map(alike, alone.tasks))
+        number = {task.index: position for position, task in enumerate(mine)}
+        for task, own in zip(mine, alone.tasks, strict=True):
+            assert {number[i] for i in task.after if i in number} == {*own.after}
+            assert {number[i] for i in task.after_previous} == {*own.after_previous}
+            others = [whole.tasks[i] for i in task.after if i not in number]
+            assert task.op is Op.CLIP or all(map(is_between, others))
+        buffers = [b for b in whole.buffers if b.stage == stage]
+        ends = [(b.num_bytes, b.tier, number.get(b.first), number.get(b.last)) for b in buffers]
+        assert ends == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.integers(2, 6), st.integers(1, 12))
+def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num_micro_batches: int) -> None:
+    """Forward 1 s a stage, backward 2 s, all else free: the bubble is (p - 1) / m of the work, exactly."""
+    units = small_units("demo-llama", num_stages)
+    decisions = decide(units, Place.GPU, pipeline_parallel=num_stages, num_micro_batches=num_micro_batches)
+    schedule = lower(units, decisions, asynchronous=True)
+    taking_s = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
+    prices = [Price(0.0, taking_s.get(t.op, 0.0) if t.unit.endswith(".mlp") else 0.0) for t in schedule.tasks]
+    timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
+    work_s = 3.0 * num_micro_batches
+    assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
+
+
+def reached(schedule: Schedule) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = defaultdict(set)
+    for task in schedule.tasks:
+        found[task.index] = set(task.after).union(*(found[i] for i in task.after))
+    return found
+
+
+@pytest.mark.parametrize("name", ["demo-llama", "gpt2"])
+def test_stages_wait_for_one_another_where_they_must(name: str) -> None:
+    units = small_units(name, 3)
+    decisions = decide(units, Place.CPU, params="gpu", pipeline_parallel=3, num_micro_batches=4)
+    schedule = lower(units, decisions, asynchronous=True)
+    before, tasks = reached(schedule), schedule.tasks
+    sends = {(t.lane, t.stage, t.micro_batch): t.index for t in tasks if is_between(t)}
+    firsts: dict[tuple[int, Phase, int], Task] = {}  # the others follow on the same lane
+    for task in tasks:
+        if task.lane is Lane.COMPUTE:
+            firsts.setdefault((task.stage, task.phase, task.micro_batch), task)
+    for (stage, phase, micro_batch), task in firsts.items():
+        if phase is Phase.FORWARD and stage:
+            assert sends[Lane.SEND, stage - 1, micro_batch] in before[task.index]
+        if phase is Phase.BACKWARD and stage < 2:
+            assert sends[Lane.SEND_BACK, stage + 1, micro_batch] in before[task.index]
+    flushed = {t.index for t in tasks if t.op is Op.FLUSH}
+    exchanged = {t.index for t in tasks if is_between(t) and t.lane is Lane.COLLECTIVE}
+    assert bool(exchanged) == (name == "gpt2")  # which has tied weights
+    clips = [t for t in tasks if t.op is Op.CLIP]
+    assert len(clips) == 3
+    assert all(before[clip.index] >= flushed | exchanged for clip in clips)
+    assert all(clips[task.stage].index in before[task.index] for task in tasks if task.op is Op.UPDATE)
+    assert {t.phase for t in tasks if t.op is Op.STEP} == {Phase.UPDATE}
+
+
+def test_stages_hold_and_run_all_of_the_model() -> None:
+    units = small_units("gpt2", 5)
+    decisions = decide(units, Place.GPU, pipeline_parallel=2)
+    of_stages = stages(decisions, units)
+    assert sum(flop(unit.forward) for unit in of_stages) == sum(flop(unit.forward) for unit in units)
+    tied = units[0].parameters[0]
+    assert sum(u.num_params for u in of_stages) == sum(u.num_params for u in units) + tied.num_params
+
+
+def test_earlier_stages_hold_the_activations_of_more_micro_batches() -> None:
+    units = small_units("demo-llama", 8)
+    decisions = decide(units, Place.GPU, pipeline_parallel=4, num_micro_batches=8)
+    schedule = lower(units, decisions, asynchronous=True)
+    simulation = run_until_steady(schedule, CostModel.of(machine(devices_per_node=4), units, decisions))
+
+    def peak_bytes(stage: int) -> int:
+        buffers = tuple(b if b.stage == stage else dataclasses.replace(b, num_bytes=0) for b in schedule.buffers)
+        only = dataclasses.replace(simulation.timeline, schedule=dataclasses.replace(schedule, buffers=buffers))
+        return memory_use(only, simulation.steady)[Tier.GPU].peak_bytes
+
+    saved = sum(unit.saved_bytes for unit in units if unit.in_layer) / 4
+    assert peak_bytes(1) - peak_bytes(2) == pytest.approx(saved, rel=1e-6)
+    assert memory_use(simulation.timeline, simulation.steady)[Tier.GPU].peak_bytes == max(map(peak_bytes, range(4)))
