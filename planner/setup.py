@@ -91,7 +91,7 @@ class Setup:
         if self.given.data_parallel == 1:
             stages: tuple[int, ...] = (0,)
         else:
-            stages = (0, 1) if self.given.pipeline_parallel > 1 else (0, *self.zero_stages)
+            stages = (0, *self.zero_stages)
         return tuple(self.changed(zero_stage=stage) for stage in stages)
 
     @functools.cached_property

@@ -1,12 +1,12 @@
 """Necessary conditions on pipelines: the twin of :mod:`.conditions` for pipeline stages.
 
-Everything is on the devices, and layers are divided evenly among stages. So the only open decision is which segments
-are recomputed. Two conditions hold for every stage s of p:
+Layers are divided evenly among stages, and activations stay on the devices. Which segments are recomputed is open, and
+so is where weights and state are. Two conditions hold for every stage s of p:
 
 - *work*: its first forward waits for the forwards of earlier stages, and their backwards follow its last backward. In
   between it computes all its micro-batches. Its host issues their kernels.
 - *memory*: under the 1F1B order it holds the activations of ``min(p - s, micro-batches)`` micro-batches when its first
-  backward begins, and all its gradients when its last backward ends.
+  backward begins.
 """
 
 from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
@@ -44,10 +44,8 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> L
             program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
         scale = 1.0 / capacities(cost)[Tier.GPU]
         ahead = min(len(dealt) - number, repeats)
-        held, gradients = _always(stage, setup), Sum(("", _gradient_bytes(stage, setup)))
-        first, last = Sum().plus(held).plus(_saved_activations(stage), float(ahead)), Sum().plus(held).plus(gradients)
-        program.at_least(f"memory: device of stage {number} at its first backward", room, Sum().plus(first, scale))
-        program.at_least(f"memory: device of stage {number} at its last backward", room, Sum().plus(last, scale))
+        held = Sum().plus(_saved_activations(stage), float(ahead) * scale)
+        program.at_least(f"memory: device of stage {number} at its first backward", room, held)
     return program
 
 
@@ -66,22 +64,6 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
         if segment[0].can_swap:
             found[f"{segment[0].segment}:recompute"] += sum(takes_s(unit.recompute) for unit in segment)
     return found
-
-
-def _always(stage: Stage, setup: Setup) -> Sum:
-    """Return the bytes of weights and optimizer state."""
-    given = setup.given
-    state_bytes = given.state_bytes_per_param - given.resident_weight_bytes_per_param
-    units = [unit for segment in stage for unit in segment]
-    weights = sum(unit.stored_bytes(given.precision.weight_bytes) for unit in units)
-    # The shard of units that are merged into a stage is at most as large as their own shards together.
-    ranks = given.data_parallel if given.zero_stage else 1
-    return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))
-
-
-def _gradient_bytes(stage: Stage, setup: Setup) -> float:
-    weight_bytes = setup.given.precision.weight_bytes  # ranks reduce gradients when all are there
-    return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
 
 
 def _saved_activations(stage: Stage) -> Sum:

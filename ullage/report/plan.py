@@ -168,11 +168,8 @@ def _choice(plan: Plan) -> dict[str, str]:
 
 
 def _execution(plan: Plan, path: Path) -> dict[str, str]:
-    """Return why a plan cannot be executed, or how to start its processes."""
+    """Return how to start a plan's processes."""
     decided = plan.decisions
-    if (stages := decided.pipeline_parallel) > 1:
-        words = f"{stages} pipeline stages (--parallel pipeline=1 plans none)"
-        return {"execution": f"planned and simulated, not executed: {words}"}
     if decided.num_devices == 1:
         return {}
     line = launch_line(decided.num_devices, ranks_per_node(plan), plan=shlex.quote(str(path)))
