@@ -15,7 +15,7 @@ they use transposed (``float8_ops.preprocess_addmm``). It takes the reciprocals 
 kernels on one value count, because there are 18 of them for each layer.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
@@ -99,47 +99,44 @@ def float8_linear(
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
-    products = Products.of(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
-    backward = (*(each(rows * outputs, e) if bias else ()), *products.to_input, *products.to_weight)
+    forward, to_input, to_weight = products(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
+    backward = (*(each(rows * outputs, e) if bias else ()), *to_input, *to_weight)
     beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
-    return Work(products.forward, backward, workspace_bytes=e * rows * inputs + beside)
+    return Work(forward, backward, workspace_bytes=e * rows * inputs + beside)
 
 
-class Products(NamedTuple):
-    """The kernels of each of a layer's three products, casts included: output, gradient of input and of weight."""
+def products(
+    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool
+) -> tuple[Kernels, Kernels, Kernels]:
+    """Return the kernels of a layer's three products, casts included; see :func:`float8_linear`.
 
-    forward: Kernels
-    to_input: Kernels
-    to_weight: Kernels
-
-    @classmethod
-    def of(cls, rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool) -> Self:
-        """Return them; see :func:`float8_linear`."""
-        x, w, y = rows * inputs, inputs * outputs, rows * outputs
-        weight = cast(w, e) if casts_weights else ()
-        return cls(
-            (
-                *cast(x, e),
-                *weight,
-                *_INVERSES,
-                Gemm(rows, outputs, inputs, fp8=True),
-                *(each(y, 2 * e) if bias else ()),
-            ),
-            (
-                *cast(y, e),
-                *weight,
-                *each(w, 2),  # in columns
-                *_INVERSES,
-                Gemm(rows, inputs, outputs, fp8=True),
-            ),
-            (
-                *cast(x, e),
-                *each(y, 2),  # in rows
-                *each(x, 2),  # in columns
-                *_INVERSES,
-                Gemm(outputs, inputs, rows, fp8=True),
-            ),
-        )
+    Returns:
+        Those of the output, of the gradient of the input, and of the gradient of the weight.
+    """
+    x, w, y = rows * inputs, inputs * outputs, rows * outputs
+    weight = cast(w, e) if casts_weights else ()
+    to_output = (
+        *cast(x, e),
+        *weight,
+        *_INVERSES,
+        Gemm(rows, outputs, inputs, fp8=True),
+        *(each(y, 2 * e) if bias else ()),
+    )
+    to_input = (
+        *cast(y, e),
+        *weight,
+        *each(w, 2),  # in columns
+        *_INVERSES,
+        Gemm(rows, inputs, outputs, fp8=True),
+    )
+    to_weight = (
+        *cast(x, e),
+        *each(y, 2),  # in rows
+        *each(x, 2),  # in columns
+        *_INVERSES,
+        Gemm(outputs, inputs, rows, fp8=True),
+    )
+    return to_output, to_input, to_weight
 
 
 def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True) -> int:
