@@ -1,6 +1,6 @@
 """Choose the levels and intervals of checkpoints for a plan, given the expected failures.
 
-[Note: Choice of levels] Every set of levels that survives all failures is tried. Training writes the fastest level of a
+Every set of levels that survives all failures is tried. Training writes the fastest level of a
 set; a background thread fills each slower level from the one above. On several nodes, memory and drives also have what
 the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.peers`), so they survive the loss of a node.
 Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says what

@@ -1,6 +1,6 @@
 """A captured model whose code loops over tokens, at a length that takes long to record: continued from short ones.
 
-[Note: Loops over tokens] Some models compute a recurrence token by token (Mamba 1 in the code of ``transformers``).
+Some models compute a recurrence token by token (Mamba 1 in the code of ``transformers``).
 Each token adds the same kernels to an operator, and all sizes are straight lines in the number of tokens. So two short
 captures tell what a longer one has: the kernels that one more token adds, and the line of every size. A third, longer
 than what chunks of a scan usually are, has to be exactly what the two say. If it is not, the model is recorded as it
@@ -50,7 +50,7 @@ def continued(
         inputs: see :func:`can_be_continued`.
 
     Returns:
-        What a capture would be; ``None`` if the model does not grow as in [Note: Loops over tokens].
+        What a capture would be; ``None`` if the model does not grow as the module says.
     """
     num_tokens = tokens_of(inputs)
     short, longer, proof = (

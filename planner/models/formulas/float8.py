@@ -2,7 +2,7 @@
 
 Scales are dynamic, one for each tensor.
 
-[Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier one has cast the same
+Each of the three products casts both of its matrices, even if an earlier one has cast the same
 tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``); but the executor casts the output's gradient
 once for both products of backward, to the same bits. In a compiled block a tensor that several layers read is cast once
 too, which is not counted. One cast reads the tensor to find its largest
@@ -83,7 +83,7 @@ def check_rows(rows: int) -> None:
 
 
 def cast(elements: int, e: int) -> Kernels:
-    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see [Note: Casts to fp8]."""
+    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see the module."""
     largest = (*each(elements, e), Elementwise(4 + e))  # of each block, then of all
     return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
 
