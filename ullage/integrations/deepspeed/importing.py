@@ -14,7 +14,7 @@ from planner.schedule.tasks import Tier
 from planner.search import Scorer
 from planner.terms import default_micro_batch
 from ullage.analysis.iteration import Iteration
-from ullage.analysis.simulation import Subject, planned
+from ullage.analysis.simulation import planned
 from ullage.integrations.deepspeed.config import AUTO, Config, Offload, left_out, unknown_keys
 from ullage.output.formatting import percent, si
 from ullage.rivals import make_plan
@@ -150,14 +150,13 @@ def side_by_side(found: Imported) -> SideBySide:
     scorer = Scorer(workload, cost, lower=lower)
     best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
     request = found.request
-    subject = Subject("DeepSpeed", request.model, request.hardware, workload, best.decisions, cost)
-    theirs = Iteration(subject, subject.simulate())
+    decisions = best.decisions
+    theirs = Iteration("DeepSpeed", request.model, request.hardware, setup.units, request.seq_len, decisions, cost)
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
         return SideBySide(found, theirs, None, None, str(error))
-    ours = planned(plan)
-    return SideBySide(found, theirs, plan, Iteration(ours, ours.simulate()))
+    return SideBySide(found, theirs, plan, planned(plan))
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:
