@@ -8,7 +8,7 @@ import pytest
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.schedule.tasks import Lane, Tier
-from planner.simulate.prediction import Workload, predict
+from planner.simulate.prediction import predict
 from ullage.analysis.simulation import planned, requested, simulate
 from ullage.main import main
 from ullage.report.charts import Mark, Trace
@@ -117,7 +117,7 @@ def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
     output = seen.to_json()["phases_s"]
     assert output["loop"] == pytest.approx(machine.device.loop_s.value)
     assert sum(output.values()) == pytest.approx(2 * output["iteration"])
-    prediction = predict(Workload(seen.units, seen.seq_len), decisions, cost, seen.simulation)
+    prediction = predict(seen.units, seen.seq_len, decisions, cost, seen.simulation)
     parts_s = (prediction.forward_s, prediction.backward_s, prediction.update_s, prediction.loop_s)
     assert sum(parts_s) == pytest.approx(prediction.iteration_s)
     show(iteration_part(seen))

@@ -6,12 +6,13 @@ from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import BF16, Precision
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, prepare
+from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
-from planner.search import Scorer
+from planner.search import Scorer, best_of
 from planner.terms import default_micro_batch
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned
@@ -146,12 +147,11 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
 
 def side_by_side(found: Imported) -> SideBySide:
     """Simulate an iteration by DeepSpeed, and plan the same training."""
-    setup, workload, cost = prepare(dataclasses.replace(found.request, subgroup_params=found.subgroup_params))
-    scorer = Scorer(workload, cost, lower=lower)
-    best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
     request = found.request
-    decisions = best.decisions
-    theirs = Iteration("DeepSpeed", request.model, request.hardware, setup.units, request.seq_len, decisions, cost)
+    own = variants(dataclasses.replace(request, subgroup_params=found.subgroup_params))[0]
+    best = best_of(map(Scorer.of(own, lower=lower).score, configured(own.setup, found.settings)))
+    units, seq_len = own.setup.units, request.seq_len
+    theirs = Iteration("DeepSpeed", request.model, request.hardware, units, seq_len, best.decisions, own.cost)
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
