@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json, write_whole
 from hwprofiles.quantity import Frozen
 from planner.plan.document import Plan
@@ -127,7 +127,4 @@ def load_run(path: Path) -> RunRecord:
         raise ValueError(
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; execute the plan again"
         )
-    try:
-        return RunRecord.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {complaint(error, 'run')}") from error
+    return validated(RunRecord, data, path, "run")

@@ -4,9 +4,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen, Provenance
 
@@ -77,8 +77,5 @@ def load_prices(path: Path | str) -> Prices:
     Raises:
         ValueError: the file is missing, or not a file of prices.
     """
-    path = Path(path)
-    try:
-        return Prices.model_validate(read_json(path, ValueError, "a study with `--prices example` shows the format"))
-    except ValidationError as error:
-        raise ValueError(f"{path}: {complaint(error, 'prices')}") from error
+    data = read_json(Path(path), ValueError, "a study with `--prices example` shows the format")
+    return validated(Prices, data, path, "prices")

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
@@ -363,7 +363,4 @@ def load_study(path: Path | str) -> Study:
         raise ValueError(f'{path} is not a study: it has no "request"; `ullage whatif --help` shows one')
     if (version := data.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
         raise ValueError(f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; run it again")
-    try:
-        return Study.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {complaint(error, 'study')}") from error
+    return validated(Study, data, path, "study")
