@@ -24,7 +24,6 @@ from planner.plan.competition import Found
 from planner.plan.document import Plan, load_plan
 from planner.plan.planning import make_plan
 from planner.search.scoring import Candidate, Scorer
-from planner.simulate.prediction import Workload
 from ullage.cli.arguments import parse_bytes
 
 FOLDER: Final = "ULLAGE_PREPARED"
@@ -68,7 +67,7 @@ def priced(plan: Plan, request: Request) -> Found | None:
             given = given.model_copy(update={"precision": given.precision.model_copy(update={"master": "split"})})
         if any(getattr(decisions, field) != getattr(given, field) for field in _CHOSEN):
             continue
-        prediction = Scorer(Workload(setup.units, request.seq_len), own.cost).predict(decisions)
+        prediction = Scorer(setup.units, request.seq_len, own.cost).predict(decisions)
         best = Candidate(decisions, prediction.iteration_s, prediction.missing_bytes)
         return Found(own, best, rivals, (), 0) if prediction.fits else None
     return None

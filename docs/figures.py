@@ -14,7 +14,6 @@ from planner.choices.request import Request
 from planner.models.registry import list_models, resolve_model
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
-from ullage.analysis.iteration import Iteration
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import requested, simulate
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
@@ -158,8 +157,7 @@ def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
     for engine in ("zero-offload", "ullage"):
-        subject = requested(request, engine)
-        part = iteration_part(Iteration(subject, subject.simulate()))
+        part = iteration_part(requested(request, engine))
         keys = ("memory-gpu", "traffic-host-link", "busy")
         figure, panels = plt.subplots(3, 1, sharex=True, figsize=(10, 7), layout="constrained", height_ratios=(5, 4, 3))
         for axes, key in zip(panels, keys, strict=True):

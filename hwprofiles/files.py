@@ -1,6 +1,6 @@
 """Write files, and read whole input files.
 
-[Note: Outputs] A regular file is replaced in one step: a reader finds the complete old content or the complete new
+A regular file is replaced in one step: a reader finds the complete old content or the complete new
 content, also after a crash. A link to a regular file stays a link. A character device, a pipe or an open descriptor
 (``/dev/fd/63``) is never replaced: bytes are written into it. Anything else (a folder, a socket, a block device) is
 refused. Commands call :func:`check_output` before long work, so that a bad path does not waste that work.
@@ -32,7 +32,7 @@ _KINDS: Final = {
 
 
 def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
-    """Write a file. A regular file is replaced in one step, a device or pipe is written into; see [Note: Outputs].
+    """Write a file. A regular file is replaced in one step, a device or pipe is written into; see the module.
 
     Args:
         path: path of the file.
@@ -190,7 +190,7 @@ def _kind(mode: int) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path names a device or pipe, which is written into; see [Note: Outputs].
+    """Return whether a path names a device or pipe, which is written into; see the module.
 
     Raises:
         FileIsSpecialError: the path names something that is never written, such as a folder.

@@ -12,9 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import locked, read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 
@@ -97,10 +95,7 @@ def profile_of(data: Any, where: str) -> HardwareProfile:
             f"{where} has schema_version {version!r}, but this version of ullage reads {SCHEMA_VERSION}; "
             "run `ullage calibrate` again, or install the version that wrote it"
         )
-    try:
-        return HardwareProfile.model_validate(data)
-    except ValidationError as error:
-        raise ProfileError(f"{where}: {complaint(error, 'the profile')}") from None
+    return validated(HardwareProfile, data, where, "the profile", ProfileError)
 
 
 def canonical_json(profile: HardwareProfile) -> str:

@@ -10,7 +10,7 @@ from planner.costs.model import CostModel
 from planner.decisions import Choice
 from planner.plan.document import Plan
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import Prediction, Workload, predict
+from planner.simulate.prediction import Prediction, predict
 from planner.simulate.uncertainty import with_interval
 
 # A simulation is deterministic on one machine. On another machine the last digits of sums may differ.
@@ -29,7 +29,7 @@ def verify(plan: Plan) -> Prediction:
     units, decisions = plan.units(), plan.decisions
     cost = CostModel.of(plan.hardware, units, decisions)
     simulation = run_until_steady(plan.schedule(), cost)
-    found = predict(Workload(units, plan.seq_len), decisions, cost, simulation)
+    found = predict(units, plan.seq_len, decisions, cost, simulation)
     for tier, use in found.memory.items():
         if use.missing_bytes:
             raise CertificateError(

@@ -17,7 +17,6 @@ from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan as make_plan_alone
-from planner.simulate.prediction import Workload
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import CHECKPOINTS, Options
 from ullage.cli.remedies import Remedy, remedies_of
@@ -122,11 +121,8 @@ def bound_tokens_per_s(model: str | Path, **options: Any) -> float:
         ValueError: the model, machine or option does not exist, or the machine cannot run the request.
     """
     request = request_here(_options(model, {name: value for name, value in options.items() if value is not None}))
-    speeds = (
-        Workload(one.setup.units, request.seq_len).tokens(one.setup.given) / computing_s(one)
-        for one in variants(request)
-    )
-    return max(speeds)
+    tried = variants(request)
+    return max(one.choice.num_sequences * request.seq_len / computing_s(one) for one in tried)
 
 
 def _options(model: Any, given: dict[str, Any]) -> Options:

@@ -45,7 +45,6 @@ from planner.plan.document import Plan, load_plan
 from planner.plan.planning import make_plan
 from planner.schedule.series import busy
 from planner.search.scoring import Scorer
-from planner.simulate.prediction import Workload
 from ullage.analysis.comparison import Explained, explain_run
 from ullage.analysis.runs import MIN_MEASURED, RunRecord, load_run
 
@@ -117,7 +116,7 @@ def placed(plan: Plan, placing: Placing) -> Plan:
 
     units = plan.units()
     decisions = Decisions.model_validate(dict(plan.decisions) | {"units": {unit.name: decided(unit) for unit in units}})
-    scorer = Scorer(Workload(units, plan.seq_len), CostModel.of(plan.hardware, units, decisions))
+    scorer = Scorer(units, plan.seq_len, CostModel.of(plan.hardware, units, decisions))
     return plan.model_copy(update={"decisions": decisions, "prediction": scorer.predict(decisions)}).sealed()
 
 

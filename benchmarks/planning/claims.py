@@ -37,10 +37,10 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import Decisions
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
-from planner.plan.planning import prepare
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
 from planner.simulate.prediction import Prediction
@@ -70,8 +70,9 @@ def elixir(micro_batch: int, seq_len: int = 1024) -> dict[str, Any]:
     """Plan OPT-30B on one A100 40 GB, and compare with in-memory training on the fewest that hold it."""
     profile, model = load_profile("a100-40"), resolve_model("opt-30b")
     request = Request(model, profile, micro_batch=micro_batch, seq_len=seq_len)
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost, lower=lower)
+    one = variants(request)[0]
+    setup = one.setup
+    scorer = Scorer.of(one, lower=lower)
     ours = scorer.predict(search(setup, scorer, MAX_SIMULATIONS).decisions)
     num_devices, reference = _in_memory(request, (8, 16, 32, 64))
     _, small = _in_memory(dataclasses.replace(request, model=resolve_model("opt-1.3b")), (1,))
@@ -97,8 +98,9 @@ def elixir(micro_batch: int, seq_len: int = 1024) -> dict[str, Any]:
 def _in_memory(request: Request, counts: Sequence[int]) -> tuple[int, Prediction]:
     """Return the fewest devices that hold a model in memory, and the fastest way to train it there."""
     for num_devices in counts:
-        setup, workload, cost = prepare(dataclasses.replace(request, num_devices=num_devices))
-        scorer = Scorer(workload, cost, lower=lower)
+        one = variants(dataclasses.replace(request, num_devices=num_devices))[0]
+        setup = one.setup
+        scorer = Scorer.of(one, lower=lower)
         best = min(map(scorer.score, gpu_only(setup)), key=lambda candidate: candidate.order)
         if not best.missing_bytes:
             return num_devices, scorer.predict(best.decisions)
@@ -110,8 +112,9 @@ def fraction_sweep(
 ) -> list[dict[str, Any]]:
     """Simulate Twin-Flow with every fraction on 8 devices; one row for each way with activations."""
     request = Request(resolve_model(model), load_profile(hardware), num_devices=8, micro_batch=micro_batch)
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost, lower=lower)
+    one = variants(request)[0]
+    setup = one.setup
+    scorer = Scorer.of(one, lower=lower)
     rows = []
     for activations in ("keep", "recompute"):
         alike = functools.partial(_of_activations, activations)
@@ -185,8 +188,9 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
     """Sweep the stride at some rates, and compare with the formula, and with our plan if asked for."""
     profile = with_rates(load_profile("h100"), cpu, link).with_device_memory(STRIDE_DEVICE_BYTES)
     request = Request(resolve_model("llama-2-7b"), profile, micro_batch=1)
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost, lower=lower)
+    one = variants(request)[0]
+    setup = one.setup
+    scorer = Scorer.of(one, lower=lower)
     strides = {}
     for k in STRIDES:
         (decisions,) = _of_activations("recompute", interleaved(setup, (k,)))
@@ -230,8 +234,9 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
             seq_len=case.batch.seq_len,
             micro_batch=case.batch.micro_batch,
         )
-        setup, workload, cost = prepare(request)
-        scorer = Scorer(workload, cost, lower=lower)
+        one = variants(request)[0]
+        setup = one.setup
+        scorer = Scorer.of(one, lower=lower)
         ours = search(setup, scorer, MAX_SIMULATIONS)
         row["engines"] = {engine: _bound(scorer, found) for engine, found in engine_policies(setup, scorer).items()}
         row["ours"] = _bound(scorer, ours)

@@ -11,9 +11,9 @@ from benchmarks.origin import origin, write_result
 from benchmarks.published.run import HERE, ROOT
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models import resolve_model
 from planner.models.parameters import num_parameters
-from planner.plan.planning import prepare
 from planner.search import Scorer
 from ullage.rivals.best import best_of_engine
 from ullage.rivals.lowering import lower
@@ -33,8 +33,9 @@ def predicted(run: dict[str, Any]) -> dict[str, Any]:
         num_micro_batches=run["num_micro_batches"],
         clip=run["engine"] == "megatrain",
     )
-    setup, workload, cost = prepare(request)
-    found = best_of_engine(setup, Scorer(workload, cost, lower=lower), run["engine"])
+    one = variants(request)[0]
+    setup = one.setup
+    found = best_of_engine(setup, Scorer.of(one, lower=lower), run["engine"])
     tokens = run["devices"] * run["micro_batch"] * run["num_micro_batches"] * run["seq_len"]
     measured = run.get("tokens_per_s") or run["flop_per_s"] / (6 * num_parameters(model))
     return {

@@ -16,7 +16,6 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.search import Candidate, Scorer, best_of, no_garbage_collection, search
-from planner.simulate.prediction import Workload
 from ullage.rivals.cases import Metric, load_cases
 from ullage.rivals.cases.streaming import StreamingCase, within
 
@@ -34,7 +33,7 @@ def ours(case: StreamingCase, machine: HardwareProfile) -> tuple[int, Candidate]
         setup = case.model_copy(update={"tokens_per_round": num_tokens}).setup(case.tokens_per_step // num_tokens)
         setup = dataclasses.replace(setup, storage="activations")
         cost = CostModel(machine, setup.units, setup.given)
-        candidate = search(setup, Scorer(Workload(setup.units, case.seq_len), cost), 200)
+        candidate = search(setup, Scorer(setup.units, case.seq_len, cost), 200)
         found.append((num_tokens, candidate))
     best = best_of(candidate for _, candidate in found)
     return next((num_tokens, candidate) for num_tokens, candidate in found if candidate is best)

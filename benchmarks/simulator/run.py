@@ -30,9 +30,9 @@ from benchmarks.origin import origin, write_result
 from benchmarks.simulator.reference import FluidTask, built, simulate_reference
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.resources import Price, Resource
 from planner.models import resolve_model
-from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
 from planner.simulate import FluidSystem, simulate
 from planner.simulate.machine import run as simulate_iterations
@@ -119,7 +119,8 @@ def full_model() -> tuple[Schedule, list[Price], dict[Resource, float]]:
     """Return an iteration of a 70B model on 16 GPUs: ZeRO-3, parameters gathered, the optimizer on the CPUs."""
     model, hardware = resolve_model(MODEL), load_profile(HARDWARE)
     request = Request(model=model, hardware=hardware, num_devices=NUM_DEVICES, seq_len=SEQ_LEN, micro_batch=1)
-    setup, _, cost = prepare(request)
+    one = variants(request)[0]
+    setup, cost = one.setup, one.cost
     decisions = list(zero_offload(setup))[-1]
     schedule = lower(setup.units, decisions, asynchronous=cost.asynchronous)
     return schedule, cost.prices(schedule), cost.capacities()

@@ -9,7 +9,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
@@ -25,23 +25,6 @@ _UNANSWERED: Final = frozenset({"remove", "abandon"})
 _STOP_S: Final = 1.0  # longest wait for a thread that was told to end
 
 Order = Mapping[str, Any]
-
-
-class Held(NamedTuple):
-    """What the nodes have of a checkpoint.
-
-    Attributes:
-        manifest: of the checkpoint.
-        files: for each node, the indices of the files that it has, each of them whole.
-    """
-
-    manifest: Manifest
-    files: Sequence[Sequence[int]]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every file is on some node."""
-        return {index for of_node in self.files for index in of_node} == set(range(len(self.manifest.files)))
 
 
 @final
@@ -258,23 +241,24 @@ class DividedPlace(Place):
         self._elsewhere = {self.folder(step).name: self.folder(step) for step in set().union(*of_nodes)}
         return of_nodes
 
-    def held(self, step: int, check: Callable[[], None] = lambda: None) -> Held:
+    def held(self, step: int, check: Callable[[], None] = lambda: None) -> tuple[Manifest, list[list[int]]]:
         """Return what the nodes have of a checkpoint, of which each reads every byte.
+
+        Returns:
+            Its manifest, and for each node the indices of the files that it has, each of them whole.
 
         Raises:
             DamagedError: some part of it is on no node.
         """
         answers = self._orders.ask({"do": "held", "step": step}, check)
-        found = []
         for digest in dict.fromkeys(digest for digest, files in answers if files):
             files = [whole if its == digest else [] for its, whole in answers]
             node = next(node for node, of_node in enumerate(files) if of_node)
             text = self._orders.ask({"do": "manifest", "step": step, "node": node})[node]
-            found.append(Held(Manifest.read(text.encode()), files))
-        whole = next((held for held in found if held.is_whole), None)
-        if whole is None:
-            raise DamagedError(f"{self.folder(step)}: a part of it is on no node, or damaged on all")
-        return whole
+            manifest = Manifest.read(text.encode())
+            if set().union(*files) == set(range(len(manifest.files))):
+                return manifest, files
+        raise DamagedError(f"{self.folder(step)}: a part of it is on no node, or damaged on all")
 
     def begin_copy(self, manifest: Manifest) -> str:
         """See :class:`Place`."""

@@ -32,7 +32,7 @@ from executor.checkpoint.format.layout import ITEM_BYTES, layout
 from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorRecord, tensors_of
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.peers import Agreement, Peers, Transfer, owned
-from executor.checkpoint.places.folder import Draft, FolderPlace, JoinedDraft
+from executor.checkpoint.places.folder import Draft, FolderPlace, joined_folder
 from executor.checkpoint.source import (
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
@@ -265,15 +265,16 @@ class CheckpointEngine:
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        draft: Draft | JoinedDraft
+        draft: Draft | Path
         if self._makes_folder:
             draft = self._place.begin(step, folders, self._nonce)
         else:
-            draft = JoinedDraft(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
+            draft = joined_folder(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
+        folder = draft.folder if isinstance(draft, Draft) else draft
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
-                writers[path] = ShardWriter(self._flusher, draft.folder, path, made)
+                writers[path] = ShardWriter(self._flusher, folder, path, made)
         except OSError:
             _abandon((draft, writers))
             raise
@@ -365,7 +366,7 @@ class CheckpointEngine:
             capture.agreement.fail(str(capture.error))
 
 
-_Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]
+_Opened = tuple[Draft | Path, dict[str, ShardWriter]]
 
 
 def _abandon(opened: _Opened) -> None:
@@ -384,7 +385,7 @@ class _Capture:
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
     agreement: Agreement | None = None
-    draft: Draft | JoinedDraft | None = None
+    draft: Draft | Path | None = None  # of another rank's draft, its folder
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None
     has_ended: bool = False

@@ -3,7 +3,7 @@
 [Note: Saved products] in :mod:`executor.memory.recompute_cache` describes which tensors are offloaded, and how backward
 uses them.
 
-[Note: Room] A unit has exactly the host memory that the plan counts. The outputs of its products may be larger: without
+A unit has exactly the host memory that the plan counts. The outputs of its products may be larger: without
 fused attention, for example, they include all attention scores. In this case some outputs are not offloaded but
 recomputed: as few bytes as possible, and among equal choices the latest outputs, which recomputation may not reach.
 This choice changes the time of backward, but never the bits of the result.
@@ -201,7 +201,7 @@ class OffloadedActivations:
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
-    """Choose the tensors of a unit to offload, and their offsets in its host memory; see [Note: Room]."""
+    """Choose the tensors of a unit to offload, and their offsets in its host memory; see the module."""
     end = 0
     for tensor in segment.inputs if unit == next(iter(segment.products_of)) else ():
         if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed

@@ -73,8 +73,7 @@ class Fp8Copy:
     def matrix(self, index: int, shape: torch.Size) -> torch.Tensor:
         """Return a weight on the device.
 
-        Autograd may save it: its version does not change when the slot is filled, see [Note: Version counters] in
-        :mod:`executor.memory.state`.
+        Autograd may save it: its version does not change when the slot is filled, see :mod:`executor.memory.state`.
         """
         return self.slot.data[self.ranges[index]].view(torch.float8_e4m3fn).view(shape)
 

@@ -1,6 +1,6 @@
 """State on NVMe, and the host buffers for reading and writing it.
 
-[Note: Records] The file of optimizer state has one record per piece. If parameters are on NVMe too, the record begins
+The file of optimizer state has one record per piece. If parameters are on NVMe too, the record begins
 with the piece's weights. If the weight is in the state, as in float32, this holds anyway. So an update writes
 weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins at a
 block.

@@ -1,11 +1,11 @@
 """Cuts a unit's parameters into pieces (subgroups), and assigns their places in memory.
 
-[Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
+A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
 are cut from that range. Pieces with state on the host lie one after another in the host's slabs. Pieces with state on
 the device lie in the device's slabs. If the master copy has the type of the weights (in float32, or with a master copy
 in bf16) and both are in one place, they are the same memory. In this case the host's slab of master copies also holds
 the weights of pieces with state on NVMe (:mod:`executor.memory.nvme`), so that a fetch is one copy. If parameters are
-on NVMe too, the host has no copy of them: see [Note: Records] there. The same holds for weights of split master copies
+on NVMe too, the host has no copy of them. The same holds for weights of split master copies
 ([Note: Split masters] in :mod:`executor.optimizer.split`): they take the master copy's place, and remainders and ties
 are slabs of their own.
 
@@ -45,14 +45,13 @@ class Piece:
         place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offsets: the beginning of each tensor of its state in its slab, in values. If its state is on NVMe, of its
-            weights in the host's slab of master copies alone, if they are there; see [Note: Layout].
+            weights in the host's slab of master copies alone, if they are there; see the module.
         staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
         in_place: whether the gradient overwrites the host's weights [Note: In place].
         spilled: whether the gradient goes on to NVMe.
         arrival: offset of the gradient in the host's memory for gradients, if it is neither in place nor spilled.
-        stored_weight_bytes: bytes of its weights on NVMe beside its state, see [Note: Records] in
-            :mod:`executor.memory.nvme`.
+        stored_weight_bytes: bytes of its weights on NVMe beside its state, see :mod:`executor.memory.nvme`.
     """
 
     index: int

@@ -1,6 +1,6 @@
 """Memory of every parameter's weights, optimizer state and gradient, as the decisions place it.
 
-[Note: Version counters] While a unit computes, ``leaf.data`` is always the same view of the unit's block or slot (see
+While a unit computes, ``leaf.data`` is always the same view of the unit's block or slot (see
 [Note: Out of sight] in :mod:`executor.module.visibility`). Writes go through the block's own tensor, so autograd does
 not count them as modifications of the parameter. Autograd saves weights in forward by their address. Before backward
 reads that address, the slot holds the same bytes again (see [Note: Static slots] in

@@ -5,7 +5,7 @@ plans. A tensor's name is that of a parameter's shard, after a key that says whi
 (:func:`tensor_name`). A plan keeps the same values as pieces of units in slabs, in its own types. State comes in by
 :func:`write_state`, which asks a :class:`Source` for ranges of its tensors, and goes out by :func:`whole_state`.
 
-[Note: Restoring] State in host memory is read straight into place, in one call. Other state is copied through the host:
+State in host memory is read straight into place, in one call. Other state is copied through the host:
 one piece at a time to NVMe, and about :data:`STAGED_BYTES` at a time to a device. So a rank reads only its own state,
 and each range about once. Beside its own state it needs memory for one piece, and for the readers' buffers ([Note: Read
 ahead] in :mod:`executor.checkpoint.format.reader`). There are two exceptions. If weights of other ranks' shards are
@@ -156,7 +156,7 @@ Buffers = Callable[[Optimizer], tuple[str, ...]]
 def write_state(
     state: ModelState, units: Sequence[UnitState], source: Source, buffers_of: Buffers, *, reads: bool = True
 ) -> None:
-    """Set what a source has of units' state, and their weights if it has master copies; see [Note: Restoring].
+    """Set what a source has of units' state, and their weights if it has master copies; see the module.
 
     Args:
         state: all state.

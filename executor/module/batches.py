@@ -2,7 +2,7 @@
 
 [Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. The result is the same as
 without a plan. Saved activations are offloaded as far as they fit into the memory that the plan has for them; the rest
-is recomputed ([Note: Room] in :mod:`executor.memory.activations`). So a smaller batch takes less time and memory, and a
+is recomputed (:mod:`executor.memory.activations`). So a smaller batch takes less time and memory, and a
 larger one takes more device memory. The times of such an iteration are not compared with the prediction.
 """
 

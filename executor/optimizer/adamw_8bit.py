@@ -1,9 +1,9 @@
 """AdamW with moments in 8 bits, in the format of ``bitsandbytes``: on a CPU in one pass, and on a device.
 
 The format is in :mod:`executor.optimizer.blocks`. The step of the weights uses moments before they are quantized. Codes
-are the nearest ones, as those of ``bitsandbytes`` on a GPU, but second moments do not become 0: see [Note: No second
-moment of 0] in :mod:`executor.optimizer.blocks`. Its CPU build finds codes in a table of 65,536 equal steps, which
-merges all second moments below 1/65,536 of the largest.
+are the nearest ones, as those of ``bitsandbytes`` on a GPU, but second moments do not become 0, for a reason that
+stands there too. Its CPU build finds codes in a table of 65,536 equal steps, which merges all second moments below
+1/65,536 of the largest.
 """
 
 from typing import Any, Final

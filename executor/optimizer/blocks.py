@@ -21,7 +21,7 @@ twenty), all its codes are compared with the borders beside them. So multiplies 
 
 They decode by a table that lies in vector registers, if the processor can look up there (AVX-512 VBMI).
 
-[Note: No second moment of 0] Small second moments get the least value above 0. If one became 0 and the first moment did
+No second moment becomes 0. Small second moments get the least value above 0. If one became 0 and the first moment did
 not, and the next gradient were 0, the step would divide by ``eps`` alone. That happens in the row of an embedding whose
 token is not in the next batch: its weights would move by hundreds of times the learning rate.
 """
@@ -74,7 +74,7 @@ SCALES: Final[Mapping[str, str]] = {key: f"{key}_scale" for key in MOMENTS}
 def borders(values: Table) -> Table:
     """Return what lies between the values of neighbouring codes; a border itself has the lower code.
 
-    Nothing is below the first border of second moments [Note: No second moment of 0].
+    Nothing is below the first border of second moments: none becomes 0.
     """
     found = (values[:-1] + values[1:]) / np.float32(2)
     if not values[0]:
@@ -91,7 +91,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, values: Table) -> torch.T
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: Table) -> None:
-    """Quantize values to the nearest; see also [Note: No second moment of 0].
+    """Quantize values to the nearest; no second moment becomes 0, see the module.
 
     Args:
         values: float32, ``[num_values]``, from the beginning of a block on; overwritten.
@@ -167,7 +167,7 @@ def _encoder(table: Table, *, signed: bool) -> Callable[..., None]:
     position, bits = position_function(table, signed=signed)
     fraction, shift, near = np.uint32(2**bits - 1), np.uint32(bits), np.uint32(NEAR)
     zero = np.uint32(127) if signed else _ALL_BITS  # the code at position 0; unsigned values are 0 at position 1
-    smallest = np.float32(0) if signed else table[1]  # [Note: No second moment of 0]
+    smallest = np.float32(0) if signed else table[1]  # no second moment becomes 0
     last = borders(table)[-1]
     ends = np.concatenate([[-np.inf], borders(table), [np.inf]]).astype(np.float32)
 

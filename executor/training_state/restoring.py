@@ -25,7 +25,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     """Restore weights, optimizer state, step counts, groups and RNG state; return this rank's ``extra``.
 
     The checkpoint may be from another plan, with other tiers and another number of ranks. Every rank reads the state
-    that it needs, see [Note: Restoring] in :mod:`executor.memory.stream`, and checks every byte. Ranks begin together,
+    that it needs, see :mod:`executor.memory.stream`, and checks every byte. Ranks begin together,
     and exchange nothing while they read. So if one rank finds damage, no other rank waits for it.
 
     Raises:

@@ -296,10 +296,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         def held() -> str:
             assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
             try:
-                found = place.held(step_of(path))
+                manifest, files = place.held(step_of(path))
             except OSError as error:
                 return json.dumps({"error": str(error)})
-            return json.dumps({"manifest": found.manifest.to_json().decode(), "files": found.files})
+            return json.dumps({"manifest": manifest.to_json().decode(), "files": files})
 
         found = json.loads(collectives.broadcast_text(held))
         if "error" in found:

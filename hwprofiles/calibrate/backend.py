@@ -167,7 +167,7 @@ class CudaBackend:
         self._thread = threading.local()  # its stream and its event
 
     def sample(self, cases: Sequence[Case], budget_s: float) -> list[Summary]:
-        """Sample as [Note: Sustained clocks] says."""
+        """Sample as [Note: Robust timing] says of GPUs."""
         readings: dict[Call, list[tuple[float, float]]] = defaultdict(list)
 
         def clock(call: Call, num_calls: int) -> float:

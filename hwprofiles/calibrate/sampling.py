@@ -7,7 +7,7 @@
   taken over all of them: they show the noise that is left.
 If a curve still falls somewhere, isotonic regression on log time makes it monotone, and its source says so.
 
-[Note: Sustained clocks] A GPU has no other programs, but a power limit: its first products are faster than those of a
+A GPU has no other programs, but a power limit: its first products are faster than those of a
 training that runs for hours. The fastest repetitions are then the wrong ones. So every sample on a GPU follows
 milliseconds of large products, as in training, and the central value is the median of all samples. The SM clock and the
 power during the samples stand in the source. Meanwhile the host issues the sample's kernels, so that their time is the
@@ -88,7 +88,7 @@ ROBUST = Manner(fastest=FASTEST, shortest_s=5e-4, most_calls=200)
 SHARED = dataclasses.replace(ROBUST, fastest=1.0)
 """For updates on the host of a GPU, whose neighbours come and go."""
 SUSTAINED = Manner(fastest=1.0, shortest_s=0.01, most_calls=40, lead_s=0.005)
-"""See [Note: Sustained clocks]. So few calls of a few kernels are issued while the products run."""
+"""See [Note: Robust timing]. So few calls of a few kernels are issued while the products run."""
 
 
 class Summary(NamedTuple):

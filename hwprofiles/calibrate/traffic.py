@@ -1,6 +1,6 @@
 """Probes of the host side: copies, CPU AdamW, and how they slow each other down.
 
-[Note: Calibrating contention] In the simulator, running tasks share DRAM. If the sum of their demands (bytes per second
+In the simulator, running tasks share DRAM. If the sum of their demands (bytes per second
 when alone) exceeds ``dram_bytes_per_s``, all of them slow down by demand / capacity. So if a group of activities slows
 down by s when they run together, capacity = demand / s. If a group does not slow down, the capacity is at least its
 demand. The result is the candidate with the least squared error of log slow-down over all groups. A group never has
@@ -175,7 +175,7 @@ class TrafficProbe:
         return rate(sum(c.size for c in passes), time, "bytes_per_s", source)
 
     def contention(self, gemm: Call, disk: Disk | None, budget_s: float) -> tuple[Quantity, tuple[Pair, ...]]:
-        """Measure activities beside each other, including the disk if given; see [Note: Calibrating contention]."""
+        """Measure activities beside each other, including the disk if given; see the module."""
         groups = self._groups(gemm, disk)
         alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
         found = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
@@ -235,7 +235,7 @@ class TrafficProbe:
 
 
 def fit_capacity(demands: Sequence[float], slow_downs: Sequence[float]) -> float:
-    """Return the capacity that best explains the slow-downs of groups; see [Note: Calibrating contention].
+    """Return the capacity that best explains the slow-downs of groups; see the module.
 
     Args:
         demands: bytes per second of each group: the sum over its activities when they run alone.

@@ -1,6 +1,6 @@
 """Necessary conditions: what every schedule of a model on a machine satisfies, as linear rows over decisions.
 
-[Note: Necessary conditions] Nothing here describes a good schedule. Each row follows from the rules of the simulator,
+Nothing here describes a good schedule. Each row follows from the rules of the simulator,
 so the least iteration time under all rows is a lower bound for every schedule:
 
 - *work*: a lane does one task after another, and a resource has a capacity. So an iteration lasts at least as long as
@@ -12,7 +12,7 @@ so the least iteration time under all rows is a lower bound for every schedule:
   the last, and after its forward the device still has to compute at least as much. Without clipping, the window of
   units 0..i begins when the backward of i ends. Streamed state is stored again within the window and the backwards that
   follow, except for the amount that fits on the device. State on NVMe is read and written within it, except for the
-  amount that fits in host buffers [Note: State ahead]; weights there are written with it, and read again. When the last
+  amount that fits in host buffers (:mod:`.storage`); weights there are written with it, and read again. When the last
   backward begins, activations that wait on NVMe have been written too.
 - *memory*: at the backward of each unit the device holds at least the resident data, the activations of all segments
   before it, and the unit's own activations, workspace and gradient. Other parameters are in slots [Note: Static slots].

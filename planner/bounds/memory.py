@@ -187,7 +187,7 @@ class Memory:
         held = self._rings(scale)
         saved_bytes = self.on.given.resident_weight_bytes_per_param
         largest = max(self.on.given.placed_params(unit) for unit in self.on.units)
-        most_bytes = max(map(self.on.streamed_bytes_per_param, self.on.units))
+        most_bytes = max(map(self.on.given.placed_state_bytes_per_param, self.on.units))
         slot = self.on.program.variable(STATE_SLOT, 0.0, most_bytes * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.on.units if unit.num_weights):
@@ -200,7 +200,9 @@ class Memory:
             held[f"{unit.name}:{Place.GPU}"] += (state_bytes - saved_bytes) * shard * scale
             # The largest streamed subgroup is at least as large as the mean.
             mean = shard / len(self.on.given.placed_subgroups(unit))
-            streamed = Sum((f"{unit.name}:{Place.STREAM}", self.on.streamed_bytes_per_param(unit) * mean * scale))
+            streamed = Sum(
+                (f"{unit.name}:{Place.STREAM}", self.on.given.placed_state_bytes_per_param(unit) * mean * scale)
+            )
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 

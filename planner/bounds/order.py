@@ -1,6 +1,6 @@
 """A lower bound on one schedule that ignores how its tasks share resources: between the proofs and the simulation.
 
-[Note: Order bound] Two things hold however tasks overlap. A resource has a capacity, so an iteration lasts at least as
+Two things hold however tasks overlap. A resource has a capacity, so an iteration lasts at least as
 long as the resource needs for its work. And no task is faster than alone. If nothing were shared, no task would start
 later than it does now, because a start is a maximum of ends. The iteration would take the longest chain of waits along
 dependencies and lanes, divided by the number of iterations that the chain spans. A simulation without resources finds
@@ -23,7 +23,7 @@ _NUM_ITERATIONS = (4, 16)
 
 
 def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
-    """Return a lower bound on the iteration time of a schedule, in seconds; see [Note: Order bound]."""
+    """Return a lower bound on the iteration time of a schedule, in seconds; see the module."""
     arrays, capacity = schedule.arrays, cost.capacities()
     prices = [cost.price(each) for each in arrays.works]
     counts = np.bincount(arrays.work, minlength=len(prices)).tolist()

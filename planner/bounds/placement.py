@@ -187,14 +187,10 @@ class Placement:
         """Return the share of a unit's gradient that is copied to the host."""
         return self.on_host(unit).plus(Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0)))
 
-    def streamed_bytes_per_param(self, unit: Unit) -> float:
-        """Return the bytes of state per parameter that streaming copies, and that a slot for it holds."""
-        return self.given.placed_state_bytes_per_param(unit)
-
     def state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are copied back to the host."""
         shard = self.given.placed_params(unit)
-        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.streamed_bytes_per_param(unit) * shard)))
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.placed_state_bytes_per_param(unit) * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
@@ -204,7 +200,7 @@ class Placement:
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
         shard = self.given.placed_params(unit)
-        self.loads.copy(load, Resource.LINK_DOWN, self.streamed_bytes_per_param(unit) * shard, streamed)
+        self.loads.copy(load, Resource.LINK_DOWN, self.given.placed_state_bytes_per_param(unit) * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
         if fp8 := self.given.fp8_if_moved(unit):

@@ -1,6 +1,6 @@
 """Linear programs with bounded variables, and the bounds that their dual vectors prove, in exact arithmetic.
 
-[Note: Dual bounds] For a minimum over ``low <= x <= high`` with rows ``a_i x >= b_i``, any multipliers ``y_i >= 0`` (of
+For a minimum over ``low <= x <= high`` with rows ``a_i x >= b_i``, any multipliers ``y_i >= 0`` (of
 any sign if the row is an equation) give a lower bound, without trust in a solver (weak duality): no feasible x has
 ``y (b - A x) > 0``, so the objective is at least
 
@@ -109,7 +109,7 @@ class LinearProgram:
 
 
 def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
-    """Return the lower bound of the objective that multipliers prove; see [Note: Dual bounds].
+    """Return the lower bound of the objective that multipliers prove; see the module.
 
     Args:
         program: the conditions.

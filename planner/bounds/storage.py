@@ -4,7 +4,7 @@ At the last unit's backward all saved activations of the segments before it are 
 the device. Offloaded ones are still on the device, on the host, or, if evicted, on NVMe. A copy in progress occupies
 two places, which only takes more memory.
 
-[Note: State ahead] State on NVMe passes through host buffers. A buffer holds a subgroup from its read to its write. So
+State on NVMe passes through host buffers. A buffer holds a subgroup from its read to its write. So
 when updates may begin, at most the buffers' bytes of state have been read, and when all updates have ended, at most the
 buffers' bytes are still to be written.
 """

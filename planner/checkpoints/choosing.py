@@ -1,6 +1,6 @@
 """Choose the levels and intervals of checkpoints for a plan, given the expected failures.
 
-[Note: Choice of levels] Every set of levels that survives all failures is tried. Training writes the fastest level of a
+Every set of levels that survives all failures is tried. Training writes the fastest level of a
 set; a background thread fills each slower level from the one above. On several nodes, memory and drives also have what
 the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.peers`), so they survive the loss of a node.
 Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says what
@@ -9,15 +9,14 @@ so close that they overlap, the interval and its neighbours are simulated with o
 waste wins.
 """
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import ContradictionError, Limits, Nested, check, nest
+from planner.checkpoints.nesting import ContradictionError, Nested, check, nest
 from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES
 from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import Measured, Trial
@@ -91,6 +90,7 @@ class _Choice:
                 f"checkpoints need {_size(self._ring_bytes)} of each host for what is not written yet, and the plan "
                 f"leaves {_size(free_bytes)}; leave more of it free, or give less with --checkpoints buffer=SIZE"
             )
+        self._limits = (request.max_overhead, request.max_lost_s)
         self._left_out = {level: why for level in LEVELS if (why := self._why_not(level))}
 
     def made(self, levels: tuple[Level, ...], chosen: Nested) -> CheckpointPlan:
@@ -186,11 +186,11 @@ class _Choice:
 
     # --- what they cost
 
-    def _protections(self, levels: tuple[Level, ...], every: int | None = None) -> tuple[list[Protection], Limits]:
-        """Return each level's cost and failures, and limits; ``every`` is the fastest level's interval, if known."""
+    def _protections(self, levels: tuple[Level, ...], every: int | None = None) -> list[Protection]:
+        """Return each level's cost and failures; ``every`` is the fastest level's interval, if known."""
         rates = self._rates(levels)
         assert rates is not None, "only sets that survive everything are looked at"
-        found, least_s, latency_s = [], [], 0.0
+        found, latency_s = [], 0.0
         for position, (level, rate) in enumerate(zip(levels, rates, strict=True)):
             if position == 0:
                 measured = self._saved(level, every)
@@ -206,9 +206,9 @@ class _Choice:
             is_copied = self._is_copied(levels)
             if is_copied and position == 0:
                 restart_s += self._trial.fetched_s() * self._nodes_lost_per_s / self._request.failures_per_s
-            found.append(Protection(measured.cost_s, latency_s, restart_s, rate, is_copied and level == "pfs"))
-            least_s.append(max(drained_s, self._endured_s() if level == "nvme" else 0.0))
-        return found, Limits(tuple(least_s), self._request.max_overhead, self._request.max_lost_s)
+            least_s = max(drained_s, self._endured_s() if level == "nvme" else 0.0)
+            found.append(Protection(measured.cost_s, latency_s, restart_s, rate, is_copied and level == "pfs", least_s))
+        return found
 
     def _saved(self, level: Level, every: int | None) -> Measured:
         alone = self._trial.saved(level, self._buffer_bytes)
@@ -227,9 +227,9 @@ class _Choice:
         found: list[tuple[tuple[Level, ...], Nested]] = []
         errors: list[ContradictionError] = []
         for levels in self._sets():
-            protections, limits = self._protections(levels)
+            protections = self._protections(levels)
             try:
-                found.append((levels, nest(protections, self._iteration_s, limits)))
+                found.append((levels, nest(protections, self._iteration_s, *self._limits)))
             except ContradictionError as error:
                 errors.append(error)
         if found:
@@ -245,10 +245,10 @@ class _Choice:
         ratios = [b // a for a, b in itertools.pairwise(nested.every)]
         found, errors = [], []
         for first in _neighbours(nested.every[0]):
-            protections, limits = self._protections(levels, first)
+            protections = self._protections(levels, first)
             every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
             try:
-                found.append(check(protections, every, self._iteration_s, limits))
+                found.append(check(protections, every, self._iteration_s, *self._limits))
             except ContradictionError as error:
                 errors.append(error)
         if not found:
@@ -282,13 +282,13 @@ class _Choice:
     # --- in words and rows
 
     def _rows(self, levels: tuple[Level, ...], chosen: Nested) -> Iterable[CheckpointLevel]:
-        protections, limits = self._protections(levels, chosen.every[0])
+        protections = self._protections(levels, chosen.every[0])
         for position, (level, every, each) in enumerate(zip(levels, chosen.every, protections, strict=True)):
             size_bytes = self._all_bytes if level == "pfs" else self._node_bytes
             yield CheckpointLevel(
                 level=level,
                 every=every,
-                bound=self._bound(position, levels, chosen, limits),
+                bound=self._bound(position, levels, chosen, protections),
                 cost_s=each.cost_s,
                 latency_s=each.latency_s,
                 restart_s=each.restart_s,
@@ -297,20 +297,21 @@ class _Choice:
                 written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 
-    def _bound(self, position: int, levels: tuple[Level, ...], chosen: Nested, limits: Limits) -> Bound:
+    def _bound(
+        self, position: int, levels: tuple[Level, ...], chosen: Nested, protections: Sequence[Protection]
+    ) -> Bound:
         """Return what decided the interval of one of the levels."""
         before = chosen.every[position - 1] if position else 1
-        fewer_s = (chosen.every[position] - before) * self._iteration_s
-        if fewer_s < limits.least_s[position] and limits.least_s[position] > self._iteration_s:
-            endured = levels[position] == "nvme" and self._endured_s() == limits.least_s[position]
+        fewer_s, least_s = (chosen.every[position] - before) * self._iteration_s, protections[position].least_s
+        if fewer_s < least_s and least_s > self._iteration_s:
+            endured = levels[position] == "nvme" and self._endured_s() == least_s
             return "endurance" if endured else "drain"
         if chosen.every[position] == 1:
             return "iteration"
-        protections, _ = self._protections(levels, chosen.every[0])
-        free = nest(protections, self._iteration_s, dataclasses.replace(limits, max_overhead=None, max_lost_s=None))
-        if limits.max_overhead is not None and free.overhead > limits.max_overhead:
+        free, (max_overhead, max_lost_s) = nest(protections, self._iteration_s), self._limits
+        if max_overhead is not None and free.overhead > max_overhead:
             return "overhead"
-        if limits.max_lost_s is not None and free.most_lost_s > limits.max_lost_s:
+        if max_lost_s is not None and free.most_lost_s > max_lost_s:
             return "lost work"
         return "waste"
 

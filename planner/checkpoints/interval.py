@@ -42,6 +42,8 @@ class Protection:
         restart_s: time from a failure until training goes on from this level.
         failures_per_s: rate of the failures that this level survives and no faster level in use does.
         is_of_several: whether these are losses of several nodes at once, which limits on one failure leave out.
+        least_s: shortest training time between two checkpoints, so that one is written before the next, and drives
+            endure.
     """
 
     cost_s: float
@@ -49,6 +51,7 @@ class Protection:
     restart_s: float
     failures_per_s: float
     is_of_several: bool = False
+    least_s: float = 0.0
 
 
 def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:

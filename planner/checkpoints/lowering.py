@@ -6,7 +6,7 @@ State on the host is written in place. Waiting is expressed by dependencies: of 
 a copy into host memory that is not written yet (a full buffer). So the timeline shows how long training was blocked; no
 formula of time is needed.
 
-[Note: As executed] The iteration that is repeated is the one that is executed, with its snapshots and gates ([Note:
+The iteration that is repeated is the one that is executed, with its snapshots and gates ([Note:
 Snapshots] in :mod:`planner.lowering.snapshots`). Where no checkpoint was requested they do nothing, and are left out.
 Elsewhere each snapshot becomes the chunks that it copies and writes, as its time depends on the ring and the drive.
 What waited for the snapshot waits for them, except for as much as the ring holds.

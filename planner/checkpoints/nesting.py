@@ -20,22 +20,6 @@ _FAR: Final = 4  # times the optimum of one level: longer intervals gain nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on intervals.
-
-    Attributes:
-        least_s: shortest training time between checkpoints of each level, so that one is written before the next, and
-            drives endure.
-        max_overhead: see :func:`planner.checkpoints.interval.overhead`; ``None``: any.
-        max_lost_s: see :func:`planner.checkpoints.interval.most_lost_s`; ``None``: any.
-    """
-
-    least_s: tuple[float, ...]
-    max_overhead: float | None = None
-    max_lost_s: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Nested:
     """Intervals, and the waste that follows from them.
 
@@ -64,31 +48,43 @@ class ContradictionError(ValueError):
         self.least_lost_s = least_lost_s
 
 
-def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Nested:
+def nest(
+    levels: Sequence[Protection],
+    iteration_s: float,
+    max_overhead: float | None = None,
+    max_lost_s: float | None = None,
+) -> Nested:
     """Return the intervals that waste least.
 
     Args:
         levels: fastest first; some failures need the last one.
         iteration_s: of training without checkpoints.
-        limits: on the intervals.
+        max_overhead: limit of :func:`planner.checkpoints.interval.overhead`; ``None``: none.
+        max_lost_s: limit of :func:`planner.checkpoints.interval.most_lost_s`; ``None``: none.
 
     Raises:
         ContradictionError: no intervals are within the limits.
     """
-    search = _Search(tuple(levels), iteration_s, limits)
+    search = _Search(levels, iteration_s, max_overhead, max_lost_s)
     every = search.best(search.grid())
     while (better := search.best(search.around(every))) != every:
         every = better
-    return check(levels, every, iteration_s, limits)
+    return check(levels, every, iteration_s, max_overhead, max_lost_s)
 
 
-def check(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float, limits: Limits) -> Nested:
+def check(
+    levels: Sequence[Protection],
+    every: tuple[int, ...],
+    iteration_s: float,
+    max_overhead: float | None = None,
+    max_lost_s: float | None = None,
+) -> Nested:
     """Return the waste that follows from given intervals; see :func:`nest`.
 
     Raises:
         ContradictionError: they are not within the limits.
     """
-    _Search(tuple(levels), iteration_s, limits).best(tuple(np.array([n]) for n in every))
+    _Search(levels, iteration_s, max_overhead, max_lost_s).best(tuple(np.array([n]) for n in every))
     work_s = [n * iteration_s for n in every]
     return Nested(
         every,
@@ -99,12 +95,18 @@ def check(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: flo
 
 
 class _Search:
-    def __init__(self, levels: tuple[Protection, ...], iteration_s: float, limits: Limits) -> None:
+    def __init__(
+        self,
+        levels: Sequence[Protection],
+        iteration_s: float,
+        max_overhead: float | None,
+        max_lost_s: float | None,
+    ) -> None:
         assert levels[-1].failures_per_s > 0, "a level that no failure needs is of no use"
         self._levels = levels
         self._iteration_s = iteration_s
-        self._limits = limits
-        self._least = tuple(max(math.ceil(least_s / iteration_s - 1e-9), 1) for least_s in limits.least_s)
+        self._max_overhead, self._max_lost_s = max_overhead, max_lost_s
+        self._least = tuple(max(math.ceil(level.least_s / iteration_s - 1e-9), 1) for level in levels)
 
     def grid(self) -> tuple[Counts, ...]:
         """Return the first intervals to try: those of the fastest level, times multiples for each slower one."""
@@ -116,10 +118,10 @@ class _Search:
         """Return the numbers of iterations near which one level alone reaches a limit."""
         found = [self._least[0]]
         for level in self._levels:
-            if self._limits.max_lost_s is not None:
-                found.append(math.floor((self._limits.max_lost_s - level.latency_s - level.cost_s) / self._iteration_s))
-            if self._limits.max_overhead:
-                found.append(math.ceil(level.cost_s / self._limits.max_overhead / self._iteration_s))
+            if self._max_lost_s is not None:
+                found.append(math.floor((self._max_lost_s - level.latency_s - level.cost_s) / self._iteration_s))
+            if self._max_overhead:
+                found.append(math.ceil(level.cost_s / self._max_overhead / self._iteration_s))
         return np.array([n for n in found if n >= self._least[0]])
 
     def around(self, every: tuple[int, ...]) -> tuple[Counts, ...]:
@@ -136,8 +138,8 @@ class _Search:
         work_s: list[Values] = [counts * np.float64(self._iteration_s) for counts in tried]
         allowed = np.logical_and.reduce([n >= least for n, least in zip(tried, self._least, strict=True)])
         added, lost_s = overhead(self._levels, work_s), most_lost_s(self._levels, work_s)
-        few = allowed & self._within(added, self._limits.max_overhead)
-        little = allowed & self._within(lost_s, self._limits.max_lost_s)
+        few = allowed & self._within(added, self._max_overhead)
+        little = allowed & self._within(lost_s, self._max_lost_s)
         if not (few & little).any():
             raise ContradictionError(_least(added, little), _least(lost_s, few))
         wasted = np.where(few & little, expected_waste(self._levels, work_s), np.inf)
@@ -151,8 +153,8 @@ class _Search:
         most_s = [least * self._iteration_s for least in self._least]
         if cost_s > 0:
             most_s += [_FAR * daly_s(cost_s, 1 / each.failures_per_s) for each in self._levels if each.failures_per_s]
-            if self._limits.max_overhead:
-                most_s.append(_FAR * cost_s / self._limits.max_overhead)
+            if self._max_overhead:
+                most_s.append(_FAR * cost_s / self._max_overhead)
         return math.ceil(max(most_s) / self._iteration_s)
 
     @staticmethod

@@ -28,7 +28,7 @@ class Shard:
 
 
 def state_of(taken: Schedule, num_replicas: int | Mapping[str, int] = 1) -> tuple[Shard, ...]:
-    """Return the state of which an executed iteration takes snapshots, in their order; see [Note: As executed].
+    """Return the state of which an executed iteration takes snapshots, in their order; see [Note: Checkpoint tasks].
 
     16-bit weights are casts of the master and are not saved. State that is streamed through the device lives on the
     host and changes when it is stored back. State on NVMe changes when its new version is written.

@@ -1,6 +1,6 @@
 """The choices before placement: degrees of parallelism, and how a batch is divided into micro-batches.
 
-[Note: Choices] Values that the user gives are fixed. For the others, all sensible values are tried: degrees that divide
+Values that the user gives are fixed. For the others, all sensible values are tried: degrees that divide
 the number of devices (tensor parallelism only within a node), and micro-batches of a power of two that divide the
 global batch. Degrees are compared only if the user gives a global batch: without one, it would depend on data
 parallelism.
@@ -25,7 +25,7 @@ _UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
 
 
 def choices(request: Request) -> tuple[Choice, ...]:
-    """Return all choices to try; see [Note: Choices].
+    """Return all choices to try; see the module.
 
     Raises:
         ValueError: there is none; the message says why.

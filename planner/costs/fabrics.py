@@ -1,6 +1,6 @@
 """Fabrics between ranks: which one a collective or transfer uses, and how many bytes each rank sends.
 
-[Note: Rings] One ring goes through all ranks of a group. Each rank sends and receives all bytes but its own share. The
+One ring goes through all ranks of a group. Each rank sends and receives all bytes but its own share. The
 ring enters each node once, over the NICs of its devices in the group, and the slower level sets the pace (bus bandwidth
 of NCCL's rings, see ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests).
 
@@ -42,7 +42,7 @@ class Ring:
 class Fabrics:
     """The fabrics of a machine for ranks laid out on its nodes.
 
-    See [Note: Rings].
+    See the module.
 
     Args:
         profile: the machine.

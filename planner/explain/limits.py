@@ -1,6 +1,6 @@
 """The next constraint: how much each quantity of the machine matters to a plan, and where another lane takes over.
 
-[Note: Crossing] The lane with the largest share of the critical path *bounds* a schedule. To find a crossing, one
+The lane with the largest share of the critical path *bounds* a schedule. To find a crossing, one
 quantity of the machine is scaled and the same schedule is simulated again: first in factors of two, then by bisection,
 until the bounding lane changes between two factors that differ by a thousandth. A capacity does not change times while
 decisions stay; its crossing is the value at which the plan no longer fits.
@@ -39,7 +39,7 @@ _LIMIT = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """The value of a quantity at which another lane bounds the schedule; see [Note: Crossing].
+    """The value of a quantity at which another lane bounds the schedule; see the module.
 
     Attributes:
         last_factor: factor on the present value at which the present lane still bounds it.
@@ -129,7 +129,7 @@ def _at(bench: Bench, scalable: Scalable, factor: float) -> tuple[float, Lane]:
 
 
 def _crossing(bench: Bench, scalable: Scalable, value: float, step: float) -> Crossing | None:
-    """Return the crossing nearest to the present value in one direction; see [Note: Crossing]."""
+    """Return the crossing nearest to the present value in one direction; see the module."""
     present = bounding_lane(bench.simulation)
     last, factor = 1.0, step
     while _at(bench, scalable, factor)[1] is present:

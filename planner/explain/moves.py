@@ -20,21 +20,6 @@ _LAYER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """Another decision for one unit; all other units keep theirs.
-
-    Attributes:
-        decision: for the unit, and for the activations of its segment.
-        trial: the simulation with it.
-        chosen: whether it is the plan's own decision.
-    """
-
-    decision: UnitDecision
-    trial: Trial
-    chosen: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Deadline:
     """When a unit is updated, in seconds since the beginning of the iteration that computes its gradient.
 
@@ -74,7 +59,7 @@ class Group:
     params: str
     activations: str
     updates: dict[Place, float]
-    cheapest: dict[str, Alternative | None]
+    cheapest: dict[str, Trial | None]
 
 
 def find_unit(bench: Bench, name: str) -> str:
@@ -92,19 +77,19 @@ def find_unit(bench: Bench, name: str) -> str:
 
 def alternatives(
     bench: Bench, unit: str, progress: Callable[[int, int], object] = lambda *_: None
-) -> tuple[Alternative, ...]:
-    """Simulate every decision for a unit as a whole, the plan's own first.
+) -> tuple[Trial, ...]:
+    """Simulate every decision for a unit as a whole, the plan's own first (``bench.own``).
 
     These are all valid combinations of one place for all its updates, gradients of streamed subgroups on the device or
     the host, parameters on either, and activations of its segment kept or recomputed. ``progress`` is called with the
     number done and the total.
     """
     own = bench.decisions.units[unit]
-    found = [Alternative(own, bench.own, chosen=True)]
+    found = [bench.own]
     others = [decision for decision in _ways(bench, unit) if decision != own]
     for done, decision in enumerate(others):
         progress(done, len(others))
-        found.append(Alternative(decision, bench.trial(moved(bench, unit, decision)), chosen=False))
+        found.append(bench.trial(moved(bench, unit, decision)))
     return tuple(found)
 
 
@@ -164,10 +149,10 @@ def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
             yield decision
 
 
-def cheapest_move(bench: Bench, unit: str) -> Alternative | None:
+def cheapest_move(bench: Bench, unit: str) -> Trial | None:
     """Return the cheapest of a unit's single moves, preferring those that fit; ``None`` if there is none."""
-    trials = (Alternative(d, bench.trial(moved(bench, unit, d)), chosen=False) for d in single_moves(bench, unit))
-    return min(trials, key=lambda alternative: alternative.trial.order, default=None)
+    trials = (bench.trial(moved(bench, unit, decision)) for decision in single_moves(bench, unit))
+    return min(trials, key=lambda trial: trial.order, default=None)
 
 
 def groups(
@@ -185,7 +170,7 @@ def groups(
     total = sum(map(len, tried.values()))
     done, found = 0, []
     for name, units in runs.items():
-        cheapest: dict[str, Alternative | None] = {}
+        cheapest: dict[str, Trial | None] = {}
         for unit in tried[name]:
             progress(done, total)
             cheapest[unit] = cheapest_move(bench, unit)
@@ -262,7 +247,7 @@ def deadline(bench: Bench, unit: str) -> Deadline | None:
     )
 
 
-def why(bench: Bench, found: Sequence[Alternative]) -> tuple[str, Alternative | None]:
+def why(bench: Bench, found: Sequence[Trial]) -> tuple[str, Trial | None]:
     """Return the reason why a unit is where it is, and the alternative that the reason is about.
 
     Args:
@@ -276,16 +261,16 @@ def why(bench: Bench, found: Sequence[Alternative]) -> tuple[str, Alternative | 
         nothing else fits.
     """
     own_s = bench.own.iteration_s
-    others = sorted((a for a in found if not a.chosen), key=lambda a: a.trial.iteration_s)
-    fitting = [a for a in others if a.trial.fits]
-    if fitting and fitting[0].trial.iteration_s < own_s * (1 - SAME):
+    others = sorted((trial for trial in found if trial is not bench.own), key=lambda trial: trial.iteration_s)
+    fitting = [trial for trial in others if trial.fits]
+    if fitting and fitting[0].iteration_s < own_s * (1 - SAME):
         return "better", fitting[0]
-    if others and others[0].trial.iteration_s < own_s * (1 - SAME):
+    if others and others[0].iteration_s < own_s * (1 - SAME):
         return "lacks", others[0]
-    same = [a for a in fitting if a.trial.iteration_s <= own_s * (1 + SAME)]
+    same = [trial for trial in fitting if trial.iteration_s <= own_s * (1 + SAME)]
     if same:
-        nearest = min(same, key=lambda a: a.trial.traffic_bytes)
-        return ("bytes" if nearest.trial.traffic_bytes > bench.own.traffic_bytes else "equal"), nearest
+        nearest = min(same, key=lambda trial: trial.traffic_bytes)
+        return ("bytes" if nearest.traffic_bytes > bench.own.traffic_bytes else "equal"), nearest
     return ("fastest", fitting[0]) if fitting else ("only", None)
 
 

@@ -1,6 +1,6 @@
 """The pass that moves gradients from backward to where they are used.
 
-[Note: Accumulation] Each micro-batch's gradient is copied to the host once, and the host adds it to the sum: 2 B/param
+Each micro-batch's gradient is copied to the host once, and the host adds it to the sum: 2 B/param
 of traffic in bf16. Tiles of a micro-batch add up on the device: see [Note: Breadth order] in
 :mod:`planner.lowering.compute`.
 """

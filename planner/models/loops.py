@@ -1,6 +1,6 @@
 """A captured model whose code loops over tokens, at a length that takes long to record: continued from short ones.
 
-[Note: Loops over tokens] Some models compute a recurrence token by token (Mamba 1 in the code of ``transformers``).
+Some models compute a recurrence token by token (Mamba 1 in the code of ``transformers``).
 Each token adds the same kernels to an operator, and all sizes are straight lines in the number of tokens. So two short
 captures tell what a longer one has: the kernels that one more token adds, and the line of every size. A third, longer
 than what chunks of a scan usually are, has to be exactly what the two say. If it is not, the model is recorded as it
@@ -9,7 +9,7 @@ is. The lengths are no powers of two, so that sizes are rarely equal by chance: 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from planner.models.captured import (
     CapturedBlock,
@@ -50,7 +50,7 @@ def continued(
         inputs: see :func:`can_be_continued`.
 
     Returns:
-        What a capture would be; ``None`` if the model does not grow as in [Note: Loops over tokens].
+        What a capture would be; ``None`` if the model does not grow as the module says.
     """
     num_tokens = tokens_of(inputs)
     short, longer, proof = (
@@ -68,44 +68,40 @@ def continued(
     return short.model_copy(update={"blocks": blocks, "inputs": tuple(called), "seq_len": num_tokens})
 
 
-class _Lines(NamedTuple):
-    """Continues numbers that are known at two lengths to a third."""
+def _number(short: int, longer: int, wanted: int) -> int:
+    """Return a number that is known at two lengths at the wanted one, to which a line continues it."""
+    slope, rest = divmod(longer - short, _LONGER - _SHORT)
+    result = longer + slope * (wanted - _LONGER)
+    if rest or result < 0:
+        raise _UnlikeError
+    return result
 
-    first: int
-    second: int
-    wanted: int
 
-    def at(self, one: int, other: int) -> int:
-        slope, rest = divmod(other - one, self.second - self.first)
-        result = other + slope * (self.wanted - self.second)
-        if rest or result < 0:
+def _kernel(short: Any, longer: Any, wanted: int) -> Any:
+    if type(short) is not type(longer):
+        raise _UnlikeError
+    values = {}
+    for field in dataclasses.fields(short):
+        before, after = getattr(short, field.name), getattr(longer, field.name)
+        if type(before) is int and type(after) is int:
+            after = _number(before, after, wanted)
+        elif before != after:
             raise _UnlikeError
-        return result
+        values[field.name] = after
+    return type(short)(**values)
 
-    def kernel(self, one: Any, other: Any) -> Any:
-        if type(one) is not type(other):
-            raise _UnlikeError
-        values = {}
-        for field in dataclasses.fields(one):
-            before, after = getattr(one, field.name), getattr(other, field.name)
-            if type(before) is int and type(after) is int:
-                after = self.at(before, after)
-            elif before != after:
-                raise _UnlikeError
-            values[field.name] = after
-        return type(one)(**values)
 
-    def kernels(self, one: CapturedKernels, other: CapturedKernels) -> CapturedKernels:
-        """Continue kernels: those of a token are put in where the longer list repeats itself."""
-        growth, rest = divmod(len(other) - len(one), self.second - self.first)
-        if rest or growth < 0:
-            raise _UnlikeError
-        added = growth * (self.second - self.first)
-        start = _repeats_from(other, growth, added) if growth else 0
-        pairs = zip(one, (*other[:start], *other[start + added :]), strict=True)
-        made = tuple(self.kernel(*pair) for pair in pairs)
-        of_a_token = made[start : start + growth]
-        return (*made[:start], *of_a_token * (self.wanted - self.first), *made[start:])
+def _kernels(short: CapturedKernels, longer: CapturedKernels, wanted: int) -> CapturedKernels:
+    """Continue kernels: those of a token are put in where the longer list repeats itself."""
+    growth, rest = divmod(len(longer) - len(short), _LONGER - _SHORT)
+    if rest or growth < 0:
+        raise _UnlikeError
+    added = growth * (_LONGER - _SHORT)
+    start = _repeats_from(longer, growth, added) if growth else 0
+    pairs = zip(short, (*longer[:start], *longer[start + added :]), strict=True)
+    made = tuple(_kernel(*pair, wanted) for pair in pairs)
+    of_a_token = made[start : start + growth]
+    return (*made[:start], *of_a_token * (wanted - _SHORT), *made[start:])
 
 
 def _repeats_from(kernels: CapturedKernels, period: int, least: int) -> int:
@@ -122,25 +118,24 @@ def _repeats_from(kernels: CapturedKernels, period: int, least: int) -> int:
 def _blocks(short: CapturedModel, longer: CapturedModel, wanted: int) -> tuple[CapturedBlock, ...]:
     if short.segments != longer.segments or len(short.blocks) != len(longer.blocks):
         raise _UnlikeError
-    lines = _Lines(_SHORT, _LONGER, wanted)
-    return tuple(_block(*pair, lines) for pair in zip(short.blocks, longer.blocks, strict=True))
+    return tuple(_block(*pair, wanted) for pair in zip(short.blocks, longer.blocks, strict=True))
 
 
-def _block(short: CapturedBlock, longer: CapturedBlock, lines: _Lines) -> CapturedBlock:
+def _block(short: CapturedBlock, longer: CapturedBlock, wanted: int) -> CapturedBlock:
     if len(short.operators) != len(longer.operators):
         raise _UnlikeError
     pairs = zip(short.operators, longer.operators, strict=True)
-    return CapturedBlock.model_construct(operators=tuple(_operator(*pair, lines) for pair in pairs))
+    return CapturedBlock.model_construct(operators=tuple(_operator(*pair, wanted) for pair in pairs))
 
 
-def _operator(short: CapturedOperator, longer: CapturedOperator, lines: _Lines) -> CapturedOperator:
-    sizes: dict[str, Any] = {name: lines.at(getattr(short, name), getattr(longer, name)) for name in _SIZES}
+def _operator(short: CapturedOperator, longer: CapturedOperator, wanted: int) -> CapturedOperator:
+    sizes: dict[str, Any] = {name: _number(getattr(short, name), getattr(longer, name), wanted) for name in _SIZES}
     first, second = (len(operator.forward) - operator.num_skipped for operator in (short, longer))
     forward = (
-        *lines.kernels(short.forward[:first], longer.forward[:second]),
-        *lines.kernels(short.forward[first:], longer.forward[second:]),
+        *_kernels(short.forward[:first], longer.forward[:second], wanted),
+        *_kernels(short.forward[first:], longer.forward[second:], wanted),
     )
-    sizes |= {"forward": forward, "backward": lines.kernels(short.backward, longer.backward)}
+    sizes |= {"forward": forward, "backward": _kernels(short.backward, longer.backward, wanted)}
     made = longer.model_copy(update=sizes)
     if made != short.model_copy(update=sizes):
         raise _UnlikeError

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Frozen
@@ -224,10 +224,7 @@ def load_plan(path: Path | str) -> Plan:
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
             "make the plan again with this version"
         )
-    try:
-        plan = Plan.model_validate(data)
-    except ValidationError as error:
-        raise PlanError(f"{path}: {complaint(error, 'plan')}") from error
+    plan = validated(Plan, data, path, "plan", PlanError)
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan

@@ -12,7 +12,6 @@ from planner.bounds.certificate import infeasible, prove_misfits
 from planner.bounds.proof import Proof
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
-from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Choice, Decisions, Precision
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
@@ -20,8 +19,7 @@ from planner.plan.competition import Found, closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
 from planner.schedule.tasks import Tier
 from planner.search import Progress, Scorer, no_garbage_collection
-from planner.setup import Setup
-from planner.simulate.prediction import Workload, capacities
+from planner.simulate.prediction import capacities
 from planner.simulate.uncertainty import with_interval
 
 # Remedies for a tier that is too small, cheapest first.
@@ -168,12 +166,6 @@ def _alone(model: Model, found: Found) -> Model:
     without = [dataclasses.replace(each, loss_tile_tokens=None) for each in compared]  # from which tiles were chosen
     without += [dataclasses.replace(each, layer_tile_tokens=None) for each in without]
     return model.covering(size(found.decisions), (*compared, *without))
-
-
-def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
-    """Return setup, workload and prices for a request whose degrees and batch sizes are all given."""
-    variant = variants(request)[0]
-    return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
 
 
 def _closest(rivals: Sequence[Variant], proofs: Sequence[Proof]) -> tuple[Decisions, dict[Tier, int], Variant]:

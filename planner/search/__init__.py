@@ -135,12 +135,12 @@ def _improve(
     room = max(max_simulations - before, 0)
     mix: Mix | None = None
     later = _LATER_WITH_STORAGE if storage else _LATER
-    for number, start in enumerate(starts):
+    for number, (first_step, stage_s, start) in enumerate(starts):
         # The most promising start gets most of the budget. A part is always left for moving single units.
         limit = before + int(room * (1 - _POLISH) * (1 - later ** (number + 1)))
-        if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
+        if not best.missing_bytes and best.iteration_s <= max(stage_s, bound_s * (1 + _CLOSE)):
             continue  # a descent from there cannot gain enough
-        trial, found = descend(setup, scorer, start.mix, lambda c: c.order, limit, report, start.first_step)
+        trial, found = descend(setup, scorer, start, lambda c: c.order, limit, report, first_step)
         ends.append(found)
         if found.order < best.order:
             mix, best = trial, found

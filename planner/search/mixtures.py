@@ -28,13 +28,8 @@ _WITHOUT = ((), (":stays",), (":spill", ":evict"), (":offload", ":evict"), (":on
 _SPILLING = 0.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """A starting point of a descent, its first step, and the lower bound of its ZeRO stage."""
-
-    mix: Mix
-    first_step: float
-    bound_s: float
+Start = tuple[float, float, Mix]
+"""The first step of a descent, the lower bound of its ZeRO stage in seconds, and where it starts."""
 
 
 def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list[Start], float]:
@@ -53,12 +48,12 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
     for stage in setup.zero_stages[-2:]:
         mixes, bound_s = _relaxed(setup, scorer, stage, slots, enough_s)
         bounds_s.append(bound_s)
-        starts += [Start(mix, SMALL_STEP, bound_s) for mix in mixes]
+        starts += [(SMALL_STEP, bound_s, mix) for mix in mixes]
         if setup.storage == "never":
-            starts.append(Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), LARGE_STEP, bound_s))
+            starts.append((LARGE_STEP, bound_s, Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage)))
     # Parameters may have to live on the host too (or shards of them), or everything on NVMe.
-    starts.append(Start(_smallest_that_fits(setup, scorer), LARGE_STEP, bounds_s[-1]))
-    starts.sort(key=lambda start: (start.first_step, start.bound_s))
+    starts.append((LARGE_STEP, bounds_s[-1], _smallest_that_fits(setup, scorer)))
+    starts.sort(key=lambda start: start[:2])
     return starts, min(bounds_s)
 
 

@@ -18,7 +18,7 @@ from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
+from planner.simulate.prediction import Prediction, always_held, capacities, needs_bytes, predict
 
 Progress = Callable[["Candidate", int], None]
 Key = Callable[["Candidate"], tuple[float, ...]]
@@ -119,7 +119,8 @@ class Scorer:
 
     def __init__(
         self,
-        workload: Workload,
+        units: tuple[Unit, ...],
+        seq_len: int,
         cost: CostModel,
         deadline_s: float | None = None,
         lower: Lower = lower,
@@ -130,7 +131,7 @@ class Scorer:
         self._whole = whole
         self.num_simulations = 0
         self.set_patience()
-        self._workload, self._lower = workload, lower
+        self._units, self._seq_len, self._lower = units, seq_len, lower
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
         self._costs: dict[Precision, CostModel] = {cost.precision: cost}
@@ -139,12 +140,11 @@ class Scorer:
     @classmethod
     def of(cls, variant: Variant, deadline_s: float | None = None, lower: Lower = lower, *, whole: bool = True) -> Self:
         """Return a scorer for a variant of a request."""
-        workload = Workload(variant.setup.units, variant.request.seq_len)
-        return cls(workload, variant.cost, deadline_s, lower, whole=whole)
+        return cls(variant.setup.units, variant.request.seq_len, variant.cost, deadline_s, lower, whole=whole)
 
     def whole(self) -> "Scorer":
         """Return a scorer of whole iterations for the same work, with a count of its own and no end."""
-        return Scorer(self._workload, self.cost, lower=self._lower)
+        return Scorer(self._units, self._seq_len, self.cost, lower=self._lower)
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether the budget is used up."""
@@ -168,7 +168,7 @@ class Scorer:
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Lower decisions to their schedule."""
-        return self._lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
+        return self._lower(self._units, decisions, asynchronous=self.cost.asynchronous)
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return the candidate of decisions: with a predicted time, or rejected because memory is missing."""
@@ -186,14 +186,14 @@ class Scorer:
         """Return the full prediction for decisions, simulated until the iterations repeat."""
         cost = self._priced(decisions)
         simulation = run_until_steady(self.schedule(decisions), cost)
-        return predict(self._workload, decisions, cost, simulation)
+        return predict(self._units, self._seq_len, decisions, cost, simulation)
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions."""
         if decisions.pipeline_parallel > 1:
-            return CostModel.of(self.cost.profile, self._workload.units, decisions)
+            return CostModel.of(self.cost.profile, self._units, decisions)
         if decisions.precision not in self._costs:
-            self._costs[decisions.precision] = CostModel.of(self.cost.profile, self._workload.units, decisions)
+            self._costs[decisions.precision] = CostModel.of(self.cost.profile, self._units, decisions)
         return self._costs[decisions.precision]
 
     def _extrapolated(self, decisions: Decisions) -> Candidate | None:
@@ -227,7 +227,7 @@ class Scorer:
 
     def _scored(self, decisions: Decisions, key: str) -> Candidate:
         """Simulate the schedule of decisions, which as JSON are ``key``."""
-        units, asynchronous = self._workload.units, self.cost.asynchronous
+        units, asynchronous = self._units, self.cost.asynchronous
         schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
         cost = self._priced(decisions)
         capacity = capacities(cost)

@@ -1,6 +1,6 @@
 """The critical path: the chain of tasks that determines the length of an iteration, and what slows it.
 
-[Note: Critical path] A task starts when the last of its predecessors has ended, or the task before it in its lane. So a
+A task starts when the last of its predecessors has ended, or the task before it in its lane. So a
 walk back from the beginning of the next iteration, always to the task that ended last, covers the iteration without
 gaps. Under fluid sharing, a task of the chain may take longer than alone; the difference is its ``slowed_s``. It is
 attributed to the task's resource with the highest demand while the task ran, summed over all running tasks at their
@@ -69,7 +69,7 @@ class Part:
 
 
 def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
-    """Return the critical path of one iteration in order of time; see [Note: Critical path].
+    """Return the critical path of one iteration in order of time; see the module.
 
     In a simulated timeline, the steps cover the period. In a measured one, gaps are times in which no task of the
     schedule ran.
@@ -88,7 +88,7 @@ def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
 
 
 def critical_walk(timeline: Timeline, end: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
-    """Walk back through executions, each time to the one that was waited for last; see [Note: Critical path].
+    """Walk back through executions, each time to the one that was waited for last; see the module.
 
     Args:
         timeline: the timeline.

@@ -1,10 +1,8 @@
 """Predictions for a schedule: time by phase, memory by tier, and the critical path."""
 
-import dataclasses
-
 from hwprofiles.quantity import Frozen
 from planner.costs.model import CostModel, total_flop
-from planner.decisions import Decisions, Sharding
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import TIERS, MemoryClass, Tier
@@ -73,27 +71,25 @@ class Prediction(Frozen):
         return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The units for one micro-batch, and the sequence length."""
+def predict(
+    units: tuple[Unit, ...], seq_len: int, decisions: Decisions, cost: CostModel, simulation: Simulation
+) -> Prediction:
+    """Summarise a simulation as a prediction.
 
-    units: tuple[Unit, ...]
-    seq_len: int
-
-    def tokens(self, decisions: Sharding) -> int:
-        """Return the tokens of one iteration over all devices."""
-        return decisions.num_sequences * self.seq_len
-
-
-def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:
-    """Summarise a simulation as a prediction."""
+    Args:
+        units: for one micro-batch.
+        seq_len: tokens per sequence.
+        decisions: what was simulated.
+        cost: with these prices.
+        simulation: with this result.
+    """
     timeline, steady = simulation.timeline, simulation.steady
     phases = simulation.phases
     return Prediction(
         **{f"{phase}_s": seconds for phase, seconds in phases.by_phase.items()},
         iteration_s=phases.iteration_s,
-        tokens_per_s=workload.tokens(decisions) / phases.iteration_s,
-        model_flop_per_s=total_flop(workload.units, decisions) / phases.iteration_s,
+        tokens_per_s=decisions.num_sequences * seq_len / phases.iteration_s,
+        model_flop_per_s=total_flop(units, decisions) / phases.iteration_s,
         memory=memory_peaks(timeline, steady, cost),
         busy_s={lane.value: seconds for lane, seconds in sorted(timeline.busy_s(steady).items())},
         critical_s=critical_path(timeline, steady),

@@ -11,7 +11,7 @@ tasks compete, and only their ratios matter: on a full resource, a task of weigh
 eighth of its speed, plus what the other leaves. The capacity of a resource may depend on the number of its running
 users. Results do not depend on the order in which simultaneous events are processed, so there are no ties to break.
 
-[Note: Folding] Ranks with equal tasks that start together stay together: max-min fair speeds are unique, and exchanging
+Ranks with equal tasks that start together stay together: max-min fair speeds are unique, and exchanging
 two ranks does not change the system. So one *representative* of R ranks is exact if it gets 1/R of every shared
 resource and the whole of every resource that each rank has alone. If a capacity depends on the number of users, k users
 of the representative stand for R * k. The representative is not exact if ranks differ (fewer of them on the last node),

@@ -12,7 +12,7 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.search import Scorer
-from planner.simulate.prediction import Prediction, Workload
+from planner.simulate.prediction import Prediction
 from ullage.rivals.lowering import lower
 from ullage.rivals.tricks import bench_of
 
@@ -38,7 +38,7 @@ def predicted(explained: Bench, decisions: Decisions, plan: Plan | None = None) 
     plan = plan or explained.plan
     units = plan.units()
     cost = CostModel.of(plan.hardware, units, decisions)
-    return Scorer(Workload(units, plan.seq_len), cost, lower=lower).predict(decisions)
+    return Scorer(units, plan.seq_len, cost, lower=lower).predict(decisions)
 
 
 def with_decisions(explained: Bench, **options: object) -> Bench:

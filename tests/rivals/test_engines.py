@@ -21,12 +21,12 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import _infeasible, prepare
+from planner.plan.planning import _infeasible
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.search import Scorer, best_of
 from planner.setup import Mix, Setup, pieces
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import Workload, memory_peaks
+from planner.simulate.prediction import memory_peaks
 from ullage.rivals.best import best_of_engine, engine_policies
 from ullage.rivals.decisions import GradientPath, HostUpdate
 from ullage.rivals.engines.catalogue import HOST_PARAMETER_POLICIES, POLICIES, STORAGE_POLICIES, can_run
@@ -294,7 +294,7 @@ def test_engines_recompute_only_where_they_must(model: str, room: float, ranks: 
     chosen = Setup(many, Sharding(data_parallel=ranks, micro_batch=64, subgroup_params=1_000_000, clip=clip))
     gpu_bytes = room * sum(unit.saved_bytes for unit in chosen.units)
     cost = CostModel(machine(gpu_bytes=gpu_bytes, devices_per_node=ranks), chosen.units, chosen.given)
-    scorer, thorough = (Scorer(Workload(chosen.units, 512), cost, lower=lower) for _ in range(2))
+    scorer, thorough = (Scorer(chosen.units, 512, cost, lower=lower) for _ in range(2))
     names = [name for name in POLICIES if can_run(name, chosen, 1) and name != "streaming"]  # that is a search
     found = {name: best_of_engine(chosen, scorer, name) for name in names}
     for name in names:
@@ -371,27 +371,28 @@ def test_pieces_agree_with_decisions(ranks: int) -> None:
                 assert decisions.piece_params(unit) == pieces(chosen, unit)
 
 
-def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:
+def test_a_variant_has_units_for_the_batch_and_the_precision() -> None:
     request = Request(model=resolve_model("demo-llama"), hardware=machine(), seq_len=64, micro_batch=2)
-    chosen, workload, cost = prepare(request)
-    assert chosen.units is workload.units
-    assert Scorer(workload, cost, lower=lower).score(next(gpu_only(chosen))).missing_bytes == {}
+    two = variants(request)[0]
+    chosen = two.setup
+    assert Scorer.of(two, lower=lower).score(next(gpu_only(chosen))).missing_bytes == {}
     saved_bytes = chosen.units[1].saved_bytes
     one = Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1)
-    assert saved_bytes == 2 * prepare(one)[0].units[1].saved_bytes
+    assert saved_bytes == 2 * variants(one)[0].setup.units[1].saved_bytes
 
 
 def test_too_little_nvme_is_named() -> None:
     """What drives cannot hold is rejected before simulating, with the tier's name and a remedy; so is having none."""
     for num_bytes, message in ((1e7, r"nvme \(1 device\(s\) per node\) lacks .* more nodes"), (0, "has no nvme")):
         request = Request(resolve_model("demo-llama"), machine(nvme_bytes=num_bytes), seq_len=64, micro_batch=1)
-        chosen, workload, cost = prepare(request)
+        one = variants(request)[0]
+        chosen = one.setup
         decisions = next(zero_infinity(chosen))
         if not num_bytes:
             with pytest.raises(ValueError, match=message):
-                Scorer(workload, cost, lower=lower).score(decisions)
+                Scorer.of(one, lower=lower).score(decisions)
             continue
-        candidate = Scorer(workload, cost, lower=lower).score(decisions)
+        candidate = Scorer.of(one, lower=lower).score(decisions)
         held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
@@ -402,8 +403,9 @@ def test_zero_offload_keeps_parameters_on_the_host_where_the_device_is_too_small
     """DeepSpeed's ``offload_param``: every unit is fetched for each use, and the host updates what it serves."""
     for gpu_bytes, where in ((2e10, "gpu"), (5e9, "host")):
         requested = Request(resolve_model("opt-2.7b"), machine(gpu_bytes=gpu_bytes), seq_len=64, micro_batch=1)
-        some, workload, cost = prepare(requested)
-        rows = engine_policies(some, Scorer(workload, cost, lower=lower))
+        one = variants(requested)[0]
+        some = one.setup
+        rows = engine_policies(some, Scorer.of(one, lower=lower))
         for name in ("zero-offload-blocking", "zero-offload"):
             found = rows[name]
             assert not found.missing_bytes

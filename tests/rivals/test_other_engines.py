@@ -13,7 +13,7 @@ from planner.schedule.tasks import Lane, Op, Task, Tier
 from planner.search import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import Workload, memory_peaks
+from planner.simulate.prediction import memory_peaks
 from ullage.rivals.best import best_of_engine
 from ullage.rivals.decisions import GradientPath
 from ullage.rivals.engines.catalogue import POLICIES, can_run
@@ -35,7 +35,7 @@ def setup(**given: object) -> Setup:
 def scorer_of(some: Setup, **options: float) -> Scorer:
     profile = machine(devices_per_node=8, **options)  # type: ignore[arg-type]
     cost = CostModel(profile, some.units, some.given)
-    return Scorer(Workload(some.units, 512), cost, lower=lower)
+    return Scorer(some.units, 512, cost, lower=lower)
 
 
 def lowered(decisions: Decisions) -> Schedule:

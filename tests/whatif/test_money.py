@@ -7,7 +7,6 @@ from hwprofiles.quantity import Provenance
 from ullage.whatif.money import charged, pareto_front
 from ullage.whatif.prices import Extra, MachinePrice, Prices, example_prices, load_prices
 from ullage.whatif.study import Checkpoints, Cost, Point, Result, StudyRequest, Varied
-from ullage.whatif.values import StudyError
 
 ASSUMED = Provenance(origin="assumed", source="a test")
 
@@ -85,5 +84,5 @@ def test_the_packaged_example_says_that_it_is_one():
 )
 def test_bad_price_files_are_one_line(text, wanted, tmp_path):
     (tmp_path / "prices.json").write_text(text)
-    with pytest.raises(StudyError, match=wanted):
+    with pytest.raises(ValueError, match=wanted):
         load_prices(tmp_path / "prices.json")

@@ -10,7 +10,6 @@ import pytest
 
 from ullage.whatif.running.store import Store
 from ullage.whatif.study import Result, load_study
-from ullage.whatif.values import StudyError
 
 RESULTS = {f"key{i}": Result(status="refused", reason=f"because {i / 3} é") for i in range(4)}
 STUDY = ("--hardware", "a100-80", "--sweep", "pcie=1x..30x..1x", "--workers", "2", "--json")
@@ -67,13 +66,13 @@ def test_looking_again_keeps_what_was_there_before(tmp_path):
 def test_other_files_are_left_alone(tmp_path):
     for text in ("not a store", '{"schema_version": 1}', "\n\n"):
         (tmp_path / "notes.txt").write_text(text)
-        with pytest.raises(StudyError, match="is not a store of results"):
+        with pytest.raises(ValueError, match="is not a store of results"):
             Store(tmp_path / "notes.txt")
         assert (tmp_path / "notes.txt").read_text() == text
 
 
 def test_one_study_writes_at_a_time(tmp_path):
-    with Store(tmp_path / "s.jsonl"), pytest.raises(StudyError, match="another study"):
+    with Store(tmp_path / "s.jsonl"), pytest.raises(ValueError, match="another study"):
         Store(tmp_path / "s.jsonl")
     Store(tmp_path / "s.jsonl").__exit__(None, None, None)
 

@@ -7,7 +7,6 @@ from planner.decisions import Place, UnitDecision
 from planner.explain.limits import Limit, bound_rests_on, full_tiers, limits
 from planner.explain.moves import (
     SAME,
-    Alternative,
     Deadline,
     Group,
     alternatives,
@@ -78,12 +77,12 @@ class PlanExplained:
         )
 
     @property
-    def better(self) -> tuple[str, Alternative] | None:
+    def better(self) -> tuple[str, Trial] | None:
         """The best move that fits and makes the plan faster, with its unit, if the search missed one."""
         enough_s = self.bench.own.iteration_s * (1 - SAME)
         moves = [(unit, move) for group in self.groups for unit, move in group.cheapest.items() if move]
-        faster = [found for found in moves if found[1].trial.fits and found[1].trial.iteration_s < enough_s]
-        return min(faster, key=lambda found: found[1].trial.iteration_s, default=None)
+        faster = [(unit, move) for unit, move in moves if move.fits and move.iteration_s < enough_s]
+        return min(faster, key=lambda found: found[1].iteration_s, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything for :func:`ullage.output.console.write_json`."""
@@ -116,7 +115,7 @@ class PlanExplained:
                 {
                     **{name: getattr(group, name) for name in ("name", "units", "params", "activations", "updates")},
                     "cheapest_moves": {
-                        unit: move and {**dict(move.decision), **_trial(self.bench, move.trial)}
+                        unit: move and {**dict(move.decisions.units[unit]), **_trial(self.bench, move)}
                         for unit, move in group.cheapest.items()
                     },
                 }
@@ -142,9 +141,9 @@ class UnitExplained:
     bench: Bench
     unit: str
     deadline: Deadline | None
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Trial, ...]
     reason: str
-    about: Alternative | None
+    about: Trial | None
 
     @classmethod
     def of(cls, bench: Bench, unit: str, progress: Report) -> Self:
@@ -157,14 +156,14 @@ class UnitExplained:
         """The reason for the unit's placement, in one sentence."""
         if self.about is None:
             return "nothing else fits in memory"
-        other = move_words(self.bench, self.unit, self.about.decision)
-        seconds, share = change(self.bench, self.about.trial)
-        extra_bytes = self.about.trial.traffic_bytes - self.bench.own.traffic_bytes
+        other = move_words(self.bench, self.unit, self.about)
+        seconds, share = change(self.bench, self.about)
+        extra_bytes = self.about.traffic_bytes - self.bench.own.traffic_bytes
         fewer = f"{si(-extra_bytes, 'B')} less" if extra_bytes else "as much"
         saves = f"would save {si(-seconds, 's')} ({percent(-share)})"
         return {
             "better": f"not the best: {other} {saves} and fits; the search missed this",
-            "lacks": f"{other} {saves}, but {lacks(self.about.trial)}; nothing that fits is faster",
+            "lacks": f"{other} {saves}, but {lacks(self.about)}; nothing that fits is faster",
             "bytes": f"{other} takes as long, but moves {si(extra_bytes, 'B')} more",
             "equal": f"{other} takes as long and moves {fewer}; both are equally good",
             "fastest": f"the fastest that fits; the next best is {other}, {si(seconds, 's')} ({percent(share)}) slower",
@@ -181,7 +180,11 @@ class UnitExplained:
             "why": self.words,
             "deadline": when and {**dataclasses.asdict(when), "slack_s": when.slack_s},
             "alternatives": [
-                {"chosen": tried.chosen, **dict(tried.decision), **_trial(self.bench, tried.trial)}
+                {
+                    "chosen": tried is self.bench.own,
+                    **dict(tried.decisions.units[self.unit]),
+                    **_trial(self.bench, tried),
+                }
                 for tried in self.alternatives
             ],
         }
@@ -201,9 +204,9 @@ def lacks(trial: Trial) -> str:
     return f"lacks {', '.join(missing)}" if missing else "yes"
 
 
-def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
-    """Return the differences between a decision and the plan's, in words."""
-    own = bench.decisions.units[unit]
+def move_words(bench: Bench, unit: str, trial: Trial) -> str:
+    """Return the differences between a trial's decision for a unit and the plan's, in words."""
+    own, decision = bench.decisions.units[unit], trial.decisions.units[unit]
     changes = []
     if decision.update != own.update:
         changes.append(f"updated {_update_words(decision)}")

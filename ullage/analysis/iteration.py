@@ -6,20 +6,28 @@ import statistics
 from collections import defaultdict
 from typing import Any, Self
 
+from hwprofiles.profile import HardwareProfile
+from planner.costs.model import CostModel
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.models.captured import Model
+from planner.schedule.schedule import Schedule
 from planner.schedule.series import Series, amounts, busy, traffic
 from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import MemoryUse, Phases, Stretch, Timeline, memory_use
 from planner.simulate.critical_path import Step, critical_path, critical_steps, slowed
-from planner.simulate.machine import Simulation
+from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
 from ullage.analysis.runs import RunRecord, check_measured
-from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
+from ullage.rivals.lowering import lower
 
 # Relief is computed for lanes with at least this share of the critical path. It is shown if it shortens the iteration
 # by at least this fraction.
 _WORTH_ASKING = 0.05
 _WORTH_TELLING = 0.01
+# Enough iterations for a change of one lane to reach a steady state.
+_ITERATIONS_OF_A_CHANGE = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,14 +99,40 @@ class View:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Iteration:
-    """One steady iteration of a plan or engine. Times are seconds since it began.
+    """One steady iteration of decisions, simulated when its times are asked for. Times are seconds since it began.
 
     Attributes:
-        subject, simulation: the simulated plan or engine, and its simulation.
+        engine: the engine that decides, with its setting if it has one, such as ``twin-flow 0.4``.
+        model, hardware: the model and the machine.
+        units, seq_len: the model's units, and the tokens per sequence.
+        decisions: decisions of the engine.
+        cost: cost model of the tasks.
+        num_iterations: iterations to simulate, of which this is the last complete one; ``None``: until they repeat.
     """
 
-    subject: Subject
-    simulation: Simulation
+    engine: str
+    model: Model
+    hardware: HardwareProfile
+    units: tuple[Unit, ...]
+    seq_len: int
+    decisions: Decisions
+    cost: CostModel
+    num_iterations: int | None = None
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of one iteration."""
+        return lower(self.units, self.decisions, asynchronous=self.cost.asynchronous)
+
+    @functools.cached_property
+    def simulation(self) -> Simulation:
+        """The simulated schedule."""
+        if self.num_iterations is None:
+            return run_until_steady(self.schedule, self.cost)
+        prices, capacities = self.cost.prices(self.schedule), self.cost.capacities()
+        timeline = run(self.schedule, prices, capacities, self.num_iterations)
+        last = max(self.num_iterations - 2, 0)
+        return Simulation(timeline, range(last, last + 1), converged=False)
 
     @functools.cached_property
     def view(self) -> View:
@@ -123,21 +157,34 @@ class Iteration:
     @functools.cached_property
     def peaks(self) -> dict[Tier, TierMemory]:
         """Peaks and capacities of one device, and of all ranks on one node together."""
-        return memory_peaks(self.simulation.timeline, self.simulation.steady, self.subject.cost)
+        return memory_peaks(self.simulation.timeline, self.simulation.steady, self.cost)
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """The critical path."""
-        timeline, steady, cost = self.simulation.timeline, self.simulation.steady, self.subject.cost
+        timeline, steady, cost = self.simulation.timeline, self.simulation.steady, self.cost
         steps = critical_steps(timeline, steady)
         return slowed(timeline, steady, steps, cost.prices(timeline.schedule), cost.capacities())
 
     @functools.cached_property
     def half_work_s(self) -> dict[Lane, float]:
         """For important lanes, the iteration time with half the work on that lane."""
-        schedule = self.simulation.timeline.schedule
         matter = (Lane(lane) for lane, s in self.critical_s.items() if s >= _WORTH_ASKING * self.period_s)
-        return {lane: self.subject.iteration_with_half_the_work_s(schedule, lane) for lane in matter}
+        return {lane: self._with_half_the_work_s(lane) for lane in matter}
+
+    def _with_half_the_work_s(self, lane: Lane) -> float:
+        """Return the iteration time if every task of one lane had half the work.
+
+        The lane's share of the critical path is an upper limit of the saving, because other paths become critical.
+        """
+        prices = [
+            dataclasses.replace(price, latency_s=price.latency_s / 2, duration_s=price.duration_s / 2)
+            if task.lane is lane
+            else price
+            for task, price in zip(self.schedule.tasks, self.cost.prices(self.schedule), strict=True)
+        ]
+        timeline = run(self.schedule, prices, self.cost.capacities(), _ITERATIONS_OF_A_CHANGE)
+        return timeline.period_s(_ITERATIONS_OF_A_CHANGE - 2)
 
     @functools.cached_property
     def critical_s(self) -> dict[str, float]:
@@ -167,7 +214,7 @@ class Iteration:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the numbers."""
-        warnings = list(self.subject.cost.warnings)
+        warnings = list(self.cost.warnings)
         if not self.simulation.converged:
             warnings.append("the simulated iteration may not repeat exactly; times are of one iteration out of several")
         if (length := len(self.simulation.iterations)) > 1:
@@ -209,9 +256,9 @@ class Iteration:
         """Return all of it for :func:`ullage.output.console.write_json`; seconds and bytes."""
         tasks, view = self.simulation.timeline.schedule.tasks, self.view
         return {
-            "engine": self.subject.engine,
-            "model": self.subject.model.name,
-            "hardware": self.subject.hardware.name,
+            "engine": self.engine,
+            "model": self.model.name,
+            "hardware": self.hardware.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
             "phases_s": {**self.phases.by_phase, "iteration": self.period_s},

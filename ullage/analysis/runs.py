@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json, write_whole
 from hwprofiles.quantity import Frozen
 from planner.plan.document import Plan
@@ -17,10 +17,6 @@ from planner.schedule.timeline import Timeline
 SCHEMA_VERSION: Final = 1
 MIN_MEASURED: Final = 6
 """The fewest iterations of which some count as measurements: the first ones warm up, and the last is not complete."""
-
-
-class RunError(ValueError):
-    """A run file cannot be used; the message contains the remedy."""
 
 
 class RunRecord(Frozen):
@@ -117,21 +113,18 @@ def load_run(path: Path) -> RunRecord:
     """Read and check a run file.
 
     Raises:
-        RunError: the file is missing, is not a run, or has another schema version.
+        ValueError: the file is missing, is not a run, or has another schema version.
     """
-    data = read_json(path, RunError, "`ullage execute` writes run files")
+    data = read_json(path, ValueError, "`ullage execute` writes run files")
     fields = data if isinstance(data, dict) else {}
     for field, kind in (("decisions", "a plan; execute it first with `ullage execute`"), ("host_link", "a profile")):
         if field in fields:
-            raise RunError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` wrote")
+            raise ValueError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` wrote")
     version = fields.get("schema_version")
     if "start_s" not in fields:
-        raise RunError(f"{path} is not a run; give the run.json that `ullage execute` wrote")
+        raise ValueError(f"{path} is not a run; give the run.json that `ullage execute` wrote")
     if version != SCHEMA_VERSION:
-        raise RunError(
+        raise ValueError(
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; execute the plan again"
         )
-    try:
-        return RunRecord.model_validate(data)
-    except ValidationError as error:
-        raise RunError(f"{path}: {complaint(error, 'run')}") from error
+    return validated(RunRecord, data, path, "run")

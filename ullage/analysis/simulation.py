@@ -3,80 +3,25 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Decisions
-from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.competition import compete
 from planner.plan.document import Plan
-from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
-from planner.simulate.machine import Simulation, run, run_until_steady
-from planner.simulate.prediction import Workload
+from planner.simulate.machine import Simulation
+from ullage.analysis.iteration import Iteration
 from ullage.rivals.best import best_of_engine, scorer_of
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.engines.zenflow import zen_flow
-from ullage.rivals.lowering import lower
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
-
-# Enough iterations for a change of one lane to reach a steady state.
-_ITERATIONS_OF_A_CHANGE = 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A set of decisions to simulate.
-
-    Attributes:
-        engine: the engine that decides, with its setting if it has one, such as ``twin-flow 0.4``.
-        model, hardware: the model and the machine.
-        workload: the model's units and the tokens per sequence.
-        decisions: decisions of the engine.
-        cost: cost model of the tasks.
-    """
-
-    engine: str
-    model: Model
-    hardware: HardwareProfile
-    workload: Workload
-    decisions: Decisions
-    cost: CostModel
-
-    def schedule(self) -> Schedule:
-        """Return the schedule of one iteration."""
-        return lower(self.workload.units, self.decisions, asynchronous=self.cost.asynchronous)
-
-    def simulate(self, num_iterations: int | None = None) -> Simulation:
-        """Simulate the schedule; see :func:`simulate`."""
-        schedule, cost = self.schedule(), self.cost
-        if num_iterations is None:
-            return run_until_steady(schedule, cost)
-        timeline = run(schedule, cost.prices(schedule), cost.capacities(), num_iterations)
-        last = max(num_iterations - 2, 0)
-        return Simulation(timeline, range(last, last + 1), converged=False)
-
-    def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
-        """Return the iteration time if every task of one lane had half the work.
-
-        The lane's share of the critical path is an upper limit of the saving, because other paths become critical.
-        """
-        prices = [
-            dataclasses.replace(price, latency_s=price.latency_s / 2, duration_s=price.duration_s / 2)
-            if task.lane is lane
-            else price
-            for task, price in zip(schedule.tasks, self.cost.prices(schedule), strict=True)
-        ]
-        timeline = run(schedule, prices, self.cost.capacities(), _ITERATIONS_OF_A_CHANGE)
-        return timeline.period_s(_ITERATIONS_OF_A_CHANGE - 2)
 
 
 def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
@@ -90,11 +35,12 @@ def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions
     Returns:
         The timeline and the iteration to read. With ``num_iterations`` it is the last complete one.
     """
-    return _subject_of(plan, OURS, plan.decisions if decisions is None else decisions).simulate(num_iterations)
+    seen = _of_plan(plan, OURS, plan.decisions if decisions is None else decisions)
+    return dataclasses.replace(seen, num_iterations=num_iterations).simulation
 
 
-def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return a plan's own decisions, or those of an engine for the plan's model, machine and batch.
+def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Iteration:
+    """Return an iteration of a plan's own decisions, or of those of an engine for the plan's model, machine and batch.
 
     Args:
         plan: gives the model, the machine and the batch.
@@ -110,20 +56,20 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subje
     if engine != OURS or setting is not None:
         tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
         decisions = _decided(dataclasses.replace(chosen_request(plan), **tiles), engine, setting)[1]
-    return _subject_of(plan, _name(engine, setting), decisions)
+    return _of_plan(plan, _name(engine, setting), decisions)
 
 
-def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Subject:
-    """Return an engine's decisions for a request, even if they do not fit; for ``ullage`` the best that search finds.
+def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Iteration:
+    """Return an iteration by an engine for a request, even if it does not fit; by ``ullage``: the best of a search.
 
     Raises:
         ValueError: the engine or its setting does not exist.
     """
     variant, decisions = _decided(request, engine, setting)
-    workload, cost = Workload(variant.setup.units, request.seq_len), variant.cost
+    units, cost = variant.setup.units, variant.cost
     if decisions.precision != cost.precision:
-        cost = CostModel.of(request.hardware, workload.units, decisions)
-    return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
+        cost = CostModel.of(request.hardware, units, decisions)
+    return Iteration(_name(engine, setting), request.model, request.hardware, units, request.seq_len, decisions, cost)
 
 
 def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
@@ -159,10 +105,10 @@ def _name(engine: str, setting: str | None) -> str:
     return engine if setting is None else f"{engine} {setting}"
 
 
-def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
+def _of_plan(plan: Plan, engine: str, decisions: Decisions) -> Iteration:
     units = plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)
-    return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
+    return Iteration(engine, plan.model, plan.hardware, units, plan.seq_len, decisions, cost)
 
 
 def chosen_request(plan: Plan) -> Request:

@@ -22,7 +22,7 @@ OF_STEP: Final = "the step's loss: "
 
 
 class LongLoopError(BaseException):
-    """A recording has more events than a model without loops over tokens has; see [Note: Loops over tokens].
+    """A recording has more events than a model without loops over tokens has; see :mod:`planner.models.loops`.
 
     It is no ``Exception``: the model's code may handle those.
     """

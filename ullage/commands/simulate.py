@@ -1,13 +1,13 @@
 """``ullage simulate``: show one iteration in detail."""
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from planner.plan.document import load_plan
 from planner.schedule.trace import chrome_trace, write_trace
-from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import ENGINES, OURS, planned
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
@@ -72,14 +72,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--figure {args.figure}: the figure is a page; let its name end in .html")
     check_output("--trace", args.trace)
     check_output("--figure", args.figure)
-    subject = planned(load_plan(args.plan), *args.engine)
+    seen = dataclasses.replace(planned(load_plan(args.plan), *args.engine), num_iterations=args.iterations)
     if args.text:
-        sys.stdout.write(subject.schedule().to_text() + "\n")
+        sys.stdout.write(seen.schedule.to_text() + "\n")
         return 0
-    simulation = subject.simulate(args.iterations)
-    seen = Iteration(subject, simulation)
     if args.trace:
-        write_trace(args.trace, chrome_trace({"predicted": simulation.timeline}))
+        write_trace(args.trace, chrome_trace({"predicted": seen.simulation.timeline}))
     if args.figure:
         from ullage.report.page import render  # noqa: PLC0415 - plotly may be missing
 

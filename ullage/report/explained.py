@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from planner.explain.limits import Crossing, Limit
-from planner.explain.moves import SAME, Alternative, Group
+from planner.explain.moves import SAME, Group
 from planner.explain.trial import Bench, Trial
 from planner.explain.tricks import Trick
 from planner.schedule.tasks import Lane, Tier
@@ -97,9 +97,9 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
     if better := explained.better:
         unit, move = better
-        seconds, share = change(bench, move.trial)
+        seconds, share = change(bench, move)
         rows["better"] = (
-            f"{unit} changed to '{move_words(bench, unit, move.decision)}' would fit and save {si(-seconds, 's')} "
+            f"{unit} changed to '{move_words(bench, unit, move)}' would fit and save {si(-seconds, 's')} "
             f"({percent(-share)}); the search missed this"
         )
     if (compiled := explained.compiled) and compiled.fits and (saved := -change(bench, compiled)[1]) > _TELLING:
@@ -193,14 +193,13 @@ def _cheapest(bench: Bench, group: Group) -> str:
     moves = [(unit, move) for unit, move in group.cheapest.items() if move is not None]
     if not moves:
         return "-"
-    unit, move = min(moves, key=lambda found: found[1].trial.order)
-    slowest = max(_slowdown(bench, other.trial)[0] for _, other in moves)
-    least = _slowdown(bench, move.trial)[0]
+    unit, move = min(moves, key=lambda found: found[1].order)
+    slowest = max(_slowdown(bench, other)[0] for _, other in moves)
+    least = _slowdown(bench, move)[0]
     range_ = (
         si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
     )
-    short = "" if move.trial.fits else f", {lacks(move.trial)}"
-    return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
+    return f"{move_words(bench, unit, move)}: {range_}{_lacking(move)}"
 
 
 def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
@@ -243,23 +242,23 @@ def _crossing(crossing: Crossing | None, limit: Limit) -> str:
 
 
 def _alternatives(explained: UnitExplained) -> Section:
-    order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
-    rows = tuple(_alternative(explained.bench, alternative) for alternative in order)
+    own = explained.bench.own
+    order = sorted(explained.alternatives, key=lambda tried: (tried is not own, not tried.fits, tried.iteration_s))
+    rows = tuple(_alternative(explained.bench, explained.unit, tried) for tried in order)
     columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
     note = "the first row is chosen by the plan. In every other row, only this unit changes"
     table = Table("all ways to place this unit", columns, rows, note, bold=(0,))
     return Section("alternatives", "Alternatives", "Alternatives", (), (table,))
 
 
-def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
-    decision, trial = alternative.decision, alternative.trial
+def _alternative(bench: Bench, unit: str, trial: Trial) -> tuple[str, ...]:
     seconds, share = _slowdown(bench, trial)
     changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
     changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
     return (
-        *treatment_words(decision),
+        *treatment_words(trial.decisions.units[unit]),
         si(trial.iteration_s, "s"),
-        *(("-", "-") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
+        *(("-", "-") if trial is bench.own else (si(seconds, "s"), signed_percent(share))),
         *(si(number, "B") if number else "" for number in changes),
         lacks(trial),
     )

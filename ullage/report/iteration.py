@@ -18,14 +18,14 @@ _SMALL = 0.005
 
 def iteration_part(seen: Iteration) -> Part:
     """Return one iteration."""
-    subject, timeline, views, cost = seen.subject, seen.simulation.timeline, [seen.view], seen.subject.cost
-    decided, tasks = subject.decisions, timeline.schedule.tasks
+    timeline, views, cost = seen.simulation.timeline, [seen.view], seen.cost
+    decided, tasks = seen.decisions, timeline.schedule.tasks
     num_steps, numerics = (decided.num_steps, decided.numerics) if isinstance(decided, RivalDecisions) else (1, None)
     each = f"for {num_steps} iterations, {si(seen.period_s / num_steps, 's')} each" if num_steps > 1 else ""
-    speed = f"{subject.workload.tokens(decided) / seen.period_s:,.0f} {counted(subject.model)}/s"
+    speed = f"{decided.num_sequences * seen.seq_len / seen.period_s:,.0f} {counted(seen.model)}/s"
     present = {task.phase for task in tasks}  # only published runs have ``loop``
     phases = {phase.value: s for phase, s in seen.phases.by_phase.items() if phase in present}
-    title = f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by {subject.engine}"
+    title = f"{seen.model.name} on {decided.num_devices} device(s) of {seen.hardware.name} by {seen.engine}"
     return Part(
         title=title,
         kind="iteration",

@@ -21,7 +21,7 @@ class GradientPath(StrEnum):
     """How gradients leave the device."""
 
     ONCE = "once"  # as ours: in the weights' type, pinned, asynchronous, 2 B/param in bf16
-    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out and back in, and after the last micro-batch fp32 out [Note: Accumulation].
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out and back in, and after the last micro-batch fp32 out.
     # The fp32 copy also converts. It runs on the stream that backward's kernels wait for, so its time is fully exposed.
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
     ZERO3_PAGEABLE = "zero3-pageable"  # no copy is pinned, and the caller waits for each: ``pin_memory`` is off
@@ -154,7 +154,7 @@ class RivalDecisions(Decisions):
 
     @property
     def fills_buckets(self) -> bool:
-        """Whether gradients that leave the device wait for one another; see [Note: Buckets]."""
+        """Whether gradients that leave the device wait for one another; see :mod:`ullage.rivals.passes.gradients`."""
         blocking = self.gradient_path in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PAGEABLE}
         return blocking and self.update_start == "step"
 

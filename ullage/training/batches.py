@@ -61,7 +61,7 @@ class Batches:
         seed: seed of the order, or of the random batch.
         reader: number of the group of ranks that reads these sequences; without groups, the data-parallel rank.
         num_sequences: sequences that all ranks together read in an iteration, if they are fewer than the plan's ranks
-            and micro-batches have room for; see [Note: Elastic runs] in :mod:`ullage.training.elastic`.
+            and micro-batches have room for; see :mod:`ullage.training.elastic`.
 
     Attributes:
         num_sequences: sequences that all ranks together read in an iteration.

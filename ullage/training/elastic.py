@@ -1,6 +1,6 @@
 """Training that outlives its processes: a plan for those that are there, and what each loss of some has cost.
 
-[Note: Elastic runs] ``torchrun`` starts all processes again when one has failed, or when nodes have come or gone
+``torchrun`` starts all processes again when one has failed, or when nodes have come or gone
 (``--nnodes 1:4 --max-restarts 100``). Each time, training goes on from the newest whole checkpoint, under a plan for
 the ranks that are there then. An iteration reads the same sequences under every one of these plans, so a step number
 means the same state, and the loss curve goes on. Where the sequences cannot be divided equally, some ranks compute

@@ -251,10 +251,6 @@ def _plan(_asked: Question, options: dict[str, Any], known: str | None, send: Se
     send(result=_planned(options, known, send).to_json())
 
 
-def _steps(send: Send) -> Callable[[str, int, int], None]:
-    return lambda words, done, total: send(progress=words, done=done, total=total)
-
-
 class _Offer(NamedTuple):
     """Some GPUs of a machine: how late, for how much and how long a run is at least. Offers compare as visitors do."""
 

@@ -18,7 +18,6 @@ from ullage.whatif.running.workers import in_processes, in_this_process, num_usa
 from ullage.whatif.sensitivity import sensitivities
 from ullage.whatif.study import Study, StudyRequest, load_study
 from ullage.whatif.tables import check_table_path, write_table
-from ullage.whatif.values import StudyError
 
 EXAMPLE_PRICES = "example"
 _DAY_S = 86400.0
@@ -44,7 +43,7 @@ def study_of(args: argparse.Namespace) -> Study:
     request = loaded.request if loaded else study_request(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
     if args.sensitivities and request.sweep:
-        raise StudyError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
+        raise ValueError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
     num_workers = args.workers or num_usable_cores()
     runner = in_this_process if num_workers == 1 else in_processes(num_workers)
     if "hardware" not in request.set.keys() | request.sweep.keys() and request.question not in COMPARES_MACHINES:
@@ -70,10 +69,10 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
         if name in sweeps:
-            raise StudyError(f"--sweep {name} is given twice; give all its values in one")
+            raise ValueError(f"--sweep {name} is given twice; give all its values in one")
         sweeps[name] = (text,)
     if twice := sorted(options.keys() & (sets.keys() | sweeps.keys())):
-        raise StudyError(f"{known_options()[twice[0]].flag} and {twice[0]}=... are both given; leave out one of them")
+        raise ValueError(f"{known_options()[twice[0]].flag} and {twice[0]}=... are both given; leave out one of them")
     if args.question == "largest" and "model" not in options.keys() | sets.keys() | sweeps.keys():
         counts = list_models()
         sweeps["model"] = (",".join(sorted(models_with_formulas(), key=counts.__getitem__)),)
@@ -99,7 +98,7 @@ def matching_fields(args: argparse.Namespace) -> tuple[list[Field], dict[str, st
     """Return the fields that can be varied, with the values of the given machine and model, and their other names.
 
     Raises:
-        StudyError: no field has the text of ``--fields``.
+        ValueError: no field has the text of ``--fields``.
     """
     if args.model is None:
         args.model = "opt-13b"  # all models have the same fields
@@ -107,7 +106,7 @@ def matching_fields(args: argparse.Namespace) -> tuple[list[Field], dict[str, st
     wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
     aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
     if not args.json and not wanted and not aliases:
-        raise StudyError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
+        raise ValueError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
     return wanted, aliases
 
 
@@ -126,14 +125,14 @@ def _text(value: object) -> str:
 def _assignment(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise StudyError(f"{option} {text}: is not of the form FIELD=VALUE; give for example pcie=2x")
+        raise ValueError(f"{option} {text}: is not of the form FIELD=VALUE; give for example pcie=2x")
     return name, value
 
 
 def _refuse_options_beside_file(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_flags(args)
     if given:
-        raise StudyError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
+        raise ValueError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
 
 
 def _prices(text: str) -> Prices:

@@ -26,7 +26,7 @@ from ullage.whatif.fields import (
 )
 from ullage.whatif.running.point import Effort, digest_of
 from ullage.whatif.study import Axis, Result, StudyRequest, Value, Varied
-from ullage.whatif.values import Number, StudyError
+from ullage.whatif.values import Number
 
 MAX_POINTS: Final = 1_000_000
 Level = Number | Value
@@ -80,9 +80,9 @@ class Space:
         self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in request.set.items()}
         self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in request.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
-            raise StudyError(f"{twice[0]} is both set and swept; leave out one of them")
+            raise ValueError(f"{twice[0]} is both set and swept; leave out one of them")
         if request.design == "random" and request.num_points is None:
-            raise StudyError("a random design needs a number of points; give --design random,points=100")
+            raise ValueError("a random design needs a number of points; give --design random,points=100")
         self._rows = self._combined()
         self.axes = tuple(self._axis(name, position) for position, name in enumerate(self._levels))
 
@@ -140,17 +140,17 @@ class Space:
                 continue
             low, high = (field.parse(end) for end in text)
             if self.request.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
-                raise StudyError(
+                raise ValueError(
                     f"{name}={text[0]}..{text[1]} has no step; give one, as in 1x..4x..0.5x or 1x..8x..*2, or draw "
                     "values with --design random"
                 )
             if low.relative is not high.relative:
-                raise StudyError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
+                raise ValueError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
             levels.append(dataclasses.replace(low, high=high.value))
         if not levels:
-            raise StudyError(f"{name} has no values; give some, as in {name}=1,2,4")
+            raise ValueError(f"{name} has no values; give some, as in {name}=1,2,4")
         if len({_is_relative(level) for level in levels}) > 1:
-            raise StudyError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
+            raise ValueError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
         return levels
 
     def _combined(self) -> list[tuple[Any, ...]]:
@@ -161,9 +161,9 @@ class Space:
             return self._drawn(levels, total)
         if design == "zip" and len({len(of_axis) for of_axis in levels}) > 1:
             counts = ", ".join(f"{name} {len(of_axis)}" for name, of_axis in self._levels.items())
-            raise StudyError(f"--design zip needs the same number of values on each axis, but there are {counts}")
+            raise ValueError(f"--design zip needs the same number of values on each axis, but there are {counts}")
         if design == "cartesian" and total > MAX_POINTS:
-            raise StudyError(
+            raise ValueError(
                 f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values, or draw some "
                 "with --design random,points=1000"
             )
@@ -200,7 +200,7 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     }
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **request.set}.items()}
     if "model" not in texts:
-        raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
+        raise ValueError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
     named = ("model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))

@@ -20,7 +20,7 @@ from planner.models.config import ModelConfig, ModelConfigError
 from ullage.cli.arguments import lora, mtbf, switch
 from ullage.cli.options import Options, known_options
 from ullage.whatif.study import Value
-from ullage.whatif.values import Number, StudyError, expand, parse_number
+from ullage.whatif.values import Number, expand, parse_number
 
 Kind = Literal["option", "machine", "model"]
 
@@ -91,7 +91,7 @@ class Field:
         """Parse a value: a number or factor, a switch, or the value of an option.
 
         Raises:
-            StudyError: the text is not a value of this field.
+            ValueError: the text is not a value of this field.
         """
         try:
             if self.kind == "option":
@@ -101,9 +101,9 @@ class Field:
                 return _switch(text)
             parsed = parse_number(text, self.unit)
         except ValueError as error:
-            raise StudyError(f"{self.name}={text}: {error}") from error
+            raise ValueError(f"{self.name}={text}: {error}") from error
         if self.whole and not parsed.relative and parsed.value % 1:
-            raise StudyError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
+            raise ValueError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
         return parsed
 
 
@@ -123,7 +123,7 @@ class Fields:
         """Return a field by its name, an alias, or its spelling as an option.
 
         Raises:
-            StudyError: the field does not exist; the message names similar ones.
+            ValueError: the field does not exist; the message names similar ones.
         """
         plain = name.removeprefix("--")
         for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
@@ -132,7 +132,7 @@ class Fields:
         inside = [other for other in self.by_name if plain in other][:3]
         near = inside or difflib.get_close_matches(plain, [*self.by_name, *ALIASES], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise StudyError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
+        raise ValueError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
 
 
 def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:
@@ -153,7 +153,7 @@ def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Va
                 hardware = replace(hardware, {name: after}, CHANGED)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise StudyError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
+            raise ValueError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
     return hardware
 
 
@@ -166,7 +166,7 @@ def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
     if not changes:
         return model
     if isinstance(model, CapturedModel):
-        raise StudyError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")
+        raise ValueError(f"{next(iter(changes))}: {model.name} is a captured model, so its sizes cannot be varied")  # noqa: TRY004 - it is a model
     sizes = {name: _changed_value(of_model(model, name), change) for name, change in changes.items()}
     try:
         return ModelConfig.model_validate(model.model_dump() | {n.removeprefix("model."): v for n, v in sizes.items()})
@@ -179,14 +179,14 @@ def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
     """Return the value of a machine's field; for a curve, its best rate.
 
     Raises:
-        StudyError: the machine has no such field.
+        ValueError: the machine has no such field.
     """
     path = scalable.paths[0] if (scalable := _scalable(hardware, name)) else name
     if (item := quantities(hardware).get(path)) is not None:
         return number(item)
     if (count := counts(hardware).get(path)) is not None:
         return count
-    raise StudyError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
+    raise ValueError(f"{hardware.name} has no {name}; choose a machine that has it, or leave the field out")
 
 
 def of_model(model: Model, name: str) -> int | bool:

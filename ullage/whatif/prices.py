@@ -4,12 +4,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen, Provenance
-from ullage.whatif.values import StudyError
 
 HOURS_PER_MONTH: Final = 730.0
 """Hours of a month for cloud bills, a twelfth of 365 days."""
@@ -76,10 +75,7 @@ def load_prices(path: Path | str) -> Prices:
     """Read and check a prices file.
 
     Raises:
-        StudyError: the file is missing, or not a file of prices.
+        ValueError: the file is missing, or not a file of prices.
     """
-    path = Path(path)
-    try:
-        return Prices.model_validate(read_json(path, StudyError, "a study with `--prices example` shows the format"))
-    except ValidationError as error:
-        raise StudyError(f"{path}: {complaint(error, 'prices')}") from error
+    data = read_json(Path(path), ValueError, "a study with `--prices example` shows the format")
+    return validated(Prices, data, path, "prices")

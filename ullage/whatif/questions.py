@@ -15,7 +15,7 @@ from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
 from ullage.whatif.running.runner import Evaluator, narrowed
 from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study
-from ullage.whatif.values import Number, Question, StudyError
+from ullage.whatif.values import Number, Question
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
 """Questions that compare all packaged machines, if no machine is given."""
@@ -34,13 +34,13 @@ def answer(run: Evaluator) -> Study:
     """Run the study of a question and return it with its answer.
 
     Raises:
-        StudyError: an option that the question needs is not given.
+        ValueError: an option that the question needs is not given.
     """
     question = run.space.request.question
     assert question is not None
     if swept := run.space.request.sweep.keys() - ({"model"} if question == "largest" else set()):
         name = min(swept)
-        raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
+        raise ValueError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
     return _QUESTIONS[question](run)
 
 
@@ -123,7 +123,7 @@ def _cheapest(run: Evaluator) -> Study:
     space, prices, request = run.space, run.prices, run.space.request
     if prices is None or request.tokens is None:
         missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
-        raise StudyError(f"--question cheapest needs {missing}")
+        raise ValueError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
     cases = [
         space.case({"hardware": name, "gpus": count})
@@ -161,7 +161,7 @@ def _offer_words(point: Point, cost: Cost, currency: str) -> str:
 def _upgrade(run: Evaluator) -> Study:
     space, base = run.space, run.space.case({})
     if base.request is None:
-        raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
+        raise ValueError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
     request = base.request
     # All scalables but "issue", which is a time: doubling a time is not an upgrade.
     names = [scalable.key for scalable in scalables_of(request) if scalable.key != "issue"]
@@ -258,7 +258,7 @@ def _longest(run: Evaluator) -> Study:
 
 def _largest(run: Evaluator) -> Study:
     if "model" in run.space.request.set:
-        raise StudyError(
+        raise ValueError(
             "--question largest compares models; leave out --model for the packaged ones, or give some from the "
             "smallest to the largest with --sweep model=qwen3-8b,qwen3-14b,qwen3-32b"
         )

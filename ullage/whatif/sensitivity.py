@@ -21,7 +21,7 @@ from typing import Final
 from ullage.whatif.fields import Field, of_machine, scalables_of
 from ullage.whatif.running.runner import Evaluator, narrowed
 from ullage.whatif.study import Result, Sensitivities, Sensitivity, Side
-from ullage.whatif.values import Number, StudyError
+from ullage.whatif.values import Number
 
 STEP: Final = 0.2
 RANGE: Final = 4.0
@@ -45,13 +45,13 @@ def sensitivities(evaluator: Evaluator) -> Sensitivities:
     """Return the effect of every resource of the base point.
 
     Raises:
-        StudyError: the base point has no plan.
+        ValueError: the base point has no plan.
     """
     space = evaluator.space
     base_case = space.case({})
     (base,) = evaluator.results([base_case], "the base point")
     if base.figures is None or base_case.request is None or base.status != "fits":
-        raise StudyError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
+        raise ValueError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
     machine, present = base_case.request.hardware, base.figures.bound_by
     fields = [space.fields[name] for name in (*(s.key for s in scalables_of(base_case.request)), _CORES)]
     values = {field.name: of_machine(machine, field.name) for field in fields}

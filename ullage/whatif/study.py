@@ -9,16 +9,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hwprofiles.complaints import complaint
+from hwprofiles.complaints import validated
 from hwprofiles.files import read_json
 from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import Prediction
 from planner.terms import Level
 from ullage.whatif.prices import Prices
-from ullage.whatif.values import Design, Question, StudyError
+from ullage.whatif.values import Design, Question
 
 SCHEMA_VERSION: Final = 3
 
@@ -355,15 +355,12 @@ def load_study(path: Path | str) -> Study:
     """Read and check a study file.
 
     Raises:
-        StudyError: the file is missing, is not a study, or has another schema version.
+        ValueError: the file is missing, is not a study, or has another schema version.
     """
     path = Path(path)
-    data = read_json(path, StudyError, "make a study with `ullage whatif`")
+    data = read_json(path, ValueError, "make a study with `ullage whatif`")
     if not isinstance(data, dict) or "request" not in data:
-        raise StudyError(f'{path} is not a study: it has no "request"; `ullage whatif --help` shows one')
+        raise ValueError(f'{path} is not a study: it has no "request"; `ullage whatif --help` shows one')
     if (version := data.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
-        raise StudyError(f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; run it again")
-    try:
-        return Study.model_validate(data)
-    except ValidationError as error:
-        raise StudyError(f"{path}: {complaint(error, 'study')}") from error
+        raise ValueError(f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; run it again")
+    return validated(Study, data, path, "study")

@@ -28,10 +28,6 @@ _RANGE = re.compile(rf"({_NUMBER})([^.]*)\.\.({_NUMBER})([^.]*)(?:\.\.(\*?)({_NU
 _MOST_VALUES: Final = 10_000
 
 
-class StudyError(ValueError):
-    """A study, its fields, values, prices or store cannot be used; the message contains the remedy."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Number:
     """A number; if ``relative``, a factor of the present value. With ``high``, any number up to that."""

@@ -165,33 +165,30 @@ class Draft:
             self._lock = -1
 
 
-@final
-class JoinedDraft:
-    """The checkpoint that rank 0 has begun, for another rank; see [Note: Parts].
+def joined_folder(
+    root: Path,
+    step: int,
+    folders: Iterable[str],
+    nonce: str,
+    patience_s: float,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Return the folder of the draft that rank 0 has begun, for another rank; see [Note: Parts].
 
     Raises:
         CheckpointError: rank 0 has not begun the checkpoint in time.
     """
-
-    def __init__(
-        self,
-        root: Path,
-        step: int,
-        folders: Iterable[str],
-        nonce: str,
-        patience_s: float,
-        is_lost: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.folder = draft_folder(root, step, nonce)
-        waits = waiting(patience_s, is_lost)
-        while not all((self.folder / name).is_dir() for name in folders):
-            if not next(waits, False):
-                raise CheckpointError(
-                    f"{self.folder}: rank 0 has not made this folder, and is lost"
-                    if is_lost()
-                    else f"{self.folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the "
-                    "same folder for checkpoints"
-                )
+    folder = draft_folder(root, step, nonce)
+    waits = waiting(patience_s, is_lost)
+    while not all((folder / name).is_dir() for name in folders):
+        if not next(waits, False):
+            raise CheckpointError(
+                f"{folder}: rank 0 has not made this folder, and is lost"
+                if is_lost()
+                else f"{folder}: rank 0 has not made this folder within {patience_s:g} s; give all ranks the same "
+                "folder for checkpoints"
+            )
+    return folder
 
 
 def write_file(files: Files, folder: Path, record: FileRecord, chunks: Iterator[Buffer]) -> None:
@@ -266,7 +263,7 @@ class FolderPlace(Place):
         manifest, folder = source.manifest, self.root / name
         if name not in self._drafts:  # another node has begun it
             nonce = name.rpartition("-")[2]
-            folder = JoinedDraft(self.root, manifest.step, _folders_of(manifest), nonce, _JOINED_S).folder
+            folder = joined_folder(self.root, manifest.step, _folders_of(manifest), nonce, _JOINED_S)
         for record in records:
             write_file(self.files, folder, record, source.chunks(record, check))
         Checkpoint(folder, manifest).verify_in_turn(check, records)

@@ -75,9 +75,11 @@ def _converted(
     """Return an operator with casts and products in fp8; without ``casts_weights``, its weight comes in fp8."""
     (outputs, inputs), e = weight.shape, batch.dtype_bytes
     rows = next(kernel.m for kernel in operator.forward if isinstance(kernel, Gemm))
-    products = float8.Products.of(rows, inputs, outputs, e, bias=has_bias, casts_weights=casts_weights)
-    to_output = [((rows, outputs, inputs), products.forward)]
-    to_weight = [((outputs, inputs, rows), products.to_weight)] if weight.is_trained else []
+    output, input_gradient, weight_gradient = float8.products(
+        rows, inputs, outputs, e, bias=has_bias, casts_weights=casts_weights
+    )
+    to_output = [((rows, outputs, inputs), output)]
+    to_weight = [((outputs, inputs, rows), weight_gradient)] if weight.is_trained else []
     again = len(operator.forward) - operator.num_skipped  # what a recomputation leaves out is at the end
     kept, skipped = (_replaced(part, to_output) for part in (operator.forward[:again], operator.forward[again:]))
     emulated = batch.fp8_products == "emulated"
@@ -85,7 +87,7 @@ def _converted(
     return dataclasses.replace(
         operator,
         forward=kept + skipped,
-        backward=_replaced(operator.backward, [*to_weight, ((rows, inputs, outputs), products.to_input)]),
+        backward=_replaced(operator.backward, [*to_weight, ((rows, inputs, outputs), input_gradient)]),
         num_skipped=len(skipped),
         workspace_bytes=operator.workspace_bytes + beside,
     )

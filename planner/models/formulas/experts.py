@@ -1,6 +1,6 @@
 """The experts of each rank, and the number of tokens that are routed to each expert.
 
-[Note: Uneven experts] Under expert parallelism every rank of a group has a block of equally many experts. Tokens of all
+Under expert parallelism every rank of a group has a block of equally many experts. Tokens of all
 ranks are routed to them. At the next all-to-all, all ranks wait for the one with most tokens. So if the load is uneven,
 the representative rank is, in every layer, the one with most tokens.
 """
@@ -52,7 +52,7 @@ def load_of(batch: "Batch", layer: int) -> Row | None:
 
 
 def tokens(config: ModelConfig, batch: "Batch", layer: int) -> tuple[int, ...]:
-    """Return how many tokens visit each expert of the rank with most tokens; see [Note: Uneven experts].
+    """Return how many tokens visit each expert of the rank with most tokens; see the module.
 
     With an even load, they add up to the group's visits divided by its ranks; with an uneven one, to more.
     """

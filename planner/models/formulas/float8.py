@@ -2,7 +2,7 @@
 
 Scales are dynamic, one for each tensor.
 
-[Note: Casts to fp8] Each of the three products casts both of its matrices, even if an earlier one has cast the same
+Each of the three products casts both of its matrices, even if an earlier one has cast the same
 tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``); but the executor casts the output's gradient
 once for both products of backward, to the same bits. In a compiled block a tensor that several layers read is cast once
 too, which is not counted. One cast reads the tensor to find its largest
@@ -15,7 +15,7 @@ they use transposed (``float8_ops.preprocess_addmm``). It takes the reciprocals 
 kernels on one value count, because there are 18 of them for each layer.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
@@ -83,7 +83,7 @@ def check_rows(rows: int) -> None:
 
 
 def cast(elements: int, e: int) -> Kernels:
-    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see [Note: Casts to fp8]."""
+    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see the module."""
     largest = (*each(elements, e), Elementwise(4 + e))  # of each block, then of all
     return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
 
@@ -99,47 +99,44 @@ def float8_linear(
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
-    products = Products.of(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
-    backward = (*(each(rows * outputs, e) if bias else ()), *products.to_input, *products.to_weight)
+    forward, to_input, to_weight = products(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
+    backward = (*(each(rows * outputs, e) if bias else ()), *to_input, *to_weight)
     beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
-    return Work(products.forward, backward, workspace_bytes=e * rows * inputs + beside)
+    return Work(forward, backward, workspace_bytes=e * rows * inputs + beside)
 
 
-class Products(NamedTuple):
-    """The kernels of each of a layer's three products, casts included: output, gradient of input and of weight."""
+def products(
+    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool
+) -> tuple[Kernels, Kernels, Kernels]:
+    """Return the kernels of a layer's three products, casts included; see :func:`float8_linear`.
 
-    forward: Kernels
-    to_input: Kernels
-    to_weight: Kernels
-
-    @classmethod
-    def of(cls, rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool) -> Self:
-        """Return them; see :func:`float8_linear`."""
-        x, w, y = rows * inputs, inputs * outputs, rows * outputs
-        weight = cast(w, e) if casts_weights else ()
-        return cls(
-            (
-                *cast(x, e),
-                *weight,
-                *_INVERSES,
-                Gemm(rows, outputs, inputs, fp8=True),
-                *(each(y, 2 * e) if bias else ()),
-            ),
-            (
-                *cast(y, e),
-                *weight,
-                *each(w, 2),  # in columns
-                *_INVERSES,
-                Gemm(rows, inputs, outputs, fp8=True),
-            ),
-            (
-                *cast(x, e),
-                *each(y, 2),  # in rows
-                *each(x, 2),  # in columns
-                *_INVERSES,
-                Gemm(outputs, inputs, rows, fp8=True),
-            ),
-        )
+    Returns:
+        Those of the output, of the gradient of the input, and of the gradient of the weight.
+    """
+    x, w, y = rows * inputs, inputs * outputs, rows * outputs
+    weight = cast(w, e) if casts_weights else ()
+    to_output = (
+        *cast(x, e),
+        *weight,
+        *_INVERSES,
+        Gemm(rows, outputs, inputs, fp8=True),
+        *(each(y, 2 * e) if bias else ()),
+    )
+    to_input = (
+        *cast(y, e),
+        *weight,
+        *each(w, 2),  # in columns
+        *_INVERSES,
+        Gemm(rows, inputs, outputs, fp8=True),
+    )
+    to_weight = (
+        *cast(x, e),
+        *each(y, 2),  # in rows
+        *each(x, 2),  # in columns
+        *_INVERSES,
+        Gemm(outputs, inputs, rows, fp8=True),
+    )
+    return to_output, to_input, to_weight
 
 
 def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True) -> int:

@@ -14,7 +14,7 @@ from saving import save, step_of
 import executor.checkpoint.files.timeouts
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.folder import FolderPlace, JoinedDraft
+from executor.checkpoint.places.folder import FolderPlace, joined_folder
 from executor.checkpoint.places.place import newest_of
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
@@ -112,7 +112,7 @@ def test_nobody_waits_long_for_a_rank_that_is_lost(tmp_path, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=int)
     monkeypatch.setattr(executor.checkpoint.files.timeouts, "time", clock)
     with pytest.raises(CheckpointError, match="rank 0 has not made this folder, and is lost"):
-        JoinedDraft(FolderPlace(tmp_path / "store").root, 2, ("model",), "00000000", 600.0, lambda: True)
+        joined_folder(FolderPlace(tmp_path / "store").root, 2, ("model",), "00000000", 600.0, lambda: True)
     assert next(seconds) < 50
 
 

@@ -22,7 +22,6 @@ from planner.plan.document import Plan, PlanError, load_plan
 from planner.plan.planning import InfeasibleError, make_plan
 from planner.search import Scorer, search
 from planner.setup import Setup, pieces
-from planner.simulate.prediction import Workload
 from planner.verification import verify
 
 
@@ -178,11 +177,11 @@ def test_all_that_could_be_planned() -> None:
     optimal, instances = 0, INSTANCES if ALL else INSTANCES[1::6]
     for speed, room in instances:
         free = machine(cpu_params_per_s=speed, flop_per_s=3e12)
-        everything = Scorer(Workload(setup.units, 64), CostModel(free, setup.units, setup.given))
+        everything = Scorer(setup.units, 64, CostModel(free, setup.units, setup.given))
         most = everything.predict(decisions[0]).memory["gpu"].peak_bytes  # type: ignore[index]
         profile = machine(cpu_params_per_s=speed, flop_per_s=3e12, gpu_bytes=room * most)
         cost = CostModel(profile, setup.units, setup.given)
-        scorer = Scorer(Workload(setup.units, 64), cost)
+        scorer = Scorer(setup.units, 64, cost)
         scored = [scorer.score(one) for one in decisions]
         best = min(scored, key=lambda candidate: candidate.order)
         found = search(setup, scorer)

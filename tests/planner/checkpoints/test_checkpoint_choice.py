@@ -17,7 +17,7 @@ from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
 from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import Limits, nest
+from planner.checkpoints.nesting import nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, NUM_THREADS
 from planner.checkpoints.trial import Trial
 from planner.choices.request import Request
@@ -123,14 +123,14 @@ def test_nothing_that_could_be_chosen_wastes_less():
         rates = dict.fromkeys(levels, 0.0)
         for kind, mtbf_s in OFTEN.mtbf_s.items():
             rates[next(level for level in levels if LEVELS.index(level) >= LEVELS.index(kind))] += 1 / mtbf_s
-        protections, least_s, latency_s = [], [], 0.0
+        protections, latency_s = [], 0.0
         for above, level in itertools.pairwise((None, *levels)):
             measured = trial().promoted(above, level) if above else trial().saved(level, made.buffer_bytes)
             latency_s += measured.latency_s
             restart_s = made.request.restart_s + trial().restored_s(level)
-            protections.append(Protection(measured.cost_s, latency_s, restart_s, rates[level]))
-            least_s.append(measured.latency_s - (0.0 if above else measured.cost_s))
-        assert made.waste <= nest(protections, iteration_s, Limits(tuple(least_s))).waste * (1 + 1e-9)
+            least_s = measured.latency_s - (0.0 if above else measured.cost_s)
+            protections.append(Protection(measured.cost_s, latency_s, restart_s, rates[level], least_s=least_s))
+        assert made.waste <= nest(protections, iteration_s).waste * (1 + 1e-9)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """How often to checkpoint: formulas against published intervals, simulated failures, and all that could be chosen."""
 
+import dataclasses
 import itertools
 import math
 
@@ -17,7 +18,7 @@ from planner.checkpoints.interval import (
     most_lost_s,
     overhead,
 )
-from planner.checkpoints.nesting import ContradictionError, Limits, nest
+from planner.checkpoints.nesting import ContradictionError, nest
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 seconds = st.floats(0.01, 1e5)
@@ -200,6 +201,7 @@ def protections(draw: st.DrawFn, num_levels: int | None = None) -> list[Protecti
             draw(st.floats(0.1, 60.0)) * 3**number,
             draw(st.floats(1.0, 300.0)),
             1 / (draw(st.floats(0.05, 5.0)) * HOUR * 4**number),
+            least_s=1.0,
         )
         for number in range(count)
     ]
@@ -210,40 +212,38 @@ def protections(draw: st.DrawFn, num_levels: int | None = None) -> list[Protecti
 def test_nothing_wastes_less_than_what_is_chosen(levels, iteration_s, data):
     """Of all nested multiples, tried one by one."""
     least_s = tuple(data.draw(st.floats(1.0, 3 * iteration_s)) for _ in levels)
-    limits = Limits(
-        least_s,
-        data.draw(st.sampled_from([None, 0.002, 0.02, 0.2])),
-        data.draw(st.sampled_from([None, 600.0, 3600.0, 20_000.0])),
-    )
+    levels = [dataclasses.replace(level, least_s=least) for level, least in zip(levels, least_s, strict=True)]
+    max_overhead = data.draw(st.sampled_from([None, 0.002, 0.02, 0.2]))
+    max_lost_s = data.draw(st.sampled_from([None, 600.0, 3600.0, 20_000.0]))
     tried = []
     for every in itertools.product(range(1, 25), *[range(1, 9)] * (len(levels) - 1)):
         counts = list(itertools.accumulate(every, lambda a, b: a * b))
         work_s = [n * iteration_s for n in counts]
         if any(work < least * (1 - 1e-9) for work, least in zip(work_s, least_s, strict=True)):
             continue
-        if limits.max_overhead is not None and overhead(levels, work_s) > limits.max_overhead:
+        if max_overhead is not None and overhead(levels, work_s) > max_overhead:
             continue
-        if limits.max_lost_s is not None and most_lost_s(levels, work_s) > limits.max_lost_s:
+        if max_lost_s is not None and most_lost_s(levels, work_s) > max_lost_s:
             continue
         tried.append(float(expected_waste(levels, work_s)))
     try:
-        chosen = nest(levels, iteration_s, limits)
+        chosen = nest(levels, iteration_s, max_overhead, max_lost_s)
     except ContradictionError:
         assert not tried
         return
     assert chosen.waste <= min(tried, default=1.0) * (1 + 1e-12)
     assert all(b % a == 0 for a, b in itertools.pairwise(chosen.every))
     assert all(n * iteration_s >= least * (1 - 1e-9) for n, least in zip(chosen.every, least_s, strict=True))
-    assert limits.max_overhead is None or chosen.overhead <= limits.max_overhead * (1 + 1e-9)
-    assert limits.max_lost_s is None or chosen.most_lost_s <= limits.max_lost_s * (1 + 1e-9)
+    assert max_overhead is None or chosen.overhead <= max_overhead * (1 + 1e-9)
+    assert max_lost_s is None or chosen.most_lost_s <= max_lost_s * (1 + 1e-9)
 
 
 @settings(deadline=None)
 @given(protections(1), st.floats(0.1, 400.0), st.floats(1.0, 20.0))
 def test_more_failures_never_make_intervals_longer(levels, iteration_s, factor):
     level = levels[0]
-    often = Protection(level.cost_s, level.latency_s, level.restart_s, level.failures_per_s * factor)
-    rare, more = (nest([each], iteration_s, Limits((1.0,))) for each in (level, often))
+    often = dataclasses.replace(level, failures_per_s=level.failures_per_s * factor)
+    rare, more = (nest([each], iteration_s) for each in (level, often))
     assert more.every[0] <= rare.every[0]
     assert more.waste >= rare.waste * (1 - 1e-12)
 
@@ -251,21 +251,18 @@ def test_more_failures_never_make_intervals_longer(levels, iteration_s, factor):
 @settings(deadline=None)
 @given(protections(), st.floats(0.5, 400.0), st.floats(0.05, 0.95))
 def test_tighter_limits_never_waste_less(levels, iteration_s, factor):
-    free = nest(levels, iteration_s, Limits((1.0,) * len(levels)))
-    for limits in (
-        Limits((1.0,) * len(levels), max_overhead=free.overhead * factor),
-        Limits((1.0,) * len(levels), max_lost_s=free.most_lost_s * factor),
-    ):
+    free = nest(levels, iteration_s)
+    for limit in ({"max_overhead": free.overhead * factor}, {"max_lost_s": free.most_lost_s * factor}):
         try:
-            assert nest(levels, iteration_s, limits).waste >= free.waste * (1 - 1e-12)
+            assert nest(levels, iteration_s, **limit).waste >= free.waste * (1 - 1e-12)
         except ContradictionError as error:
             assert error.least_overhead is None or error.least_lost_s is None
 
 
 def test_a_long_interval_is_as_good_as_the_best_of_all():
     """Far more iterations than are tried at first: within a hair of the best of one level, tried one by one."""
-    level, iteration_s = Protection(3.0, 30.0, 60.0, 1 / DAY), 0.01
-    chosen = nest([level], iteration_s, Limits((1.0,)))
+    level, iteration_s = Protection(3.0, 30.0, 60.0, 1 / DAY, least_s=1.0), 0.01
+    chosen = nest([level], iteration_s)
     every = np.arange(100, 400_000)
     assert chosen.waste <= float(np.min(expected_waste([level], [every * iteration_s]))) * (1 + 1e-9)
 
@@ -273,12 +270,12 @@ def test_a_long_interval_is_as_good_as_the_best_of_all():
 def test_limits_that_contradict_each_other_say_what_would_do():
     level = Protection(3.0, 30.0, 60.0, 1 / DAY)
     with pytest.raises(ContradictionError) as caught:
-        nest([level], 10.0, Limits((1.0,), max_overhead=0.001, max_lost_s=600.0))
+        nest([level], 10.0, max_overhead=0.001, max_lost_s=600.0)
     work_s = math.floor((600 - 30 - 3) / 10) * 10
     assert caught.value.least_overhead == pytest.approx(3 / work_s)
     assert caught.value.least_lost_s == pytest.approx(3000 + 3 + 30)
     with pytest.raises(ContradictionError) as caught:
-        nest([level], 10.0, Limits((1.0,), max_lost_s=20.0))
+        nest([level], 10.0, max_lost_s=20.0)
     assert caught.value.least_overhead is None
     assert caught.value.least_lost_s == pytest.approx(10 + 3 + 30)
 

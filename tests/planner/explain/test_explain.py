@@ -58,15 +58,14 @@ def test_alternatives_are_what_simulating_them_says(data: st.DataObject) -> None
     explained = bench(data.draw(st.sampled_from(NAMES)))
     unit = data.draw(st.sampled_from(list(explained.units)))
     found = alternatives(explained, unit)
-    assert [a.chosen for a in found] == [True] + [False] * (len(found) - 1)
-    assert len({a.decision.model_dump_json() for a in found}) == len(found)
+    assert [trial is explained.own for trial in found] == [True] + [False] * (len(found) - 1)
+    assert len({trial.decisions.units[unit].model_dump_json() for trial in found}) == len(found)
     for alternative in data.draw(st.lists(st.sampled_from(found), min_size=1, max_size=3)):
-        decisions = alternative.trial.decisions
-        assert decisions.units[unit] == alternative.decision
+        decisions = alternative.decisions
         prediction = predicted(explained, decisions)
-        assert alternative.trial.iteration_s == pytest.approx(prediction.iteration_s, rel=1e-12)
-        assert alternative.trial.memory == prediction.memory
-        assert alternative.trial.fits == prediction.fits
+        assert alternative.iteration_s == pytest.approx(prediction.iteration_s, rel=1e-12)
+        assert alternative.memory == prediction.memory
+        assert alternative.fits == prediction.fits
         # Nothing else differs from the plan but the activations of the same segment.
         segment = explained.units[unit].segment
         for name, other in decisions.units.items():
@@ -80,7 +79,7 @@ def test_alternatives_are_what_simulating_them_says(data: st.DataObject) -> None
 def test_alternatives_are_all_there_are() -> None:
     explained = bench("one")
     unit = "layers.1.mlp"
-    found = [a.decision for a in alternatives(explained, unit)]
+    found = [trial.decisions.units[unit] for trial in alternatives(explained, unit)]
     assert len(found) == len({decision.model_dump_json() for decision in found})
     streamed = [(d.params, d.activations, d.update, d.streamed_gradients) for d in found if Place.STREAM in d.update]
     assert sum(gradients == "gpu" for *_, gradients in streamed) == len(streamed) / 2

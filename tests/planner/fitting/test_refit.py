@@ -12,11 +12,11 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.fitting.refit import CLASSES, RANGE, Refit, refit
 from planner.models import resolve_model
-from planner.plan.planning import prepare
 from planner.simulate.machine import Simulation, run_until_steady
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.lowering import lower
@@ -31,13 +31,13 @@ def planned(name: str) -> tuple[HardwareProfile, Request, Decisions]:
     """Return a machine, and decisions in which the device, the host and what joins them have work."""
     profile = load_profile(name)
     request = Request(resolve_model("opt-350m"), profile, seq_len=512, micro_batch=2)
-    setup, _, _ = prepare(request)
+    setup = variants(request)[0].setup
     decisions = next(iter(interleaved(setup, (2,))))
     return profile, request, decisions
 
 
 def simulated(profile: HardwareProfile, request: Request, decisions: Decisions) -> Simulation:
-    units = prepare(request)[0].units
+    units = variants(request)[0].setup.units
     schedule = lower(units, decisions, asynchronous=profile.device.kind == "gpu")
     return run_until_steady(schedule, CostModel.of(profile, units, decisions))
 
@@ -46,7 +46,7 @@ def refitted(name: str, truth: HardwareProfile) -> tuple[Refit, Simulation]:
     """Return what is fitted to a run on the true machine, and that run."""
     profile, request, decisions = planned(name)
     run = simulated(truth, request, decisions)
-    return refit(profile, prepare(request)[0].units, decisions, run.timeline, [run.steady]), run
+    return refit(profile, variants(request)[0].setup.units, decisions, run.timeline, [run.steady]), run
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -105,4 +105,4 @@ def test_no_iterations() -> None:
     profile, request, decisions = planned("a100-40")
     run = simulated(profile, request, decisions)
     with pytest.raises(ValueError, match="no steady iteration was measured"):
-        refit(profile, prepare(request)[0].units, decisions, run.timeline, [])
+        refit(profile, variants(request)[0].setup.units, decisions, run.timeline, [])

@@ -16,12 +16,12 @@ from cases import decide, small_units
 import planner.lowering as package
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import BF16, FP32, Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.plan.planning import prepare
 from planner.search.pipelines import staged
 from planner.setup import Mix, Setup
 
@@ -72,7 +72,7 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     yield stages.units, staged(stages, 2, 1)
     config = resolve_model("mixtral-8x7b").model_copy(update={"num_layers": 2})
     given = {"num_devices": 4, "expert_parallel": 2, "tensor_parallel": 1, "seq_len": 64, "micro_batch": 1}
-    setup, _, _ = prepare(Request(config, load_profile("h100"), pipeline_parallel=1, **given))
+    setup = variants(Request(config, load_profile("h100"), pipeline_parallel=1, **given))[0].setup
     yield setup.units, mixed(setup, Mix(4, 2, 1, num_host=2, zero_stage=3))
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
-from planner.plan.planning import prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
 from ullage.rivals.best import engine_policies
@@ -37,8 +37,9 @@ RESULT: dict[str, Any] = json.loads((BENCHMARKS / "results" / "planning_claims.j
 def test_thirty_billion_parameters_train_on_one_a100_of_40_gb() -> None:
     """Engines do it only with all parameters on the host, and eight such devices together do not hold it in memory."""
     model, profile = resolve_model("opt-30b"), load_profile("a100-40")
-    setup, workload, cost = prepare(Request(model, profile, micro_batch=8, seq_len=1024))
-    scorer = Scorer(workload, cost, lower=lower)
+    one = variants(Request(model, profile, micro_batch=8, seq_len=1024))[0]
+    setup = one.setup
+    scorer = Scorer.of(one, lower=lower)
     best = search(setup, scorer, max_simulations=4)
     ours = scorer.predict(best.decisions)
     assert ours.fits
@@ -49,8 +50,9 @@ def test_thirty_billion_parameters_train_on_one_a100_of_40_gb() -> None:
         assert engine.missing_bytes or engine.iteration_s > 1.5 * ours.iteration_s
     num_params = sum(unit.num_params for unit in setup.units)
     assert OPTIMIZERS["adamw"].state_bytes_per_param < ours.memory[Tier.HOST].peak_bytes / num_params <= 16.1
-    eight, workload, cost = prepare(Request(model, profile, num_devices=8, micro_batch=8, seq_len=1024))
-    eight_scorer = Scorer(workload, cost, lower=lower)
+    one = variants(Request(model, profile, num_devices=8, micro_batch=8, seq_len=1024))[0]
+    eight = one.setup
+    eight_scorer = Scorer.of(one, lower=lower)
     assert all(eight_scorer.score(decisions).missing_bytes for decisions in gpu_only(eight))
 
 

@@ -13,8 +13,9 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError, prepare
+from planner.plan.planning import InfeasibleError
 from planner.plan.remedies import what_would_fit
 from planner.search import Candidate, Scorer
 from ullage.rivals import make_plan
@@ -120,8 +121,9 @@ def larger(too_large: Request, **sizes: float) -> HardwareProfile:
 
 
 def engine(too_large: Request, name: str) -> Candidate:
-    setup, workload, cost = prepare(too_large)
-    return engine_policies(setup, Scorer(workload, cost, lower=lower))[name]
+    one = variants(too_large)[0]
+    setup = one.setup
+    return engine_policies(setup, Scorer.of(one, lower=lower))[name]
 
 
 def test_an_engine_that_no_single_change_helps_names_a_larger_device_and_host_or_another_machine():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.models import ModelConfig
-from planner.plan.planning import prepare
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
@@ -50,10 +50,11 @@ def simulations() -> dict[str, tuple[Timeline, int]]:
     request = Request(
         MODEL, load_profile("h100"), num_devices=2, seq_len=128, num_micro_batches=2, subgroup_params=9000
     )
-    setup, workload, cost = prepare(request)
+    one = variants(request)[0]
+    setup, cost = one.setup, one.cost
     result = {}
     for name in ENGINES:
-        schedule = lower(workload.units, next(POLICIES[name](setup)), asynchronous=True)
+        schedule = lower(one.setup.units, next(POLICIES[name](setup)), asynchronous=True)
         simulation = run_until_steady(schedule, cost)
         result[name] = (simulation.timeline, simulation.steady)
     return result

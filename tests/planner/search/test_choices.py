@@ -36,7 +36,6 @@ from planner.plan.document import Plan
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
-from planner.simulate.prediction import Workload
 from planner.verification import verify
 from ullage.rivals import make_plan
 
@@ -180,7 +179,7 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, st
     units = small_units("demo-llama", 6)
     setup = Setup(units, Sharding(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4))
     profile = machine(devices_per_node=4)
-    free = Scorer(Workload(units, 64), CostModel(profile, units, setup.given))
+    free = Scorer(units, 64, CostModel(profile, units, setup.given))
     decisions = staged(setup, num_layers, stage)
     prediction = free.predict(decisions)
     exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
@@ -200,12 +199,12 @@ def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     peaks = {}
     for num_layers in (0, 3, 6):
         cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, setup.given)
-        peaks[num_layers] = Scorer(Workload(units, 64), cost).score(staged(setup, num_layers, 0))
+        peaks[num_layers] = Scorer(units, 64, cost).score(staged(setup, num_layers, 0))
     times = [peaks[num_layers].iteration_s for num_layers in (0, 3, 6)]
     assert times[0] > times[1] > times[2]
     room = peaks[3].filled["gpu"] * 1e12 * 1.001  # type: ignore[index]
     tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, setup.given)
-    found = search_pipeline(setup, Scorer(Workload(units, 64), tight))
+    found = search_pipeline(setup, Scorer(units, 64, tight))
     assert not found.missing_bytes
     assert found.iteration_s <= times[1]
 
@@ -251,7 +250,7 @@ def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
     profile = machine(devices_per_node=4, gpu_bytes=3e7)
     setup = Setup(units, Sharding(data_parallel=ranks, subgroup_params=400_000))
     variant = Variant(request(), setup, CostModel(profile, units, setup.given))
-    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60)
+    found = search(setup, Scorer(units, 64, variant.cost), 60)
     assert not found.missing_bytes
     schedule = lower(units, found.decisions, asynchronous=True)
     assert violations(schedule, units, found.decisions, ordered_by_rules(schedule)) == []

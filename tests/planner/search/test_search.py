@@ -17,7 +17,7 @@ from planner.decisions import Place
 from planner.models import resolve_model
 from planner.placements import mixed, resident
 from planner.plan.competition import compete
-from planner.plan.planning import make_plan, prepare
+from planner.plan.planning import make_plan
 from planner.schedule.schedule import Schedule
 from planner.search import Candidate, Scorer, scoring, search
 from planner.search.descent import descend
@@ -32,8 +32,9 @@ from ullage.rivals.lowering import lower
 
 
 def find(request: Request, max_simulations: int = 80) -> tuple[Candidate, Scorer]:
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
+    one = variants(request)[0]
+    setup = one.setup
+    scorer = Scorer.of(one)
     return search(setup, scorer, max_simulations), scorer
 
 
@@ -62,8 +63,9 @@ REQUESTS = {
 @pytest.mark.parametrize("name", ["roomy", "tight", "no clip", "several"])
 def test_many_micro_batches_are_scored_from_few(name: str, count: int) -> None:
     """[Note: Few micro-batches]: all that a search looks at takes as long as its whole schedule, and as much memory."""
-    setup, workload, cost = prepare(dataclasses.replace(REQUESTS[name], num_micro_batches=count))
-    few, whole, seen = Scorer(workload, cost, whole=False), Scorer(workload, cost), list[Candidate]()
+    one = variants(dataclasses.replace(REQUESTS[name], num_micro_batches=count))[0]
+    setup = one.setup
+    few, whole, seen = Scorer.of(one, whole=False), Scorer.of(one), list[Candidate]()
     best = search(setup, few, 40, lambda candidate, _: seen.append(candidate))
     assert few.exact(best).iteration_s == pytest.approx(best.iteration_s, rel=1e-2)
     for candidate in seen:
@@ -88,8 +90,9 @@ def test_a_plan_that_was_scored_wrongly_is_known() -> None:
 def test_never_worse_than_the_best_engine(name: str) -> None:
     best, scorer = find(REQUESTS[name])
     alone = REQUESTS[name].num_devices == 1
-    setup, workload, cost = prepare(REQUESTS[name])
-    engines = engine_policies(setup, Scorer(workload, cost, lower=lower))
+    one = variants(REQUESTS[name])[0]
+    setup = one.setup
+    engines = engine_policies(setup, Scorer.of(one, lower=lower))
     assert set(engines) == {
         "gpu-only",
         "zero-offload-blocking",
@@ -115,7 +118,7 @@ def test_never_worse_than_the_best_engine(name: str) -> None:
 def test_tight_memory_is_used_and_kept() -> None:
     request = REQUESTS["tight"]
     best, scorer = find(request)
-    setup, _, _ = prepare(request)
+    setup = variants(request)[0].setup
     assert all(scorer.score(decisions).missing_bytes for decisions in resident(setup))
     peak = next(m for t, m in scorer.predict(best.decisions).memory.items() if t == "gpu")
     assert 0.8 * peak.capacity_bytes < peak.peak_bytes <= peak.capacity_bytes
@@ -136,9 +139,10 @@ def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
 
 
 def test_progress_only_improves() -> None:
-    setup, workload, cost = prepare(REQUESTS["tight"])
+    one = variants(REQUESTS["tight"])[0]
+    setup = one.setup
     calls: list[Candidate] = []
-    best = search(setup, Scorer(workload, cost), 80, lambda candidate, _: calls.append(candidate))
+    best = search(setup, Scorer.of(one), 80, lambda candidate, _: calls.append(candidate))
     assert calls[-1] == best
     assert calls[0].order >= calls[-1].order
 
@@ -157,8 +161,9 @@ def test_garbage_collection_is_only_suspended() -> None:
 
 
 def test_the_same_decisions_are_simulated_once() -> None:
-    setup, workload, cost = prepare(REQUESTS["roomy"])
-    scorer = Scorer(workload, cost)
+    one = variants(REQUESTS["roomy"])[0]
+    setup = one.setup
+    scorer = Scorer.of(one)
     best = search(setup, scorer, 20)
     before = scorer.num_simulations
     assert scorer.score(best.decisions) == best
@@ -168,19 +173,18 @@ def test_the_same_decisions_are_simulated_once() -> None:
 def test_a_schedule_is_lowered_once_for_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     request = REQUESTS["3090"]
     faster = request.hardware.model_copy(update={"host": load_profile("a100-40").host})
-    _, workload, cost = prepare(request)
-    _, same, other_cost = prepare(dataclasses.replace(request, hardware=faster))
-    assert same.units is workload.units
-    setup, workload, cost = prepare(request)
+    one, other = variants(request)[0], variants(dataclasses.replace(request, hardware=faster))[0]
+    assert other.setup.units is one.setup.units
+    setup = one.setup
     seeds = [find(request, 1)[0].decisions, *resident(setup)]
-    expected = [Scorer(workload, other_cost).score(each) for each in seeds]
+    expected = [Scorer.of(other).score(each) for each in seeds]
     monkeypatch.setattr(scoring, "_LOWERED", scoring._Lowered(1 << 30))
-    first = [Scorer(workload, cost).score(each) for each in seeds]
+    first = [Scorer.of(one).score(each) for each in seeds]
 
     def again(*_args: object, **_options: object) -> NoReturn:
         pytest.fail("lowered again")
 
-    assert [Scorer(workload, other_cost, lower=again).score(each) for each in seeds] == expected
+    assert [Scorer.of(other, lower=again).score(each) for each in seeds] == expected
     assert [each.iteration_s for each in first] != [each.iteration_s for each in expected]
 
 
@@ -219,8 +223,8 @@ def test_what_cannot_fit_is_not_simulated() -> None:
 @pytest.mark.parametrize("name", ["tight", "several"])
 def test_what_is_always_held_bounds_the_peak(name: str) -> None:
     best, scorer = find(REQUESTS[name], 40)
-    _, _, cost = prepare(REQUESTS[name])
-    setup, _, _ = prepare(REQUESTS[name])
+    cost = variants(REQUESTS[name])[0].cost
+    setup = variants(REQUESTS[name])[0].setup
     for candidate in (best, *map(scorer.score, resident(setup))):
         if candidate.iteration_s < float("inf"):
             prediction = scorer.predict(candidate.decisions)
@@ -234,7 +238,7 @@ def test_what_is_always_held_bounds_the_peak(name: str) -> None:
 @pytest.mark.parametrize("name", ["roomy", "tight", "several"])
 def test_the_critical_path_explains_the_period(name: str) -> None:
     best, scorer = find(REQUESTS[name], 40)
-    _, _, cost = prepare(REQUESTS[name])
+    cost = variants(REQUESTS[name])[0].cost
     simulation = run_until_steady(scorer.schedule(best.decisions), cost)
     path = critical_path(simulation.timeline, simulation.steady)
     assert sum(path.values()) == pytest.approx(simulation.timeline.period_s(simulation.steady), rel=0.01)
@@ -242,9 +246,10 @@ def test_the_critical_path_explains_the_period(name: str) -> None:
 
 
 def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
+    one = variants(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))[0]
+    setup = one.setup
     monkeypatch.setattr("planner.search._TASKS", 75_000)
-    scorer, asked, patient = (Scorer(workload, cost) for _ in range(3))
+    scorer, asked, patient = (Scorer.of(one) for _ in range(3))
     found = search(setup, scorer)
     requested = search(setup, asked, 2 * scorer.num_simulations)
     monkeypatch.setattr("planner.search._PATIENCE", 1.0)
@@ -255,11 +260,12 @@ def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(mon
 
 
 def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
-    setup, workload, cost = prepare(REQUESTS["tight"])
+    one = variants(REQUESTS["tight"])[0]
+    setup = one.setup
     seeds = [mixed(setup, Mix(num_gpu, 0, 0)) for num_gpu in range(3)]
-    least_s = min(Scorer(workload, cost).score(seed).iteration_s for seed in seeds)
+    least_s = min(Scorer.of(one).score(seed).iteration_s for seed in seeds)
     for enough_s, expected in ((least_s, True), (least_s * (1 - 1e-9), False)):
-        scorer = Scorer(workload, cost)
+        scorer = Scorer.of(one)
         scorer.set_patience(enough_s=enough_s)
         assert not scorer.spent()
         for seed in seeds:
@@ -270,13 +276,14 @@ def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
 
 
 def test_what_is_far_from_the_best_possible_is_looked_at_for_longer() -> None:
-    setup, workload, cost = prepare(REQUESTS["tight"])
-    known = Scorer(workload, cost)
+    one = variants(REQUESTS["tight"])[0]
+    setup = one.setup
+    known = Scorer.of(one)
     seeds = sorted((mixed(setup, Mix(num_gpu, 0, 0)) for num_gpu in range(8)), key=lambda seed: known.score(seed).order)
     best = known.score(seeds[0])
     assert not best.missing_bytes
     for far_s, expected in ((best.iteration_s, 3), (best.iteration_s * (1 - 1e-9), 6)):
-        scorer = Scorer(workload, cost)
+        scorer = Scorer.of(one)
         scorer.set_patience(3, far_s=far_s)
         scorer.score(seeds[0])
         used = next(used for used, seed in enumerate(seeds[1:], 1) if scorer.score(seed) and scorer.spent())
@@ -284,11 +291,12 @@ def test_what_is_far_from_the_best_possible_is_looked_at_for_longer() -> None:
 
 
 def test_a_descent_ends_when_nothing_has_helped_for_long() -> None:
-    setup, workload, cost = prepare(REQUESTS["tight"])
+    one = variants(REQUESTS["tight"])[0]
+    setup = one.setup
     start = Mix(0, 0, 0)
     found: dict[int, tuple[int, list[float]]] = {}
     for patience in (1, 12, ENDLESS):
-        scorer, better = Scorer(workload, cost), list[Candidate]()
+        scorer, better = Scorer.of(one), list[Candidate]()
         _, best = descend(setup, scorer, start, lambda c: c.order, 200, better.append, patience=patience)
         assert not best.missing_bytes
         found[patience] = scorer.num_simulations, [each.iteration_s for each in better]
@@ -300,7 +308,7 @@ def test_a_descent_ends_when_nothing_has_helped_for_long() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 1e-9, -1e-9])
 def test_what_the_solver_leaves_open_within_its_tolerance_changes_no_mixture(noise: float) -> None:
-    setup, _, _ = prepare(REQUESTS["tight"])
+    setup = variants(REQUESTS["tight"])[0].setup
     values = {f"{unit.name}:{place}": noise for unit in setup.units for place in ("stream", "stays", "nvme", "host")}
     values |= {f"{unit.name}:gpu": 1.0 - noise for unit in setup.units}
     values |= {f"{segment}:recompute": 1.0 - noise for segment in setup.swappable}

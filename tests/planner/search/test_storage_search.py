@@ -21,12 +21,11 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, prepare
+from planner.plan.planning import InfeasibleError
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
 from planner.setup import Mix, Setup, pieces
-from planner.simulate.prediction import Workload
 from planner.terms import Storage
 from planner.verification import verify
 from ullage.rivals import make_plan
@@ -162,11 +161,12 @@ def test_activations_leave_where_the_link_is_faster_than_computing() -> None:
 def test_never_worse_than_without_nor_than_engines_that_swap(hardware: HardwareProfile, *, clip: bool) -> None:
     found = {}
     for storage in STORAGE:
-        setup, workload, cost = prepare(small(hardware, storage, clip=clip))
-        found[storage] = search(setup, Scorer(workload, cost), BUDGET).order
+        one = variants(small(hardware, storage, clip=clip))[0]
+        setup = one.setup
+        found[storage] = search(setup, Scorer.of(one), BUDGET).order
     assert found["nvme"] <= found["never"]
     assert found["activations"] <= found["never"]
-    scorer = Scorer(workload, cost, lower=lower)
+    scorer = Scorer.of(one, lower=lower)
     policies = [zero_infinity(setup), *([] if clip else [ratel(setup)])]
     assert found["nvme"] <= min(scorer.score(decisions).order for policy in policies for decisions in policy)
 
@@ -204,6 +204,6 @@ def test_mixtures_that_use_drives_for_everything_are_tried() -> None:
     """Only if gradients and activations wait on NVMe too is there room for state that the device updates."""
     request = Request(resolve_model("opt-175b"), load_profile("rtx4090-12ssd"), micro_batch=4, storage="nvme")
     chosen = variants(request)[0]
-    found = first_look(chosen.setup, Scorer(Workload(chosen.setup.units, 2048), chosen.cost))
+    found = first_look(chosen.setup, Scorer(chosen.setup.units, 2048, chosen.cost))
     assert found.iteration_s < 130
     assert found.decisions.spill_gradients

@@ -1,4 +1,4 @@
-"""One representative of equal ranks takes what each of them takes: see [Note: Folding]."""
+"""One representative of equal ranks takes what each of them takes: see [Note: Fluid sharing]."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -25,7 +25,6 @@ from planner.models.kernels import flop
 from planner.schedule.tasks import Op, Tier
 from planner.search.scoring import Scorer
 from planner.setup import Setup
-from planner.simulate.prediction import Workload
 from ullage.rivals.cases import Metric, load_cases
 from ullage.rivals.cases.streaming import StreamingCase
 from ullage.rivals.decisions import RivalDecisions
@@ -48,7 +47,7 @@ def setup(num_rounds: int = 2, **options: Any) -> Setup:
 
 def scorer(some: Setup, gpu_bytes: float = 1e12) -> Scorer:
     cost = CostModel(machine(gpu_bytes=gpu_bytes), some.units, some.given)
-    return Scorer(Workload(some.units, 64), cost, lower=lower)
+    return Scorer(some.units, 64, cost, lower=lower)
 
 
 def test_a_layer_saves_what_the_engine_documents() -> None:

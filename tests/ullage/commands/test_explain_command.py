@@ -90,12 +90,15 @@ def test_the_json_of_a_plan(cli: Cli, plan_path: Path, plan: Plan) -> None:
 
 
 def test_a_move_of_gradients_alone_does_not_repeat_where_the_unit_is_updated() -> None:
-    own = UnitDecision(params="host", activations="recompute", update=(Place.STREAM, Place.CPU))
-    bench = SimpleNamespace(decisions=SimpleNamespace(units={"mlp": own}))
-    for gradients, words in (("host", "gradients leave and come back"), ("gpu", "gradients stay")):
-        own = own.model_copy(update={"streamed_gradients": "gpu" if gradients == "host" else "host"})
-        bench.decisions.units["mlp"] = own
-        assert move_words(bench, "mlp", own.model_copy(update={"streamed_gradients": gradients})) == words
+    decision = UnitDecision(params="host", activations="recompute", update=(Place.STREAM, Place.CPU))
+    stay, leave = (
+        SimpleNamespace(
+            decisions=SimpleNamespace(units={"mlp": decision.model_copy(update={"streamed_gradients": way})})
+        )
+        for way in ("gpu", "host")
+    )
+    assert move_words(stay, "mlp", leave) == "gradients leave and come back"  # both a plan and a trial have decisions
+    assert move_words(leave, "mlp", stay) == "gradients stay"
 
 
 def test_a_unit_is_explained(cli: Cli, plan_path: Path) -> None:

@@ -9,7 +9,6 @@ from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import predict
-from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned, requested, simulate
 from ullage.main import main
 from ullage.report.charts import Mark, Trace
@@ -77,7 +76,7 @@ def test_text_is_the_schedule(plan, plan_path, capsys):
 def test_an_engine_of_a_request_is_that_in_place_of_its_plan(plan):
     for engine in (["zero-offload"], ["twin-flow", "0.5"], ["interleaved", "2"]):
         assert requested(plan.request, *engine).decisions == planned(plan, *engine).decisions
-    ours = requested(plan.request).simulate()
+    ours = requested(plan.request)
     others = [row for row in plan.engines if not row.numerics and row.name != "streaming"]  # its host never waits
     assert ours.phases.iteration_s <= min(row.iteration_s for row in others if row.fits) * 1.001
 
@@ -110,15 +109,15 @@ def test_engines_that_need_drives_are_refused_without_any(tiny_model, tmp_path, 
 
 def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
     """No plan has it, published runs do: it must add up, and be drawn."""
-    subject = planned(plan, "zero-offload")
+    seen = planned(plan, "zero-offload")
     machine = load_profile("a100x4-40g")
-    decisions = subject.decisions.model_copy(update={"loop": True})
-    cost = CostModel.of(machine, subject.workload.units, decisions)
-    seen = Iteration(looping := dataclasses.replace(subject, decisions=decisions, cost=cost), looping.simulate())
+    decisions = seen.decisions.model_copy(update={"loop": True})
+    cost = CostModel.of(machine, seen.units, decisions)
+    seen = dataclasses.replace(seen, decisions=decisions, cost=cost)
     output = seen.to_json()["phases_s"]
     assert output["loop"] == pytest.approx(machine.device.loop_s.value)
     assert sum(output.values()) == pytest.approx(2 * output["iteration"])
-    prediction = predict(subject.workload, decisions, cost, seen.simulation)
+    prediction = predict(seen.units, seen.seq_len, decisions, cost, seen.simulation)
     parts_s = (prediction.forward_s, prediction.backward_s, prediction.update_s, prediction.loop_s)
     assert sum(parts_s) == pytest.approx(prediction.iteration_s)
     show(iteration_part(seen))
@@ -208,7 +207,7 @@ def test_figures_are_pages_and_repeatable(plan_path, tmp_path, capsys):
 
 
 def test_a_figure_shows_what_was_simulated(plan):
-    seen = Iteration(subject := planned(plan, "zero-offload"), subject.simulate())
+    seen = planned(plan, "zero-offload")
     shown = iteration_part(seen).pictures
     assert shown["gantt"].period_s == pytest.approx(seen.period_s)
     areas = [trace.name for trace in shown["memory-gpu"].traces]

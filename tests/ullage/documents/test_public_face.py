@@ -109,13 +109,10 @@ OF_COMMANDS = {
     "CertificateError",
     "CheckpointsError",
     "ContradictionError",
-    "DeepSpeedConfigError",
     "FileIsSpecialError",
     "InstallationError",
     "RefusedOperatorError",
-    "RunError",
     "SignalledError",
-    "StudyError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
     "_UnlikeError",  # likewise

@@ -20,9 +20,10 @@ from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import FP32, Place, UnitDecision
 from planner.plan.document import load_plan
-from planner.plan.planning import make_plan, prepare
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Op
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
@@ -138,9 +139,9 @@ def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Pa
     }
     decisions = good.decisions.model_copy(update={"units": units, "num_param_slots": 1, "zero_stage": 3})
     request = chosen_request(good)
-    _, workload, cost = prepare(dataclasses.replace(request, num_micro_batches=1))
+    one = variants(dataclasses.replace(request, num_micro_batches=1))[0]
     decisions = decisions.model_copy(update={"num_micro_batches": 1})
-    prediction = Scorer(workload, cost).predict(decisions)
+    prediction = Scorer.of(one).predict(decisions)
     bad = good.model_copy(update={"decisions": decisions, "prediction": prediction}).sealed()
     path = tmp_path / "plan.json"
     path.write_text(bad.to_json(), encoding="utf-8")

@@ -6,7 +6,6 @@ import pytest
 
 from planner.costs.resources import Resource
 from planner.simulate.critical_path import parts
-from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned
 from ullage.output.palette import Work
 from ullage.report import iteration
@@ -53,7 +52,7 @@ def test_one_row_of_tasks_is_a_line_of_letters_and_several_are_only_on_the_page(
 
 @pytest.mark.parametrize("resource", [*Resource, None])
 def test_the_critical_path_says_what_was_short(plan, resource, monkeypatch):
-    seen = Iteration(subject := planned(plan), subject.simulate())
+    seen = planned(plan)
     found = parts(seen.simulation.timeline.schedule, seen.steps)
     longest = max(found, key=lambda part: part.length_s)
     short = dataclasses.replace(longest, shared=resource, slowed_s=longest.length_s)

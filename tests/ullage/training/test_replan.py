@@ -9,10 +9,11 @@ import torch
 import ullage
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import make_plan, prepare
+from planner.plan.planning import make_plan
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import simulate
@@ -40,8 +41,8 @@ def bad(good: Plan) -> Plan:
     }
     decisions = good.decisions.model_copy(update={"units": units, "num_param_slots": 1})
     request = Request(good.model, good.hardware, seq_len=good.seq_len, micro_batch=1)
-    _, workload, cost = prepare(request)
-    prediction = Scorer(workload, cost).predict(decisions)
+    one = variants(request)[0]
+    prediction = Scorer.of(one).predict(decisions)
     return good.model_copy(update={"decisions": decisions, "prediction": prediction}).sealed()
 
 

@@ -36,9 +36,8 @@ def _shown(found: SideBySide) -> tuple[Shown, ...]:
     summary = {
         "training": f"{request.model.name} on {request.num_devices} device(s) of {request.hardware.name}: "
         f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es), "
-        f"{found.theirs.subject.decisions.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
-        "DeepSpeed": f"{words(found.imported.settings)}, "
-        + describe(found.theirs.subject.decisions, found.theirs.subject.workload.units),
+        f"{found.theirs.decisions.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
+        "DeepSpeed": f"{words(found.imported.settings)}, " + describe(found.theirs.decisions, found.theirs.units),
     }
     if found.ours is not None:
         summary["Ullage"] = describe(found.ours.decisions, found.ours.units())

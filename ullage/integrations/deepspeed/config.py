@@ -81,19 +81,15 @@ class Config(_Part):
     optimizer: Annotated[str | None, _value_of("type", needed=True)] = None  # its type
 
 
-class DeepSpeedConfigError(ValueError):
-    """A file is not a configuration of DeepSpeed."""
-
-
 def load_config(path: Path) -> Config:
     """Read a file.
 
     Raises:
-        DeepSpeedConfigError: the file cannot be read, is not JSON, or has a value that DeepSpeed does not take.
+        ValueError: the file cannot be read, is not JSON, or has a value that DeepSpeed does not take.
     """
-    data = read_json(path, DeepSpeedConfigError, "give a ds_config.json")
+    data = read_json(path, ValueError, "give a ds_config.json")
     if not isinstance(data, dict) or not data.keys() & set(known_keys()["config"]):
-        raise DeepSpeedConfigError(
+        raise ValueError(
             f"{path} has none of DeepSpeed's keys, such as zero_optimization or train_batch_size; give a ds_config.json"
         )
     try:
@@ -101,7 +97,7 @@ def load_config(path: Path) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if not _VARIANTS.fullmatch(str(part)))
-        raise DeepSpeedConfigError(
+        raise ValueError(
             f"{path}: {where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
 

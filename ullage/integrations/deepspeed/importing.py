@@ -6,16 +6,17 @@ from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.decisions import BF16, Precision
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError, prepare
+from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
-from planner.search import Scorer
+from planner.search import Scorer, best_of
 from planner.terms import default_micro_batch
 from ullage.analysis.iteration import Iteration
-from ullage.analysis.simulation import Subject, planned
-from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
+from ullage.analysis.simulation import planned
+from ullage.integrations.deepspeed.config import AUTO, Config, Offload, left_out, unknown_keys
 from ullage.output.formatting import percent, si
 from ullage.rivals import make_plan
 from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS
@@ -130,7 +131,7 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
             ``precision``, ``optimizer``, ``clip`` or ``storage``.
 
     Raises:
-        DeepSpeedConfigError: the configuration contradicts itself or the command line, or cannot be simulated.
+        ValueError: the configuration contradicts itself or the command line, or cannot be simulated.
     """
     assumed = [f"{key}; ignored" for key in unknown_keys(config)] + left_out(config)
     request = _with_types(config, request, given, assumed)
@@ -146,18 +147,16 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
 
 def side_by_side(found: Imported) -> SideBySide:
     """Simulate an iteration by DeepSpeed, and plan the same training."""
-    setup, workload, cost = prepare(dataclasses.replace(found.request, subgroup_params=found.subgroup_params))
-    scorer = Scorer(workload, cost, lower=lower)
-    best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
     request = found.request
-    subject = Subject("DeepSpeed", request.model, request.hardware, workload, best.decisions, cost)
-    theirs = Iteration(subject, subject.simulate())
+    own = variants(dataclasses.replace(request, subgroup_params=found.subgroup_params))[0]
+    best = best_of(map(Scorer.of(own, lower=lower).score, configured(own.setup, found.settings)))
+    units, seq_len = own.setup.units, request.seq_len
+    theirs = Iteration("DeepSpeed", request.model, request.hardware, units, seq_len, best.decisions, own.cost)
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
         return SideBySide(found, theirs, None, None, str(error))
-    ours = planned(plan)
-    return SideBySide(found, theirs, plan, Iteration(ours, ours.simulate()))
+    return SideBySide(found, theirs, plan, planned(plan))
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:
@@ -184,13 +183,13 @@ def _with_types(config: Config, request: Request, given: Callable[[str], bool], 
         if config.optimizer is None:
             assumed.append("no optimizer is named: AdamW")
         if name.lower() not in _OPTIMIZERS:
-            raise DeepSpeedConfigError(
+            raise ValueError(
                 f"optimizer.type is {name}, which is not simulated; choose the one with the most similar state by "
                 f"--optimizer ({', '.join(dict.fromkeys(_OPTIMIZERS.values()))})"
             )
         changes["optimizer"] = _OPTIMIZERS[name.lower()]
     elif request.optimizer not in _OPTIMIZERS.values():
-        raise DeepSpeedConfigError(
+        raise ValueError(
             f"--optimizer is {request.optimizer}, which is not simulated for DeepSpeed; choose one of "
             f"{', '.join(dict.fromkeys(_OPTIMIZERS.values()))}"
         )
@@ -216,7 +215,7 @@ def _with_batch(config: Config, request: Request, given: Callable[[str], bool], 
         ("num_micro_batches", "gradient_accumulation_steps", accumulate),
     ):
         if given(name) and value is not None and value != getattr(request, name):
-            raise DeepSpeedConfigError(
+            raise ValueError(
                 f"{key} is {value}, but the command line says {getattr(request, name)}; leave one of them out"
             )
     micro = request.micro_batch if given("micro_batch") else micro
@@ -235,7 +234,7 @@ def _with_batch(config: Config, request: Request, given: Callable[[str], bool], 
     if accumulate is None:
         accumulate = max(whole // (micro * ranks), 1) if whole else 1
     if whole and whole != micro * accumulate * ranks:
-        raise DeepSpeedConfigError(
+        raise ValueError(
             f"train_batch_size is {whole}, but {micro} sequences x {accumulate} micro-batches x {ranks} data-parallel "
             f"device(s) are {micro * accumulate * ranks}; change one of them, or --gpus"
         )
@@ -294,12 +293,12 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
 
 def _check_devices(stage: int, optimizer: Offload, params: Offload, hardware: HardwareProfile) -> None:
     if stage == 0 and optimizer.device != "none":
-        raise DeepSpeedConfigError("offload_optimizer needs zero_optimization.stage 1, 2 or 3, but it is 0")
+        raise ValueError("offload_optimizer needs zero_optimization.stage 1, 2 or 3, but it is 0")
     for key, device in (("offload_param", params.device), ("offload_optimizer", optimizer.device)):
         if stage < 3 and (device == "nvme" or (key == "offload_param" and device != "none")):
-            raise DeepSpeedConfigError(f"{key}.device {device} needs zero_optimization.stage 3, but it is {stage}")
+            raise ValueError(f"{key}.device {device} needs zero_optimization.stage 3, but it is {stage}")
         if device == "nvme" and hardware.nvme is None:
-            raise DeepSpeedConfigError(
+            raise ValueError(
                 f"{key}.device is nvme, but {hardware.name} has no drives; give a --hardware that has some"
             )
 

@@ -11,7 +11,7 @@ from planner.graph import Batch, units
 from planner.search.scoring import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import Workload, memory_peaks
+from planner.simulate.prediction import memory_peaks
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from ullage.rivals.cases.training import DEFAULT_POSITIONS, Model
 from ullage.rivals.engines.streaming import best_streaming
@@ -89,7 +89,7 @@ class StreamingCase(Case):
         num_rounds = self.tokens_per_step // self.tokens_per_round
         few = self.setup(min(num_rounds, _ROUNDS))
         cost = CostModel(machine, few.units, few.given)
-        best = best_streaming(few, Scorer(Workload(few.units, self.seq_len), cost, lower=lower))
+        best = best_streaming(few, Scorer(few.units, self.seq_len, cost, lower=lower))
         decisions = best.decisions.model_copy(update={"num_micro_batches": num_rounds})
         simulation = run_until_steady(lower(few.units, decisions, asynchronous=True), cost)
         peaks = memory_peaks(simulation.timeline, simulation.steady, cost)

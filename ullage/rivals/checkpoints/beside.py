@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planner.checkpoints.choosing import NOT_WORTH_IT, choose_checkpoints
 from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import Limits, nest
+from planner.checkpoints.nesting import nest
 from planner.checkpoints.state import coarse
 from planner.checkpoints.trial import Measured, Trial
 from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest, EngineCheckpoints
@@ -51,8 +51,10 @@ def _row(name: str, policy: CheckpointPolicy, made: CheckpointPlan, trial: Trial
             reasons.insert(0, str(error))
             continue
         restart_s = request.restart_s + trial.restored_s(level)
-        protection = Protection(measured.cost_s, measured.latency_s, restart_s, request.failures_per_s)
-        nested = nest([protection], made.iteration_s, Limits((measured.latency_s - measured.cost_s,)))
+        least_s = measured.latency_s - measured.cost_s
+        rate = request.failures_per_s
+        protection = Protection(measured.cost_s, measured.latency_s, restart_s, rate, least_s=least_s)
+        nested = nest([protection], made.iteration_s)
         found.append(
             EngineCheckpoints(
                 name=name,

@@ -18,7 +18,7 @@ buckets after the last micro-batch, divides these, and copies the sums back: as 
 share only (``use_multi_rank_bucket_allreduce``), ZeRO-2 in every micro-batch, and computing waits for it unless
 ``overlap_comm`` is on (``stage_1_and_2.py::average_tensor``).
 
-[Note: Buckets] DeepSpeed's ZeRO-3 reduces gradients, and copies them to the host, when that of the next parameter would
+DeepSpeed's ZeRO-3 reduces gradients, and copies them to the host, when that of the next parameter would
 not fit into a bucket of ``reduce_bucket_size`` parameters
 (``stage3.py::reduce_independent_p_g_buckets_and_remove_grads``). Only then does a caller that blocks wait. Before that,
 it issues the kernels and gathers of all layers in the bucket. Here, buckets hold whole units.
@@ -104,7 +104,7 @@ class _Leaving:
 
 
 def _put(decisions: RivalDecisions, program: Program, bucket: list[_Leaving], gradient: _Leaving) -> None:
-    """Put a gradient into the bucket; if the next one does not fit, empty it. See [Note: Buckets]."""
+    """Put a gradient into the bucket; if the next one does not fit, empty it; see the module."""
     bucket.append(gradient)
     following, behind, micro_batch = gradient.following, program.behind, gradient.backward.micro_batch
     goes_on = following and following.unit and following.op is not Op.FORWARD  # of the next micro-batch

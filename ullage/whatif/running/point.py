@@ -16,7 +16,6 @@ from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.competition import Found
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError, find
-from planner.simulate.prediction import Workload
 from ullage.rivals import engines_beside
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Result
 
@@ -88,7 +87,7 @@ def _figures(request: Request, found: Found, *, certify: bool, engines: bool) ->
     beside = engines_beside(found) if engines else {}
     return Figures(
         **dict(seen),
-        tokens_per_iteration=Workload(found.own.setup.units, request.seq_len).tokens(decided),
+        tokens_per_iteration=decided.num_sequences * request.seq_len,
         num_devices=decided.num_devices,
         num_nodes=-(-decided.num_devices // request.hardware.devices_per_node),
         choice=decided.words,

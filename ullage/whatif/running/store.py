@@ -19,7 +19,6 @@ from typing import Final
 from pydantic import ValidationError
 
 from ullage.whatif.study import Result
-from ullage.whatif.values import StudyError
 
 _BEGIN: Final = b'{"key":'
 
@@ -34,7 +33,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         results: the results of finished points by their keys.
 
     Raises:
-        StudyError: another process has the file open, or it is not a store.
+        ValueError: another process has the file open, or it is not a store.
         OSError: the file cannot be opened.
     """
 
@@ -48,7 +47,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         except BaseException as error:
             self._file.close()
             if isinstance(error, BlockingIOError):
-                raise StudyError(
+                raise ValueError(  # noqa: TRY004 - the kind of the error is no matter of types
                     f"{path} is being written by another study; wait for it, or choose another --output"
                 ) from None
             raise
@@ -61,7 +60,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self._file.seek(0)
         data = self._file.read(len(_BEGIN))  # if this is another kind of file, it may be large
         if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
-            raise StudyError(f"{self.path} exists and is not a store of results; choose another --output")
+            raise ValueError(f"{self.path} exists and is not a store of results; choose another --output")
         data += self._file.read()
         self._file.truncate(data.rfind(b"\n") + 1)
         self.results = dict(found for line in data.splitlines(keepends=True) if (found := _parsed(line)))
