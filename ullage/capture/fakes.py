@@ -36,9 +36,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
-    is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -134,48 +132,25 @@ def _pad_packed_sequence(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators on real tensors that lie in the memory of a trained parameter, which no fake one follows.
-
-    Args:
-        trained: returns the trained parameter in whose memory a tensor lies; empty if there is none.
-    """
-
-    def __init__(self, trained: Callable[[Tensor], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._trained = trained
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operator.
-
-        Raises:
-            CaptureError: it reads such a tensor.
-        """
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
-                through = "a variable" if isinstance(leaf, torch.nn.Parameter) else "a tensor"
-                raise CaptureError(
-                    f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
-                    "closure), which a plan would not update; read the parameter from its module in forward"
-                )
-        return func(*args, **kwargs or {})
-
-
 class Fakes:
     """Runs operators on fake tensors.
 
     Args:
         values: fake tensors whose values are known, each with a real one. Shapes may depend on the positions of images.
+        trained: returns the trained parameter in whose memory a real tensor lies; empty if there is none.
         assumes: whether values that are not known are assumed; see [Note: Assumed values].
         all_hold: whether comparisons of assumed values hold, whatever these are.
     """
 
     def __init__(
-        self, values: Iterable[tuple[Tensor, Tensor]] = (), *, assumes: bool = False, all_hold: bool = False
+        self,
+        values: Iterable[tuple[Tensor, Tensor]],
+        trained: Callable[[Tensor], str],
+        *,
+        assumes: bool,
+        all_hold: bool,
     ) -> None:
-        self._assumes, self._all_hold = assumes, all_hold
+        self._trained, self._assumes, self._all_hold = trained, assumes, all_hold
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
         self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
@@ -192,7 +167,15 @@ class Fakes:
 
         Raises:
             DataDependentOutputException, DynamicOutputShapeException: the operator needs values that are not known.
+            CaptureError: it reads a real tensor in the memory of a trained parameter, which no fake one follows.
         """
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
+                through = "a variable" if isinstance(leaf, torch.nn.Parameter) else "a tensor"
+                raise CaptureError(
+                    f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
+                    "closure), which a plan would not update; read the parameter from its module in forward"
+                )
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
         except Exception as error:

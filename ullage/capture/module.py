@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.distributed.adapters import bind_adapted_parameters
-from executor.memory.forward_state import SMALL_BYTES, kept_outside
+from executor.memory.forward_state import SMALL_BYTES, kept_outside, put_back
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
@@ -39,19 +39,18 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, fused_attention, in_words
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, Untracked, users_line
+from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
-from ullage.capture.recording import OUTPUTS_LOSS, Called, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, at, first_line, remedy
+from ullage.capture.recording import OUTPUTS_LOSS, record
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
-_KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
 _LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
@@ -217,25 +216,24 @@ class _Capture:
             torch.device("cpu"),  # where all fakes are, whatever the user's default device
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained, example.step) as fake,
-            _unchanged(model),
-            contextlib.ExitStack() as adapted,
+            contextlib.ExitStack() as changes,
             kept_outside(model),
             passing_through(),
-            Untracked(trained),
         ):
-            for undo in bind_adapted_parameters(model):
-                adapted.callback(undo)
+            for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
+                changes.callback(undo)
             with _as_capture_errors(self.name, model), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
                 args, kwargs = example.called_with(inputs, given)
                 function = functools.partial(example.step, model) if example.step else model.train()
-                called = Called(functools.partial(function, *args, **kwargs), given, is_step=example.step is not None)
+                run = functools.partial(function, *args, **kwargs)
 
                 def recorded(*tile: Any, **settings: Any) -> Recording:
-                    fakes = Fakes(values, assumes=example.assumes, all_hold=example.all_hold)
-                    return record(model.train(), called, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
+                    empty = Recording(model.train(), example.step is not None, [None] * len(given))
+                    fakes = Fakes(values, trained, assumes=example.assumes, all_hold=example.all_hold)
+                    return record(empty, run, given, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
 
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
@@ -430,12 +428,29 @@ def _faked(
 @contextlib.contextmanager
 def as_before(held: Iterable[Any]) -> Iterator[None]:
     """Undo what happens to containers, and to attributes and containers that objects hold."""
-    before = list(_containers(held))
+    before = [(each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)]
     try:
         yield
     finally:
         for container, content in before:
-            _restore(container, content)
+            put_back(container, content)
+
+
+def _containers(held: Iterable[Any]) -> Iterator[Any]:
+    """Yield containers, and those of objects, that lead to one another."""
+    left = [(each, True) for each in held]
+    seen: set[int] = set()
+    while left:
+        each, may_enter = left.pop()
+        if id(each) in seen or isinstance(each, _LEAVES):
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict | list | set | collections.deque | tuple):
+            if not isinstance(each, tuple):
+                yield each
+            left += [(value, may_enter) for value in (dict.values(each) if isinstance(each, dict) else each)]
+        elif may_enter and isinstance(inside := getattr(each, "__dict__", None), dict):
+            left.append((inside, False))  # not what those objects hold, which may be the whole program
 
 
 def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
@@ -462,48 +477,6 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     return value
 
 
-def _containers(held: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield containers, and those of objects, that lead to one another; each with a copy."""
-    left: list[tuple[Any, bool]] = [(each, True) for each in held]
-    seen: set[int] = set()
-    while left:
-        held, may_enter = left.pop()
-        if id(held) in seen or isinstance(held, _LEAVES):
-            continue
-        seen.add(id(held))
-        if isinstance(held, dict):
-            items = list(_kind(held).items(held))
-            yield held, items
-            left += [(value, may_enter) for _, value in items]
-        elif isinstance(held, (*_KINDS, tuple)):
-            if not isinstance(held, tuple):
-                yield held, list(held)
-            left += [(value, may_enter) for value in held]
-        elif may_enter and isinstance(inside := getattr(held, "__dict__", None), dict):
-            left.append((inside, False))  # not what those objects hold, which may be the whole program
-
-
-def _restore(container: Any, content: list[Any]) -> None:
-    """Let a container hold what it held. One that did not change is left alone, since it may be a frozen one."""
-    kind = _kind(container)
-    if isinstance(container, dict):
-        now = list(kind.items(container))
-        if len(now) != len(content) or any(
-            a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, content, strict=True)
-        ):
-            kind.clear(container)
-            for key, value in content:
-                kind.__setitem__(container, key, value)
-    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-        kind.clear(container)
-        (kind.update if kind is set else kind.extend)(container, content)
-
-
-def _kind(container: Any) -> Any:
-    """Return the class of Python whose methods a container of a user's class may have replaced."""
-    return next(kind for kind in _KINDS if isinstance(container, kind))
-
-
 def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
     if is_packed(parameter):
         return pack(parameter, module, dtype)
@@ -511,80 +484,57 @@ def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, kee
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
 
 
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
-    undo = refuse_replacements(
-        model.modules(),
-        lambda name, kind: CaptureError(
-            f"forward sets {name} of a {kind}, but the modules and parameters of a planned model "
-            "stay; set it before prepare()"
-        ),
+def _replaced(name: str, kind: str) -> CaptureError:
+    return CaptureError(
+        f"forward sets {name} of a {kind}, but the modules and parameters of a planned model stay; set it before "
+        "prepare()"
     )
-    try:
-        yield
-    finally:
-        for each in undo:
-            each()
 
 
-@contextlib.contextmanager
-def _default_positions() -> Iterator[None]:
+def _default_positions() -> contextlib.AbstractContextManager[Any]:
     """Keep ``transformers`` from reading the values of positions. Without given positions, sequences are not packed.
 
     It tests whether a batch is packed from several sequences, and assumes with fake tensors that it is.
     """
     masks = sys.modules.get("transformers.masking_utils")
-    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
-        yield
-        return
-    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for log in _QUIET:
-            stack.enter_context(mock.patch.object(log, "disabled", new=True))
-        yield
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        return contextlib.nullcontext()
+    return mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
 
 
 @contextlib.contextmanager
 def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[None]:
     """Turn errors of the model into one line that says what cannot be captured, and where."""
-    inside: list[str] = []  # modules whose forward is running
-
-    def entered(path: str) -> Callable[..., None]:
-        return lambda *_args: inside.append(path)
-
-    def left(*_args: Any) -> None:
-        inside.pop()
-
-    handles = []
-    for path, module in model.named_modules() if model is not None else ():
-        handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
-        with warnings.catch_warnings(), _quiet():
+        with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
+            for log in _QUIET:
+                quiet.enter_context(mock.patch.object(log, "disabled", new=True))
             # Copying a module reads addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, RefusedOperatorError) as error:
-        raise CaptureError(f"{name}{at(inside)}: {error}") from error
+        raise CaptureError(f"{name}{_at(error, model)}: {error}") from error
     except VALUES as error:
         where = users_line(traceback.extract_tb(error.__traceback__))
         raise CaptureError(
-            f"{name}{at(inside)}: {error.func} needs the values of a tensor{where}, which a capture does not have, "
-            "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
+            f"{name}{_at(error, model)}: {error.func} needs the values of a tensor{where}, which a capture does not "
+            "have, and it does not run with those that were assumed; compute the same for all values, as torch.where "
+            "does"
         ) from error
     except UNKNOWN as error:
         raise CaptureError(
-            f"{name}{at(inside)}: {first_line(error)}: PyTorch does not know the shapes that this operator makes; "
-            "register a fake implementation (torch.library.register_fake)"
+            f"{name}{_at(error, model)}: {first_line(error)}: PyTorch does not know the shapes that this operator "
+            "makes; register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
         way_out = remedy(error, has_model=model is not None)
-        raise CaptureError(f"{name}{at(inside)}: {first_line(error)}; {way_out}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        raise CaptureError(f"{name}{_at(error, model)}: {first_line(error)}; {way_out}") from error
+
+
+def _at(error: Exception, model: nn.Module | None) -> str:
+    """Return the innermost module whose forward an error has left, in words."""
+    paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    running = [id(each.f_locals["self"]) for each in frames if each.f_code is nn.Module._call_impl.__code__]
+    path = paths.get(running[-1], "") if running else ""
+    return f", in module {path}" if path else ""

@@ -146,6 +146,7 @@ class Recording:
     """A recorded forward and backward.
 
     Attributes:
+        is_step: whether a step of the user's loop runs, which may call the model and its parts any number of times.
         num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
         visits: calls of modules, in order.
         forward, backward: events; backward events are numbered from ``len(forward)``.
@@ -165,6 +166,7 @@ class Recording:
     """
 
     model: nn.Module
+    is_step: bool
     num_values: list[int | None]
     visits: list[Visit] = dataclasses.field(default_factory=list)
     forward: list[Event] = dataclasses.field(default_factory=list)
@@ -282,11 +284,6 @@ def remedy(error: Exception, *, has_model: bool) -> str:
     if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
         return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
     return "make it run with these inputs first"
-
-
-def at(inside: list[str]) -> str:
-    """Return where a capture was, in words, from the paths of the modules whose forward runs."""
-    return f", in module {inside[-1]}" if inside and inside[-1] else ""
 
 
 def first_line(error: Exception) -> str:
