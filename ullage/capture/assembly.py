@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from executor.module.binding import in_common
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
@@ -233,7 +234,7 @@ def _place_unused(
         module = name.rpartition(".")[0]
         if module in unit_of or recording.is_copied(name):
             continue
-        near = max(used, key=lambda other: _in_common(module, other), default="")
+        near = max(used, key=lambda other: len(in_common(module.split("."), other.split("."))), default="")
         inside = bool(segment_of.get(near)) and _is_below(segment_of[near], module)
         if module in called or inside:
             unit_of[module] = called.get(module, used.get(near, 0))
@@ -277,11 +278,6 @@ def _unused(recording: Recording, drafts: Iterable[_Draft]) -> Iterator[list[str
 
 def _count(recording: Recording, names: Iterable[str]) -> int:
     return sum(recording.model.get_parameter(name).numel() for name in names)
-
-
-def _in_common(module: str, other: str) -> int:
-    pairs = zip(module.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count_saved(
