@@ -138,19 +138,13 @@ class Fakes:
     Args:
         values: fake tensors whose values are known, each with a real one. Shapes may depend on the positions of images.
         trained: returns the trained parameter in whose memory a real tensor lies; empty if there is none.
-        assumes: whether values that are not known are assumed; see [Note: Assumed values].
         all_hold: whether comparisons of assumed values hold, whatever these are.
     """
 
     def __init__(
-        self,
-        values: Iterable[tuple[Tensor, Tensor]],
-        trained: Callable[[Tensor], str],
-        *,
-        assumes: bool,
-        all_hold: bool,
+        self, values: Iterable[tuple[Tensor, Tensor]], trained: Callable[[Tensor], str], *, all_hold: bool
     ) -> None:
-        self._trained, self._assumes, self._all_hold = trained, assumes, all_hold
+        self._trained, self._all_hold = trained, all_hold
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
         self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
@@ -182,10 +176,10 @@ class Fakes:
             if isinstance(error, VALUES) and function in _INDEXING:
                 if (places := self._mask_positions(*args[:2])) is not None:
                     return self.run(function, (args[0], places, *args[2:]), kwargs)
-            elif not isinstance(error, VALUES) and not (self._assumes and _lacks_fake(function, error)):
+            elif not isinstance(error, VALUES) and not _lacks_fake(function, error):
                 raise
             given = tree_map_only(Tensor, _any_numbers, args) if function in _SHAPED_BY_INTEGERS else args
-            if (known := self._known((given, kwargs), assumes=self._assumes)) is None:
+            if (known := self._known((given, kwargs), assumes=True)) is None:
                 raise
             self._note_reader(known)
             with _disable_current_modes():
@@ -264,7 +258,7 @@ class Fakes:
         for index in indices:
             if index is None or index.dtype is not torch.bool:
                 found.append(index)
-            elif (known := self._known(index, assumes=self._assumes)) is None:
+            elif (known := self._known(index, assumes=True)) is None:
                 return None
             else:
                 if index.shape != tensor.shape[len(found) : len(found) + index.dim()]:
@@ -280,7 +274,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors, if values may be assumed."""
+        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors."""
 
         def numpy(tensor: Tensor, **_named: Any) -> Any:
             known = self._known(tensor.detach(), assumes=True)
@@ -291,9 +285,7 @@ class Fakes:
         def in_text(tensor: Tensor, spec: str) -> str:
             return format(numpy(tensor).item() if tensor.dim() == 0 else repr(tensor), spec)
 
-        with contextlib.ExitStack() as stack:
-            for name, read in {"numpy": numpy, "__format__": in_text}.items() if self._assumes else ():
-                stack.enter_context(mock.patch.object(FakeTensor, name, read))
+        with mock.patch.multiple(FakeTensor, numpy=numpy, __format__=in_text):
             yield
 
     def _note_reader(self, known: Any) -> None:
@@ -302,7 +294,7 @@ class Fakes:
 
     def _marks(self, results: Sequence[Tensor]) -> bool:
         """Return whether an operator's results are integers or marks, for which values are assumed."""
-        return self._assumes and not any(result.is_floating_point() or result.is_complex() for result in results)
+        return not any(result.is_floating_point() or result.is_complex() for result in results)
 
     def _known(self, arguments: Any, *, assumes: bool = False) -> Any:
         """Return arguments with tensors replaced by their known values; ``None`` if some are not known."""

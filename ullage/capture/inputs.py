@@ -45,9 +45,8 @@ class Example:
     Attributes:
         args, kwargs: of the call. Tensors may be anywhere inside them, also several times.
         tensors: these tensors, in the order of the captured inputs; ``None``: it is called with these alone.
-        values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
-        assumes: whether other values that the model needs are assumed; see [Note: Assumed values] in
-            :mod:`ullage.capture.fakes`.
+        values: values of inputs, by number of the input, which the model may need; others are assumed, see
+            [Note: Assumed values] in :mod:`ullage.capture.fakes`.
         all_hold: whether comparisons of assumed values are assumed to hold, as a model's checks of its own values do.
         step: a step of the user's loop up to the loss, which is called with the model and the arguments; ``None``: the
             model is called.
@@ -57,22 +56,8 @@ class Example:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: Sequence[Tensor] | None = None
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
-    assumes: bool = False
     all_hold: bool = False
     step: Callable[..., Any] | None = None
-
-    def attempts(self) -> list["Example"]:
-        """Return what to try, one after another: no values, those of whole numbers, and all; then true comparisons.
-
-        Numbers that are no whole ones come last: a branch that depends on them may be another one in the next batch.
-        """
-        whole = {number: value for number, value in self.values.items() if not value.is_floating_point()}
-        return [
-            dataclasses.replace(self, values={}),
-            *([dataclasses.replace(self, values=whole)] if whole else []),
-            dataclasses.replace(self, assumes=True),
-            dataclasses.replace(self, assumes=True, all_hold=True),
-        ]
 
     def known(self, inputs: Inputs, dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the inputs whose values count, by number: those of this example, and what rows begin with."""

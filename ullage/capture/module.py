@@ -112,10 +112,14 @@ def capture_called(
     """Capture as :func:`capture_module` does. The ``example`` says how the module is called with the inputs."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
-    job = _Capture(make, name, dtype, as_on_gpu, examples=example.attempts())
+    job = _Capture(make, name, dtype, as_on_gpu, example=example)
     found = job.of(given)
     # A lambda, because neither the module nor the user's function goes to another process.
     return found if example.step is not None else found.freed(lambda size: job.again(given, size))
+
+
+class _AssumedValuesError(CaptureError):
+    """A model does not run with assumed values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
-        examples: how the module is called: the attempts that are left, of which the first counts.
+        example: how the module is called.
         lora, quantization: of a named model; see :func:`capture`.
     """
 
@@ -136,7 +140,7 @@ class _Capture:
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
-    examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
+    example: Example = NO_EXAMPLE
     lora: Lora | None = None
     quantization: Quantization | None = None
 
@@ -158,34 +162,25 @@ class _Capture:
         return _made(make, self.name)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
-        if self.examples[0].tensors is None:
+        if self.example.tensors is None:
             _check_inputs(inputs)
         model = self._model()
         _check_parameters(model, self.name, self.dtype)
         check_formats(model, self.name)
         check_adapters(model)
         _check_statistics(model, self.name, DTYPES[self.dtype])
-        refused: CaptureError | None = None
-        while True:
+        # Nothing is known of how a model is executed that has no name.
+        attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
+        with fused_attention(model) if attention else contextlib.nullcontext():
             try:
-                # Nothing is known of how a model is executed that has no name.
-                attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
-                with fused_attention(model) if attention else contextlib.nullcontext():
-                    captured = self._attempted(model, inputs, tiles)
-                if attention is None:
-                    return captured
-                assumed = *(captured.assumed or ()), in_words(attention)
-                return captured.model_copy(update={"attention": attention, "assumed": assumed})
-            except CaptureError as error:
-                cause = error.__cause__
-                if not (self.examples[0].assumes and refused) or isinstance(cause, CaptureError):
-                    refused = error  # not where assumed values are the reason
-                # Values may help if the model fails without them, but not if we refuse it.
-                fails = cause is not None and not isinstance(cause, CaptureError | RefusedOperatorError)
-                again = [e for e in self.examples[1:] if fails and (e.assumes or isinstance(cause, VALUES))]
-                if not again:
-                    raise refused from refused.__cause__
-            self.examples[:] = again
+                captured = self._attempted(model, inputs, tiles)
+            except _AssumedValuesError:
+                holding = dataclasses.replace(self, example=dataclasses.replace(self.example, all_hold=True))
+                captured = holding._attempted(model, inputs, tiles)
+        if attention is None:
+            return captured
+        assumed = *(captured.assumed or ()), in_words(attention)
+        return captured.model_copy(update={"attention": attention, "assumed": assumed})
 
     def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)
@@ -208,9 +203,9 @@ class _Capture:
         """
         dtype = DTYPES[self.dtype]
         trained = trained_memory(model)
-        example = self.examples[0]
+        example, made = self.example, list[Fakes]()
         # Before fake tensors exist, because conversions would be fake too.
-        known, small = example.known(inputs, dtype), _small(model) if example.assumes else {}
+        known, small = example.known(inputs, dtype), _small(model)
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             torch.device("cpu"),  # where all fakes are, whatever the user's default device
@@ -222,7 +217,7 @@ class _Capture:
         ):
             for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
                 changes.callback(undo)
-            with _as_capture_errors(self.name, model), _default_positions():
+            with _as_capture_errors(self.name, model, made), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
@@ -232,8 +227,8 @@ class _Capture:
 
                 def recorded(*tile: Any, **settings: Any) -> Recording:
                     empty = Recording(model.train(), example.step is not None, [None] * len(given))
-                    fakes = Fakes(values, trained, assumes=example.assumes, all_hold=example.all_hold)
-                    return record(empty, run, given, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
+                    made.append(Fakes(values, trained, all_hold=example.all_hold))
+                    return record(empty, run, given, *tile, as_on_gpu=self.as_on_gpu, fakes=made[-1], **settings)
 
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
@@ -503,8 +498,8 @@ def _default_positions() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Turn errors of the model into one line that says what cannot be captured, and where."""
+def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequence[Fakes] = ()) -> Iterator[None]:
+    """Turn errors of the model into one line that says what cannot be captured, and where; ``fakes`` ran it."""
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
             for log in _QUIET:
@@ -514,19 +509,20 @@ def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[No
             yield
     except (CaptureError, RefusedOperatorError) as error:
         raise CaptureError(f"{name}{_at(error, model)}: {error}") from error
-    except VALUES as error:
-        where = users_line(traceback.extract_tb(error.__traceback__))
-        raise CaptureError(
-            f"{name}{_at(error, model)}: {error.func} needs the values of a tensor{where}, which a capture does not "
-            "have, and it does not run with those that were assumed; compute the same for all values, as torch.where "
-            "does"
-        ) from error
     except UNKNOWN as error:
         raise CaptureError(
             f"{name}{_at(error, model)}: {first_line(error)}: PyTorch does not know the shapes that this operator "
             "makes; register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
+        reader = fakes[-1].reader if fakes else None
+        if reader is None and isinstance(error, VALUES):
+            reader = users_line(traceback.extract_tb(error.__traceback__))
+        if reader is not None:
+            raise _AssumedValuesError(
+                f"{name}{_at(error, model)}: it needs the values of a tensor{reader}, which a capture does not have, "
+                "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
+            ) from error
         way_out = remedy(error, has_model=model is not None)
         raise CaptureError(f"{name}{_at(error, model)}: {first_line(error)}; {way_out}") from error
 
