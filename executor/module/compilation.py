@@ -85,7 +85,9 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
 
 def compile_loss(model: nn.Module, backend: str) -> Callable[[], None]:
     """Compile the loss of a model of ``transformers``; return a function that restores it."""
-    owners: list[Any] = [each for each in model.modules() if isinstance(_loss_of(type(each)), property)]
+    owners: list[Any] = [
+        each for each in model.modules() if isinstance(getattr(type(each), "loss_function", None), property)
+    ]
     if not owners:
         return lambda: None
     owner = owners[0]  # those inside it have no head
@@ -98,10 +100,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     return functools.partial(setattr, owner, name, before)
-
-
-def _loss_of(kind: type[nn.Module]) -> Any:
-    return getattr(kind, "loss_function", None)
 
 
 def _compiled(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:

@@ -216,7 +216,9 @@ def check_kinds(model: object, optimizer: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
-    if (name := next((name for name, module in model.named_modules() if _is_compiled(module)), None)) is not None:
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+            continue  # neither module.compile() was called, nor did torch.compile(module) return it
         raise TypeError(
             f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides its operators "
             "from the plan; prepare it before it is compiled, and set compile_blocks=True to compile its blocks "
@@ -232,11 +234,6 @@ def check_kinds(model: object, optimizer: object) -> None:
             "the optimizer's step was replaced, which the plan's own step would leave out; replace that of what "
             "prepare() returns, or use optimizer.register_step_pre_hook()"
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned this module."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:

@@ -419,7 +419,10 @@ def _block(
         name = _below(path, draft.path) if is_own else unit
         seen[name] = seen.get(name, 0) + 1
         cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
-        rerun, not_rerun = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
+        rerun, not_rerun = (
+            _merged(kernel for index in part for kernel in recording.forward[index].kernels)
+            for part in (draft.events[:cut], draft.events[cut:])
+        )
         operators.append(
             CapturedOperator(
                 name=name if seen[name] == 1 else f"{name}#{seen[name]}",
@@ -470,10 +473,6 @@ def _saves(recording: Recording, of: Block) -> list[Save]:
         number for i, visit in enumerate(recording.visits) if visit.block == of for number in range(i, visit.last + 1)
     }
     return [save for save in recording.saves if save.visit in inside]
-
-
-def _kernels(recording: Recording, events: Iterable[int]) -> CapturedKernels:
-    return _merged(kernel for index in events for kernel in recording.forward[index].kernels)
 
 
 def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:

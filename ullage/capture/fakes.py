@@ -176,8 +176,10 @@ class Fakes:
             if isinstance(error, VALUES) and function in _INDEXING:
                 if (places := self._mask_positions(*args[:2])) is not None:
                     return self.run(function, (args[0], places, *args[2:]), kwargs)
-            elif not isinstance(error, VALUES) and not _lacks_fake(function, error):
-                raise
+            elif not isinstance(error, VALUES + UNKNOWN) and (
+                function.namespace == "aten" or not isinstance(error, RuntimeError)
+            ):
+                raise  # not because there is no fake kernel
             given = tree_map_only(Tensor, _any_numbers, args) if function in _SHAPED_BY_INTEGERS else args
             if (known := self._known((given, kwargs), assumes=True)) is None:
                 raise
@@ -206,13 +208,14 @@ class Fakes:
             self._recipes.setdefault(results[0].untyped_storage(), self._recipe(args[0], assumes=False))
         if function.is_view or not results:
             return
+        are_whole = not any(result.is_floating_point() or result.is_complex() for result in results)
         if (dimension := _CHOICES.get(function)) is not None:
             given = args[dimension] if len(args) > dimension else -1
             num_choices = (args[0].shape or (1,))[-1 if given is None else given]
             layout = Layout.in_storage(results[-1])
             chosen = _Recipe(_balanced_choices, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
-        elif _has_values(function) and (known := self._known((args, kwargs), assumes=self._marks(results))) is not None:
+        elif _has_values(function) and (known := self._known((args, kwargs), assumes=are_whole)) is not None:
             for number, result in enumerate(results):  # a result may be an argument
                 layout = Layout.in_storage(result)
                 recipe = _Recipe(function, known, number, layout)
@@ -292,10 +295,6 @@ class Fakes:
         if self.reader is None and _is_assumed(known):
             self.reader = users_line(traceback.extract_stack())
 
-    def _marks(self, results: Sequence[Tensor]) -> bool:
-        """Return whether an operator's results are integers or marks, for which values are assumed."""
-        return not any(result.is_floating_point() or result.is_complex() for result in results)
-
     def _known(self, arguments: Any, *, assumes: bool = False) -> Any:
         """Return arguments with tensors replaced by their known values; ``None`` if some are not known."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -352,11 +351,6 @@ def _has_values(function: Any) -> bool:
 def _is_assumed(arguments: Any) -> bool:
     """Return whether some values among arguments are assumed, or computed from such."""
     return any(leaf.recipe.is_assumed for leaf in tree_leaves(arguments) if isinstance(leaf, _Known))
-
-
-def _lacks_fake(function: Any, error: Exception) -> bool:
-    """Return whether an operator failed because there is no fake kernel for it."""
-    return isinstance(error, UNKNOWN) or (function.namespace != "aten" and isinstance(error, RuntimeError))
 
 
 def _real_values(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:

@@ -28,6 +28,7 @@ from executor.module.guards import check_memory, refuse_replacements, trained_me
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
+from executor.packed import stored_parameters
 from planner.models.adapters import Lora
 from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.loops import can_be_continued, continued
@@ -452,10 +453,13 @@ def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
     """Return fake parameters and buffers, by ``id`` of the real ones."""
     mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
     made: dict[int, Any] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in made:
-                made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
+    for parameter, module in stored_parameters(model).values():
+        if is_packed(parameter):
+            made[id(parameter)] = pack(parameter, module, dtype)
+            continue
+        keeps = parameter.is_complex() or (mixed and not parameter.requires_grad)
+        values = torch.empty(parameter.shape, dtype=parameter.dtype if keeps else dtype)
+        made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
     buffers = (b for b in model.buffers() if id(b) not in made and b.layout is torch.strided)  # sparse ones stay real
     return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in buffers}
 
@@ -470,13 +474,6 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     if type(value) in (list, tuple) and any(id(held) in made for held in value):
         return type(value)(made.get(id(held), held) for held in value)
     return value
-
-
-def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
-    if is_packed(parameter):
-        return pack(parameter, module, dtype)
-    dtype = parameter.dtype if parameter.is_complex() or (keeps_type and not parameter.requires_grad) else dtype
-    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
 
 
 def _replaced(name: str, kind: str) -> CaptureError:

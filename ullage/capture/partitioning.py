@@ -61,26 +61,21 @@ def partition(recording: Recording) -> list[UnitVisits]:
     visits = recording.visits
     blocks = _block_visits(recording)
     places: list[UnitVisits] = []
-    atoms: list[int] = []
     largest = max((_num_params(visits[block].module) for block in blocks), default=0)
     small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
     inside = {block: range(block, visits[block].last + 1) for block in blocks}
-    skipped = set(itertools.chain.from_iterable(inside.values()))
-    for index, visit in enumerate(visits):
-        if atoms and visits[atoms[-1]].call != visit.call:
-            places += _outside(visits, atoms, small)
-            atoms = []
-        if index in inside:
-            places += _outside(visits, atoms, small)
-            atoms = []
-            places += _inside(visits, index)
-        elif index not in skipped and next(visit.module.parameters(recurse=False), None) is not None:
-            atoms.append(index)
-    places += _outside(visits, atoms, small)
+    block_of = {index: block for block, members in inside.items() for index in members}
+    atoms = [
+        index
+        for index, visit in enumerate(visits)
+        if index in inside or (index not in block_of and next(visit.module.parameters(recurse=False), None) is not None)
+    ]
+    for (block, _), group in itertools.groupby(atoms, key=lambda index: (block_of.get(index), visits[index].call)):
+        places += _outside(visits, list(group), small) if block is None else _inside(visits, block)
     if not places:
         places = [UnitVisits("model", "", [0])]
     places = _joined(places, _called_again(visits, places))
-    _assign(recording, places, inside)
+    _assign(recording, places, block_of)
     places = _joined(places, _used_in_several(recording, places))
     return _named(_computing(recording, places))
 
@@ -282,7 +277,7 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int, range]) -> None:
+def _assign(recording: Recording, places: list[UnitVisits], block_of: Mapping[int, int]) -> None:
     """Assign each forward event to the unit of its visit, or of a visit around it.
 
     If a visit contains several units, or only part of one, an event directly in it goes to the unit that computes then:
@@ -290,27 +285,29 @@ def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int,
     """
     visits = recording.visits
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
-    block_of = {index: block for block, members in inside.items() for index in members}
     within: dict[int, tuple[int, int]] = {}  # for each visit, the first and the last unit inside it
     for index, number in unit_of.items():
-        at = index
-        while at != -1:
+        for at in _around(visits, index):
             first, last = within.get(at, (number, number))
             within[at] = (min(first, number), max(last, number))
-            at = visits[at].parent
     current = 0
     for index, event in enumerate(recording.forward):
         if index in recording.skipped:
             continue
-        at = event.visit
-        while at not in unit_of and at not in within and at != -1:
-            at = visits[at].parent
+        at = next((at for at in _around(visits, event.visit) if at in within), -1)
         first, last = within.get(at, (current, current))
         if at in unit_of:
             current = max(current, unit_of[at])
         elif at in block_of or not places[first].segment:
             current = max(current, min(max(current, first), last))
         places[current].events.append(index)
+
+
+def _around(visits: list[Visit], at: int) -> Iterator[int]:
+    """Yield a visit and those around it, from the innermost."""
+    while at != -1:
+        yield at
+        at = visits[at].parent
 
 
 def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisits]:

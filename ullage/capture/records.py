@@ -257,17 +257,15 @@ def strided(value: Any) -> list[Tensor]:
     found = [debug_unwrap(each) if is_functorch_wrapped_tensor(each) else each for each in tensors_of(value)]
     if all(leaf.layout is torch.strided for leaf in found):
         return found
-    return [part for leaf in found for part in _parts(leaf)]
+    parts = ([getattr(leaf, name)() for name in _PARTS.get(leaf.layout, ())] or [leaf] for leaf in found)
+    return [part for each in parts for part in each]
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout is torch.sparse_csr:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout is torch.sparse_csc:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+_PARTS: Final = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class CaptureError(ValueError):
