@@ -202,7 +202,8 @@ class Fakes:
         if any(leaf.layout is not torch.strided for leaf in results) or self._record_random(function, args, results):
             return
         if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
-            self._know(results[0], args[0])
+            with _disable_current_modes():  # a copy: what recipes hold would count as memory
+                self._know(results[0], args[0].clone())
             return
         if function.is_view and results and type(args[0]) is Tensor:  # a real one
             self._recipes.setdefault(results[0].untyped_storage(), self._recipe(args[0], assumes=False))

@@ -5,6 +5,7 @@ are those of a CPU, for which autograd needs no GPU. If a GPU runs other operato
 (:func:`_as_on_gpu`).
 """
 
+import bisect
 import contextlib
 import functools
 import weakref
@@ -53,7 +54,6 @@ _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward"
 aten = torch.ops.aten
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
-_NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
 
 
 def record(
@@ -346,16 +346,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track the running autograd node from here on."""
         self._in_backward = True
         self._source = len(self.found.forward) - 1
-        starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
-        for index, sequence in enumerate(self._sequences):
-            starts.setdefault(sequence, index)
         if loss.grad_fn is None:
             raise CaptureError("the loss is made inside of a backward of its own, or of no output of the model")
         for node in nodes(loss.grad_fn):
-            if (number := node._sequence_nr()) < _NO_SEQUENCE:
-                source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
-                if source is not None:
-                    node.register_prehook(functools.partial(self._begin_node, source))
+            # The first event dispatched after the node was made.
+            source = bisect.bisect_right(self._sequences, node._sequence_nr())
+            if source < len(self._sequences):
+                node.register_prehook(functools.partial(self._begin_node, source))
 
     def end(self) -> None:
         """Mark the storages of parameters' gradients.
