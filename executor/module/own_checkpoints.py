@@ -61,7 +61,10 @@ def _install() -> None:
 
     @functools.wraps(generator)
     def generated(function: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return iter([None]) if passes(function) else generator(function, *args, **kwargs)
+        return nothing_around() if passes(function) else generator(function, *args, **kwargs)
+
+    def nothing_around() -> Iterator[None]:
+        yield
 
     def applied(function: Any, preserve: bool, *args: Any) -> Any:
         return function(*args) if passes(function) else apply(function, preserve, *args)

@@ -429,6 +429,8 @@ def as_before(held: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for container, content in before:
+            for added in container.keys() - content.keys() if isinstance(container, dict) else ():
+                del container[added]
             put_back(container, content)
 
 
