@@ -191,8 +191,8 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     last = {draft.unit: number for number, draft in enumerate(drafts)} | {drafts[n].unit: n for _, n in uses}
     readers = {drafts[number].path: drafts[number].unit for _, number in reversed(uses)}
     _place_unused(recording, places, unit_of, readers)
-    for name, _ in recording.model.named_parameters():
-        if (unit := unit_of.get(name.rpartition(".")[0])) is not None and not recording.is_copied(name):
+    for name in recording.parameters:
+        if (unit := unit_of.get(name.rpartition(".")[0])) is not None:
             number = first_use.get(name, -1)
             drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
@@ -230,9 +230,8 @@ def _place_unused(
     """
     called, used = _units_of_calls(recording, places), {**readers, **unit_of}
     segment_of = {path: places[number].segment for path, number in used.items()}
-    for name, _ in recording.model.named_parameters():
-        module = name.rpartition(".")[0]
-        if module in unit_of or recording.is_copied(name):
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in recording.parameters):
+        if module in unit_of:
             continue
         near = max(used, key=lambda other: len(in_common(module.split("."), other.split("."))), default="")
         inside = bool(segment_of.get(near)) and _is_below(segment_of[near], module)
@@ -259,7 +258,7 @@ def _unused(recording: Recording, drafts: Iterable[_Draft]) -> Iterator[list[str
     for draft in drafts:
         placed.update(draft.parameters)
         sizes[draft.unit] += _count(recording, draft.parameters)
-    left = [n for n, _ in recording.model.named_parameters() if n not in placed and not recording.is_copied(n)]
+    left = [name for name in recording.parameters if name not in placed]
     owners = {name.rpartition(".")[0] for name in left}
 
     def outermost(name: str) -> str:

@@ -147,7 +147,7 @@ class _Capture:
 
     def again(self, given: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
         """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
-        if self.make is None and tokens_of(given) > 1 and (":" not in self.name or Path(self.name).exists()):
+        if self.make is None and tokens_of(given) > 1 and not _is_function(self.name):
             masked = any(spec.name == "attention_mask" for spec in given)
             return self.of(architecture(self.name).inputs(size.micro_batch, size.seq_len, masked=masked), size)
         return self.of(resized(given, size.micro_batch, size.seq_len), size)
@@ -307,11 +307,16 @@ def _num_logits(model: nn.Module, recording: Recording) -> int | None:
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """Return the module of a function, made without memory, with the settings of ``transformers``."""
-    with _as_capture_errors(f"{name}()" if ":" in name and not Path(name).exists() else name), torch.device("meta"):
+    with _as_capture_errors(f"{name}()" if _is_function(name) else name), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
     return model
+
+
+def _is_function(text: str) -> bool:
+    """Return whether a text is ``package.module:function``, and not a file's path."""
+    return ":" in text and not Path(text).exists()
 
 
 def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -327,7 +332,7 @@ def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
             f"{text} was captured from a model in memory, so no function can make it; give ullage.prepare such a "
             "model with this plan, or plan --model package.module:function"
         )
-    if ":" not in text or Path(text).exists():
+    if not _is_function(text):
         return functools.partial(architecture(text).make, dtype)
     module_name, _, attribute = text.partition(":")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
@@ -424,7 +429,9 @@ def _faked(
 @contextlib.contextmanager
 def as_before(held: Iterable[Any]) -> Iterator[None]:
     """Undo what happens to containers, and to attributes and containers that objects hold."""
-    before = [(each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)]
+    before: list[tuple[Any, Any]] = [
+        (each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)
+    ]
     try:
         yield
     finally:

@@ -208,13 +208,11 @@ class Recording:
         paths = tuple(visit.path for visit in self.visits if visit.parent < 0)
         return None if paths == ("",) else paths
 
-    def is_copied(self, name: str) -> bool:
-        """Return whether a parameter is in a copied block."""
-        return name.startswith(self._copied)
-
     @functools.cached_property
-    def _copied(self) -> tuple[str, ...]:
-        return tuple(f"{copy.path}." for copy in self.copies)
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters outside of copied blocks."""
+        copied = tuple(f"{copy.path}." for copy in self.copies)
+        return tuple(name for name, _ in self.model.named_parameters() if not name.startswith(copied))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
