@@ -214,7 +214,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
-        kwargs = _on_cpu(kwargs or {})
+        kwargs = kwargs or {}
+        if getattr(kwargs.get("device"), "type", "") == "cuda":
+            kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
         if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0  # for a log
         if func.overloadpacket.__name__ == "gemm_4bit":
@@ -498,9 +500,3 @@ class _Running(NamedTuple):
     visit: int
     begun: int
     buffers: list[tuple[Tensor, int]]
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of an operator with the CPU, where all fake tensors are, in place of a GPU."""
-    on_gpu = getattr(kwargs.get("device"), "type", "") == "cuda"
-    return kwargs | {"device": torch.device("cpu")} if on_gpu else kwargs
