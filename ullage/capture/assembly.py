@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import networkx as nx
+
 from executor.module.binding import in_common
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
@@ -359,14 +361,10 @@ def _set_workspace(recording: Recording, drafts: list[_Draft], operator_of: dict
 
 def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
     """Return storages whose sum is the gradient of a weight that several units use; lowering accounts for them."""
-    tied = {name for draft in drafts for name in draft.shared}
-    left = [recording.gradients[name] for name in tied if name in recording.gradients]
-    found: set[int] = set()
-    while left:
-        number = left.pop()
-        found.add(number)
-        left += [n for n in recording.sums.get(number, ()) if n not in found and not recording.storages[n].owner]
-    return found
+    tied = {recording.gradients[name] for draft in drafts for name in draft.shared if name in recording.gradients}
+    sums = ((number, term) for number, terms in recording.sums.items() for term in terms)
+    graph = nx.DiGraph((number, term) for number, term in sums if not recording.storages[term].owner)
+    return tied.union(*(nx.descendants(graph, number) for number in tied if number in graph))
 
 
 def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
