@@ -147,6 +147,28 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor]
         node._register_hook_dict(tensor)
 
 
+def hook_outputs(output: Any, reached: Callable[[], None], begun: int = 0) -> None:
+    """Report that backward has reached what a forward returned, if backward goes further than that.
+
+    Leave out what only passed through the forward, or behind which a hook of the user's lets backward end.
+
+    Args:
+        output: of the forward.
+        reached: called then, once for each tensor.
+        begun: autograd's next number when the forward began.
+    """
+
+    def arrive(_gradient: torch.Tensor) -> None:
+        if not ends_here():
+            reached()
+
+    for leaf in tensors_of(output):
+        if leaf.requires_grad:
+            made = hook_target(leaf)
+            if (node := made.grad_fn) is not None and node._sequence_nr() >= begun:
+                hook_gradient(made, node, arrive)
+
+
 def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module, which may shadow one of its class. Return a function that restores the module.
 

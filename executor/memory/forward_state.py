@@ -165,13 +165,13 @@ class ForwardState:
         try:
             copies = {number: tensor.clone() for number, tensor in before.copies.items()}  # it may run more than twice
             for holder, contents, _ in holders:
-                _assign(holder, _with(contents, copies))
+                put_back(holder, _with(contents, copies))
             for generator, state in before.random:
                 _set_state(generator, state)
             yield
         finally:
             for holder, _, contents in holders:
-                _assign(holder, contents)
+                put_back(holder, contents)
             for generator, state in now:
                 _set_state(generator, state)
             for one, token in tokens:
@@ -194,7 +194,7 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for holder, contents in visit.holders:
-            _assign(holder, contents)
+            put_back(holder, contents)
         for generator, state in before:
             _set_state(generator, state)
 
@@ -358,7 +358,7 @@ def _differs(holder: Any, contents: Any) -> bool:
     return len(now) != len(contents) or any(map(operator.is_not, now, contents))
 
 
-def _assign(holder: Any, contents: Any) -> None:
+def put_back(holder: Any, contents: Any) -> None:
     """Make a container hold this, and nothing else. Containers that hold it already are not touched."""
     if not _differs(holder, contents):
         return

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from executor.callbacks import (
     ModuleCallbacks,
-    ends_here,
     forward_of,
     hook_gradient,
+    hook_outputs,
     hook_target,
     in_backward,
     leads_to,
@@ -120,39 +120,40 @@ def _readers(
 
 
 class Marker(NamedTuple):
-    """A module whose hooks report that forward (``begins``) or backward (``ends``) has reached its unit."""
+    """What the hooks of a module report: that forward (``begins``) or backward (``ends``) has reached its unit."""
 
-    module: nn.Module
     unit: str
     begins: bool
     ends: bool
 
 
-def _marked(
-    unit_of: Mapping[nn.Module, str], model: nn.Module, units: tuple[Unit, ...]
+def marked(
+    model: nn.Module, units: tuple[Unit, ...], whole: Iterable[nn.Module] = ()
 ) -> dict[nn.Module, dict[int, Marker]]:
-    """Return the modules whose hooks report progress, with what they mark in each call; ``unit_of`` is of the first."""
+    """Return the modules whose hooks report progress, with what they mark in each call; see [Note: Module boundaries].
+
+    Modules ``whole``, which are compiled or compute in tiles, report progress in place of those inside them.
+    """
     found: dict[nn.Module, dict[int, Marker]] = {}
     for call, mine in calls(units).items():
-        for marker in markers(unit_of if call == 1 else unit_modules(model, mine, several=True), mine):
-            found.setdefault(marker.module, {})[call] = marker
+        unit_of = unit_modules(model, mine, several=units[-1].call > 1)
+        for module in whole:
+            if inside := [unit_of.pop(inner) for inner in module.modules() if inner in unit_of]:
+                unit_of[module] = inside[0]
+        order = [unit.name for unit in mine]
+        unused = {unit.name for unit in mine if unit.is_unused}
+        for module, unit in unit_of.items():
+            # A module with other units inside reports forward only if its own comes first, and never reports backward.
+            # Unused units run on demand only: they are in units of their own with all that is inside them.
+            names = {unit_of[inner] for inner in module.modules() if inner in unit_of} - unused | {unit}
+            marker = Marker(unit, begins=unit == min(names, key=order.index), ends=len(names) == 1)
+            found.setdefault(module, {})[call] = marker
     return found
 
 
 def calls(units: Iterable[Unit]) -> dict[int, tuple[Unit, ...]]:
     """Return the units of each call; see :attr:`planner.models.captured.CapturedModel.calls`."""
     return {call: tuple(group) for call, group in itertools.groupby(units, key=lambda unit: unit.call)}
-
-
-def markers(unit_of: Mapping[nn.Module, str], units: Sequence[Unit]) -> Iterator[Marker]:
-    """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
-    order = [unit.name for unit in units]
-    unused = {unit.name for unit in units if unit.is_unused}
-    for module, unit in unit_of.items():
-        # A module with other units inside reports forward only if its own unit comes first, and never reports backward.
-        # Unused units run on demand only: they are in units of their own with all that is inside them.
-        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of} - unused | {unit}
-        yield Marker(module, unit, begins=unit == min(inside, key=order.index), ends=len(inside) == 1)
 
 
 def bind(
@@ -173,25 +174,26 @@ def bind(
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
     if decisions.loss_tile_tokens is not None or decisions.context_parallel > 1:
-        at_first = unit_of
         undo.append(
             tile_head(
                 model,
                 decisions.loss_tile_tokens,
-                lambda head: callbacks.on_backward(at_first[head]),
-                lambda head: callbacks.on_logits(at_first[head]),
+                lambda head: callbacks.on_backward(unit_of[head]),
+                lambda head: callbacks.on_logits(unit_of[head]),
             )
         )
+    whole: list[nn.Module] = []
     if compile_backend is not None:
-        stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
-        unit_of = _compile(model, stay, unit_of, compile_backend, undo)
-        if decisions.loss_tile_tokens is None and decisions.tensor_parallel == decisions.context_parallel == 1:
-            from executor.module.compilation import compile_loss  # noqa: PLC0415 - takes a second
+        from executor.module.compilation import compile_blocks, compile_loss  # noqa: PLC0415 - takes a second
 
+        stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
+        whole += compile_blocks(model, stay, unit_of, compile_backend, undo)
+        if decisions.loss_tile_tokens is None and decisions.tensor_parallel == decisions.context_parallel == 1:
             undo.append(compile_loss(model, compile_backend))
     if decisions.layer_tile_tokens is not None:
-        unit_of = _tile(model, units, unit_of, decisions.layer_tile_tokens, undo)
-    for module, of_module in _marked(unit_of, model, units).items():
+        whole += (tiled := tiled_modules(model, units))
+        undo += tile_modules(tiled, decisions.layer_tile_tokens)
+    for module, of_module in marked(model, units, whole).items():
         undo += _hooks(module, of_module, callbacks)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
     again: dict[nn.Module, dict[int, _Again]] = {}
@@ -300,7 +302,7 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
 
     for paths in tied.values():
         if len(paths) > 1:
-            shared = _in_common(paths)
+            shared = in_common(*paths)
             keys = [".".join(path[len(shared) :]) for path in paths]
             owner = model.get_submodule(".".join(shared))
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
@@ -323,36 +325,19 @@ def _hooks(
             with outside_transforms():
                 callbacks.on_forward(marker.unit)
 
-    arrives = {marker.unit: _arriving(marker.unit, callbacks) for marker in of_call.values()}
+    arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         marker = of_call.get(callbacks.call, first)
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
-        if not marker.ends or not torch.is_grad_enabled() or (in_backward() and not callbacks.on_demand):
-            return
-        for leaf in tensors_of(output):
-            if leaf.requires_grad:
-                made = hook_target(leaf)
-                node = made.grad_fn
-                # Else it only passed through this module, or a hook of the user's lets backward end there.
-                if node is not None and node._sequence_nr() >= begun:
-                    hook_gradient(made, node, arrives[marker.unit])
+        if marker.ends and torch.is_grad_enabled() and not (in_backward() and not callbacks.on_demand):
+            hook_outputs(output, arrives[marker.unit], begun)
 
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
         yield module.register_forward_pre_hook(before, prepend=True).remove
     if any(marker.ends for marker in of_call.values()):
         yield module.register_forward_hook(after).remove
-
-
-def _arriving(unit: str, callbacks: ModuleCallbacks) -> Callable[[torch.Tensor], None]:
-    """Return a hook on the gradient that comes to a node, which reports that backward has reached a unit."""
-
-    def arrive(_gradient: torch.Tensor) -> None:
-        if not ends_here():
-            callbacks.on_backward(unit)
-
-    return arrive
 
 
 def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
@@ -381,10 +366,10 @@ def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     with contextlib.suppress(AttributeError):
         return model.get_submodule(segment[0].segment.partition("@")[0])
     owners = [spec.name.split(".")[:-1] for unit in segment for spec in (*unit.parameters, *unit.frozen)]
-    return model.get_submodule(".".join(_in_common(owners)))
+    return model.get_submodule(".".join(in_common(*owners)))
 
 
-def _in_common(paths: Iterable[Sequence[str]]) -> list[str]:
+def in_common(*paths: Sequence[str]) -> list[str]:
     """Return the names with which all paths begin."""
     levels = zip(*paths, strict=False)
     return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
@@ -434,13 +419,14 @@ class _Call:
     """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run.
 
     ``weights`` are what modules have as parameters, each with the dictionary and name that has it, and whether it
-    takes gradients.
+    takes gradients. If it ``has_caches`` that hold keys and values already, each pass adds to a copy of them.
     """
 
     before: Snapshot
     names: list[str]
     given: dict[int, torch.Tensor]
     weights: list[tuple[dict[str, Any], str, torch.Tensor, bool]]
+    has_caches: bool
     has_run: bool = False
 
 
@@ -460,6 +446,10 @@ def _recompute(
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         before, names, given = call.before, call.names, call.given
+        if call.has_caches:
+            bound = signature.bind(*args, **kwargs)
+            copy_caches(bound.arguments)
+            args, kwargs = bound.args, bound.kwargs
         if not call.has_run:  # perhaps inside backward, as losses with cached gradients have it
             call.has_run = True
             args, kwargs = _without_copies(args, kwargs, given)
@@ -476,11 +466,6 @@ def _recompute(
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(names[-1])
 
-    def with_own_caches(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        copy_caches(bound.arguments)
-        return run(call, *bound.args, **bound.kwargs)
-
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if has_ended or not torch.is_grad_enabled():  # if it has ended, a wrapper of the user's still calls this one
@@ -493,10 +478,9 @@ def _recompute(
         names, activations, changed_inputs = segment
         args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
         bound = signature.bind(*args, **kwargs)
-        call = functools.partial(
-            with_own_caches if drop_caches(bound.arguments, layer) else run,
-            _Call(state.save(bound.arguments.values()), names, given, _weights(owned)),
-        )
+        has_caches = drop_caches(bound.arguments, layer)
+        before = state.save(bound.arguments.values())
+        call = functools.partial(run, _Call(before, names, given, _weights(owned), has_caches))
         if activations is None or not callbacks.trains:
             return _checkpoint(call, bound)
         with activations.forward(names, callbacks, bound.args) as modes:
@@ -573,44 +557,6 @@ def _without_copies(args: Any, kwargs: Any, given: dict[int, torch.Tensor]) -> t
     return result
 
 
-def _tile(
-    model: nn.Module,
-    units: tuple[Unit, ...],
-    unit_of: Mapping[nn.Module, str],
-    num_tokens: int,
-    undo: list[Callable[[], None]],
-) -> dict[nn.Module, str]:
-    """Make modules compute in tiles; return the modules that report progress then, without those inside a tiled one."""
-    tiled = tiled_modules(model, units)
-    undo += tile_modules(tiled, num_tokens)
-    return without_inner(unit_of, tiled)
-
-
 def tiled_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
     """Return the modules that compute in tiles, each with its unit."""
     return {model.get_submodule(o.name): unit.name for unit in units for o in unit.operators if o.in_tiles}
-
-
-def without_inner(unit_of: Mapping[nn.Module, str], whole: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return ``unit_of`` without the modules inside ``whole``, which report progress as a whole."""
-    inside = {inner for module in whole for inner in module.modules()}
-    return {module: unit for module, unit in unit_of.items() if module not in inside} | dict(whole)
-
-
-def _compile(
-    model: nn.Module,
-    units: tuple[Unit, ...],
-    unit_of: Mapping[nn.Module, str],
-    backend: str,
-    undo: list[Callable[[], None]],
-) -> dict[nn.Module, str]:
-    """Compile modules; return the modules that report progress then, without those inside a compiled one."""
-    from executor.module.compilation import allow_variants, compile_module, compiled_modules  # noqa: PLC0415 - takes a second
-
-    names = {module: name for name, module in model.named_modules()}
-    compiled = compiled_modules(model, units, unit_of)
-    undo.append(allow_variants(len(compiled)))
-    undo += [
-        replace_attribute(module, "forward", compile_module(module, names[module], backend)) for module in compiled
-    ]
-    return without_inner(unit_of, compiled)

@@ -44,12 +44,9 @@ def _caches(scope: dict[str, Any]) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in scope.items()
-        if value is not None and (name in _CACHES or _is_cache(type(value)))
+        if value is not None
+        and (name in _CACHES or any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__))
     ]
-
-
-def _is_cache(kind: type) -> bool:
-    return any(base.__module__ == "transformers.cache_utils" for base in kind.__mro__)
 
 
 def _scopes(arguments: dict[str, Any]) -> tuple[dict[str, Any], ...]:

@@ -17,7 +17,7 @@ product's output: it applies the bias and the activation function first.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import TorchDynamoException
 
+from executor.callbacks import replace_attribute
 from planner.graph import Unit
 
 _SPARE_VARIANTS: Final = 8
@@ -57,6 +58,23 @@ def compiled_modules(
     return found
 
 
+def compile_blocks(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    unit_of: Mapping[nn.Module, str],
+    backend: str,
+    undo: list[Callable[[], None]],
+) -> Iterable[nn.Module]:
+    """Compile the modules that :func:`compiled_modules` finds, and return them; what restores them goes to ``undo``."""
+    compiled = compiled_modules(model, units, unit_of)
+    limit = max(config.recompile_limit, len(compiled) + _SPARE_VARIANTS)  # for modules that share code
+    undo.append(_replaced(config, "recompile_limit", limit))
+    for name, module in model.named_modules():
+        if module in compiled:
+            undo.append(replace_attribute(module, "forward", compile_module(module, name, backend)))
+    return compiled
+
+
 def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., Any]:
     """Return a module's forward, which the given backend of ``torch.compile`` compiles at its first call.
 
@@ -67,20 +85,21 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
 
 def compile_loss(model: nn.Module, backend: str) -> Callable[[], None]:
     """Compile the loss of a model of ``transformers``; return a function that restores it."""
-    owners: list[Any] = [each for each in model.modules() if isinstance(_loss_of(type(each)), property)]
-    before = [(owner, owner.loss_function) for owner in owners[:1]]  # those inside it have no head
-    for owner, loss in before:
-        owner.loss_function = _compiled(loss, f"the loss of {type(owner).__name__}", backend)
-
-    def undo() -> None:
-        for owner, loss in before:
-            owner.loss_function = loss
-
-    return undo
+    owners: list[Any] = [
+        each for each in model.modules() if isinstance(getattr(type(each), "loss_function", None), property)
+    ]
+    if not owners:
+        return lambda: None
+    owner = owners[0]  # those inside it have no head
+    compiled = _compiled(owner.loss_function, f"the loss of {type(owner).__name__}", backend)
+    return _replaced(owner, "loss_function", compiled)
 
 
-def _loss_of(kind: type[nn.Module]) -> Any:
-    return getattr(kind, "loss_function", None)
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute that may be a property; return a function that sets it to what it was."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return functools.partial(setattr, owner, name, before)
 
 
 def _compiled(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:
@@ -97,14 +116,3 @@ def _compiled(function: Callable[..., Any], what: str, backend: str) -> Callable
             ) from error
 
     return call
-
-
-def allow_variants(num_modules: int) -> Callable[[], None]:
-    """Raise torch's limit of recompilations, for modules that share code; return a function that restores it."""
-    before = config.recompile_limit
-    config.recompile_limit = max(before, num_modules + _SPARE_VARIANTS)
-
-    def undo() -> None:
-        config.recompile_limit = before
-
-    return undo

@@ -70,18 +70,8 @@ _OF_AUTOGRAD: Final = frozenset({"__set__", "requires_grad", "grad", "retain_gra
 _GEOMETRY: Final = frozenset({"stride", "storage_offset", "is_contiguous"})  # out of sight, a parameter has another
 _CONVERSIONS: Final = frozenset(
     {
-        "to",
-        "cpu",
-        "cuda",
-        "type",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type_as",
-        "view_as",
-        "expand_as",
-        "reshape_as",
+        *("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16"),
+        *("type_as", "view_as", "expand_as", "reshape_as"),
     }
 )
 _ALIASES: Final = frozenset({"data", "detach"})

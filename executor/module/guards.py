@@ -1,10 +1,12 @@
 """Checks and guards: a prepared model refuses operations that would fail later or silently give wrong results."""
 
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import (
@@ -18,8 +20,6 @@ from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
-
-_COPY_REMEDY: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
 SECOND_ORDER: Final = (
     "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
@@ -127,19 +127,20 @@ class _Span(NamedTuple):
 
     def shares_values(self, other: "_Span") -> bool:
         """Return whether two spans of one memory have a value in common; columns of one matrix have none."""
-        if self.end <= other.begin or other.end <= self.begin:
-            return False
-        if all(span.tensor.nbytes == span.end - span.begin for span in (self, other)):
-            return True
-        origin = min(self.begin, other.begin)
-        taken = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool, device="cpu")
-        self._bytes_of(taken, origin).fill_(True)
-        return bool(other._bytes_of(taken, origin).any())
+        return np.shares_memory(self._places(), other._places())
 
-    def _bytes_of(self, memory: torch.Tensor, origin: int) -> torch.Tensor:
-        itemsize, tensor = self.tensor.itemsize, self.tensor
-        strides = (*(stride * itemsize for stride in tensor.stride()), 1)
-        return memory.as_strided((*tensor.shape, itemsize), strides, self.begin - origin)
+    def _places(self) -> Any:
+        """Return an array in the tensor's place, whose values are not read."""
+        itemsize, strides = self.tensor.itemsize, self.tensor.stride()
+        place = types.SimpleNamespace()
+        place.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{itemsize}",
+            "shape": tuple(self.tensor.shape),
+            "strides": tuple(stride * itemsize for stride in strides),
+            "data": (self.begin + itemsize, True),  # an address of 0 would be none
+        }
+        return np.asarray(place)
 
 
 def check_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -215,7 +216,9 @@ def check_kinds(model: object, optimizer: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
-    if (name := next((name for name, module in model.named_modules() if _is_compiled(module)), None)) is not None:
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is None and "_orig_mod" not in module._modules:
+            continue  # neither module.compile() was called, nor did torch.compile(module) return it
         raise TypeError(
             f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides its operators "
             "from the plan; prepare it before it is compiled, and set compile_blocks=True to compile its blocks "
@@ -233,11 +236,6 @@ def check_kinds(model: object, optimizer: object) -> None:
         )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called, or ``torch.compile(module)`` returned this module."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
     """Make a model and all its modules refuse operations that a session cannot follow; return functions that undo this.
 
@@ -246,10 +244,10 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
     """
     undo = []
     for module in _guarded(model):
-        undo.append(replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)))
         undo += [
+            replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)),
             replace_attribute(module, "__deepcopy__", _refuse_copy),
-            replace_attribute(module, "__reduce_ex__", _refuse_pickle),
+            replace_attribute(module, "__reduce_ex__", _refuse_copy),
         ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
@@ -284,17 +282,11 @@ def refuse_replacements(
     return [each(refuse).remove for each in register]
 
 
-def _refuse_copy(_memo: object) -> None:
+def _refuse_copy(_given: object) -> None:
     raise TypeError(
-        "a prepared model cannot be copied: its weights are in the memory of its session, which a copy would share "
-        f"without knowing of it; {_COPY_REMEDY}"
-    )
-
-
-def _refuse_pickle(_protocol: object) -> None:
-    raise TypeError(
-        "a prepared model cannot be pickled or copied: its session is part of it; save model.state_dict(); "
-        f"{_COPY_REMEDY}"
+        "a prepared model cannot be pickled or copied: its session, which has the memory of its weights, is a part of "
+        "it; save model.state_dict(); for another model of the same weights, make one and "
+        "load_state_dict(model.state_dict())"
     )
 
 

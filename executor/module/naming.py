@@ -102,7 +102,9 @@ class Naming:
         self._whole_shapes = whole_shapes
         self.base: Any = model
         self.tensors = dict(_saved_tensors(model))
-        self.adapters = {name: dict(_adapter_names(model, name, self.tensors)) for name in adapter_names(model)}
+        self.adapters = {
+            name: dict(_adapter_names(model, name, self.tensors)) for name in getattr(model, "peft_config", ())
+        }
         prefix = ""
         if self.adapters and hasattr(model, "get_base_model"):
             self.base = model.get_base_model()  # type: ignore[operator]
@@ -222,11 +224,6 @@ class Naming:
             seen.add(id(self.tensors[name]))
             saved[plain] = name
         return saved
-
-
-def adapter_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's adapters (of ``peft``)."""
-    return list(getattr(model, "peft_config", ()))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute, with_gradient
 from executor.distributed.shards import BindingError
-from executor.packed import StoredParameter
 from planner.graph import Unit, multiplied_in_fp8
 
 
@@ -55,48 +55,37 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # evaluating would pack the weights anew, elsewhere
             undo.append(replace_attribute(module, "support_avx512bf16_for_cpu", False))
-        if (backward := _backward_of(module)) is not None:
-            undo.append(replace_attribute(module, "forward", _without_saving(module, module.forward, backward)))
+        if _keeps_for_backward(module):
+            undo.append(replace_attribute(module, "forward", _without_saving(module, module.forward)))
     return undo
 
 
-def _backward_of(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """Return a function from the gradient of a frozen projection's output to its input's; ``None`` for others."""
+def _keeps_for_backward(module: Any) -> bool:
+    """Return whether a module is a frozen projection that keeps more than its backward needs."""
     bias = getattr(module, "bias", None)  # recurrent modules have a flag of that name
     if isinstance(bias, torch.Tensor) and bias.requires_grad:
-        return None
-    if hasattr(module, "init_8bit_state"):
-        return _backward_int8_of_bitsandbytes if module.weight.dtype is torch.int8 else None
-    if not isinstance(module, nn.Linear):
-        return None
-    weight: Any = module.weight
-    if not StoredParameter(weight, module).is_wrapper:
-        return None
-    return _backward_int8_of_torchao if hasattr(weight, "qdata") else _backward_nf4_of_torchao
+        return False
+    if hasattr(module, "init_8bit_state"):  # of bitsandbytes
+        return bool(module.weight.dtype is torch.int8)
+    return isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
 
 
-def _backward_int8_of_bitsandbytes(module: Any, gradient: torch.Tensor) -> torch.Tensor:
-    state = module.state
-    weight = state.CB.to(gradient.dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-    return torch.matmul(gradient, weight)
-
-
-def _backward_int8_of_torchao(module: Any, gradient: torch.Tensor) -> torch.Tensor:
+def _backward(module: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a frozen projection's input from that of its output, as its library computes it."""
     weight = module.weight
+    if hasattr(module, "init_8bit_state"):
+        state = module.state
+        weight = state.CB.to(gradient.dtype, copy=True).mul_(state.SCB.unsqueeze(1).mul(1.0 / 127.0))
+        return torch.matmul(gradient, weight)
+    if not hasattr(weight, "qdata"):  # NF4
+        return torch.matmul(gradient, weight.to(gradient.dtype))
     if weight.block_size[-1] < weight.qdata.shape[-1]:  # scales of groups within a row
         return torch.mm(gradient, weight.dequantize().to(gradient.dtype))
     return torch.mm(gradient * weight.scale.to(gradient.dtype).flatten(), weight.qdata.to(gradient.dtype))
 
 
-def _backward_nf4_of_torchao(module: Any, gradient: torch.Tensor) -> torch.Tensor:
-    weight: torch.Tensor = module.weight.to(gradient.dtype)
-    return gradient @ weight
-
-
 def _without_saving(
-    module: nn.Module,
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    backward: Callable[[Any, torch.Tensor], torch.Tensor],
+    module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward of a frozen quantized projection, which keeps nothing for backward.
 
@@ -111,7 +100,7 @@ def _without_saving(
         shape, dtype = values.shape, values.dtype
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
-            return backward(module, gradient.reshape(-1, gradient.shape[-1]).to(dtype)).view(shape)
+            return _backward(module, gradient.reshape(-1, gradient.shape[-1]).to(dtype)).view(shape)
 
         return with_gradient(values, forward, back)
 

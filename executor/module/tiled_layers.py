@@ -13,12 +13,13 @@ need the output of an MLP's last product, so that product is not recomputed.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.stateless import _reparametrize_module
 
 from executor.callbacks import Saved, forward_of, replace_attribute, same_autocast
 from executor.memory.recompute_cache import running_again
@@ -44,22 +45,21 @@ class TiledModule:
         self.run: Callable[[Tensor], Tensor] = forward_of(module)
         last = getattr(module, "down_proj", None)
         self._last = last if type(last) is nn.Linear else None
-        # The modules that own each parameter, and its name there.
-        self._owners: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
-        for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                self._owners.setdefault(parameter, []).append((owner._parameters, name))
+        self._parameters = dict(module.named_parameters())
+        self._reparametrized = functools.partial(_reparametrize_module, module, tie_weights=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the module's output for ``[..., width]``."""
         if hidden.shape[:-1].numel() <= self.num_tokens:
             return self.run(hidden)
-        parameters = [parameter for parameter in self._owners if parameter.requires_grad]  # some may be frozen later
-        if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}  # some may be frozen later
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
             return self.in_tiles(hidden)
         anchor = hidden.new_empty(0).requires_grad_()  # makes a node that saves, even if the input needs no gradient
         saved: Any = Saved.apply(hidden, anchor)  # type: ignore[no-untyped-call]
-        result: Tensor = _Tiles.apply(*saved, hidden.requires_grad, self, *parameters)  # type: ignore[no-untyped-call]
+        result: Tensor = _Tiles.apply(  # type: ignore[no-untyped-call]
+            *saved, hidden.requires_grad, self, tuple(trained), *trained.values()
+        )
         return result
 
     def in_tiles(self, hidden: Tensor) -> Tensor:
@@ -77,30 +77,19 @@ class TiledModule:
         return result
 
     @contextlib.contextmanager
-    def for_gradients(self, parameters: Iterable[Tensor], *, converts: bool) -> Iterator[list[Tensor]]:
+    def for_gradients(self, trained: Mapping[str, Tensor], *, converts: bool) -> Iterator[list[Tensor]]:
         """Return a context for the module's computation in backward. It yields aliases of parameters, without hooks.
 
         Args:
-            parameters: the trained parameters.
+            trained: the trained parameters, by name.
             converts: whether products convert their inputs (autocast).
         """
-        aliases = []
-        restored: list[tuple[dict[str, Any], str, Tensor]] = []
-        for parameter in parameters:
-            aliases.append(parameter.detach().requires_grad_())
-            for owner, name in self._owners[parameter]:
-                restored.append((owner, name, parameter))
-                owner[name] = aliases[-1]
-        undo = None
-        if self._last is not None and not converts:
-            undo = replace_attribute(self._last, "forward", functools.partial(_only_backward, self._last))
-        try:
-            yield aliases
-        finally:
-            if undo is not None:
-                undo()
-            for owner, name, parameter in restored:
-                owner[name] = parameter
+        aliases = {name: parameter.detach().requires_grad_() for name, parameter in trained.items()}
+        with self._reparametrized(aliases), contextlib.ExitStack() as stack:
+            if self._last is not None and not converts:
+                only_backward = functools.partial(_only_backward, self._last)
+                stack.callback(replace_attribute(self._last, "forward", only_backward))
+            yield list(aliases.values())
 
 
 class _Tiles(torch.autograd.Function):
@@ -108,10 +97,17 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, saved: Tensor, anchor: Tensor, wants_hidden: bool, tiled: TiledModule, *parameters: Tensor
+        ctx: Any,
+        saved: Tensor,
+        anchor: Tensor,
+        wants_hidden: bool,
+        tiled: TiledModule,
+        names: tuple[str, ...],
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.autocast, ctx.converts = same_autocast(saved), torch.is_autocast_enabled(saved.device.type)
-        ctx.saved, ctx.wants_hidden, ctx.tiled, ctx.parameters = anchor.grad_fn, wants_hidden, tiled, parameters
+        ctx.saved, ctx.wants_hidden, ctx.tiled = anchor.grad_fn, wants_hidden, tiled
+        ctx.trained = dict(zip(names, parameters, strict=True))
         return tiled.in_tiles(saved)
 
     @staticmethod
@@ -120,9 +116,9 @@ class _Tiles(torch.autograd.Function):
         hidden, _ = ctx.saved.saved_tensors
         rows = hidden.flatten(0, -2)
         of_hidden = torch.empty_like(rows) if ctx.wants_hidden else None
-        sums: list[Tensor | None] = [None] * len(ctx.parameters)
+        sums: list[Tensor | None] = [None] * len(ctx.trained)
         outer = gradient.reshape(len(rows), gradient.shape[-1])
-        with tiled.for_gradients(ctx.parameters, converts=ctx.converts) as aliases:
+        with tiled.for_gradients(ctx.trained, converts=ctx.converts) as aliases:
             for start in range(0, len(rows), tiled.num_tokens):
                 end = start + tiled.num_tokens
                 inputs = rows[start:end].detach().requires_grad_(ctx.wants_hidden)
@@ -136,7 +132,7 @@ class _Tiles(torch.autograd.Function):
                     of_hidden[start:end] = found.pop(0)
                 _add(found, sums)
                 del found, inputs  # else two tiles would exist at once
-        return None if of_hidden is None else of_hidden.view_as(hidden), None, None, None, *sums
+        return None if of_hidden is None else of_hidden.view_as(hidden), None, None, None, None, *sums
 
 
 def _add(values: Iterable[Tensor | None], sums: list[Tensor | None]) -> None:

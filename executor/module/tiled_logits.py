@@ -93,19 +93,16 @@ class TiledHead:
         """Return what the plan computes, under the eyes of the watcher."""
 
         def reporting(hidden: Tensor) -> Tensor:
-            return self._reporting(planned(hidden))
+            result = planned(hidden)
+            if result.requires_grad:
+                result.register_hook(lambda _gradient: self.on_backward(self.module))  # type: ignore[no-untyped-call]
+            return result
 
         return reporting(hidden) if self.watcher is None else self.watcher(reporting, plain, hidden)
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are computed when they are used."""
         return TiledLogits(_Recipe(self, hidden, (), self.on_logits(self.module), torch.is_grad_enabled()))
-
-    def _reporting(self, result: Tensor) -> Tensor:
-        """Hook a result, so that the callback runs when backward reaches it; return the result."""
-        if result.requires_grad:
-            result.register_hook(lambda _gradient: self.on_backward(self.module))  # type: ignore[no-untyped-call]
-        return result
 
 
 class _Recipe(NamedTuple):
@@ -124,10 +121,6 @@ class _Recipe(NamedTuple):
     steps: tuple[Callable[[Tensor], Tensor], ...]
     reading: Reading
     trains: bool
-
-    @property
-    def num_logits(self) -> int:
-        return self.head.module.weight.shape[0]
 
     def then(self, step: Callable[[Tensor], Tensor]) -> "TiledLogits":
         return TiledLogits(self._replace(steps=(*self.steps, step)))
@@ -153,7 +146,7 @@ class TiledLogits(LazyRows):
     def __new__(cls, recipe: _Recipe) -> "TiledLogits":
         """Make the tensor, with the data type that the steps produce."""
         dtype = recipe.after_head(recipe.hidden.new_empty((0, 1))).dtype
-        shape = (*recipe.hidden.shape[:-1], recipe.num_logits)
+        shape = (*recipe.hidden.shape[:-1], recipe.head.module.weight.shape[0])
         self: TiledLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
         self._recipe, self._whole = recipe, None
         return self

@@ -23,10 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from executor.callbacks import (
     ModuleCallbacks,
-    ends_here,
     forward_of,
-    hook_gradient,
-    hook_target,
+    hook_outputs,
     in_backward,
     replace_attribute,
     tensors_of,
@@ -130,18 +128,14 @@ class TiledSegment:
     def _pass(self, tile: int, args: Any, kwargs: Any) -> Any:
         callbacks, last = self._callbacks, self._last
 
-        def arrive(_gradient: torch.Tensor) -> None:
-            if not ends_here():
-                callbacks.on_tile(tile)
-                callbacks.on_backward(last)
+        def reached() -> None:
+            callbacks.on_tile(tile)
+            callbacks.on_backward(last)
 
         callbacks.on_tile(tile)
         callbacks.on_forward(self._first)
         output = self._run(*args, **kwargs)
-        for leaf in tensors_of(output):
-            if leaf.requires_grad:
-                made = hook_target(leaf)
-                hook_gradient(made, made.grad_fn, arrive)
+        hook_outputs(output, reached)
         return output
 
     def _joined(self, outputs: list[Any], sizes: list[int]) -> Any:

@@ -53,7 +53,8 @@ class UserGradients:
         self._parts: dict[str, list[ParameterState]] = {}
         for parameter in parameters:
             self._parts.setdefault(parameter.shard.name, []).append(parameter)
-        self._of_optimizer = {name for name, parts in self._parts.items() if id(parts[0].shard.whole) in used}
+        self._wholes = {name: parts[0].shard.whole for name, parts in self._parts.items()}
+        self._of_optimizer = {name for name, whole in self._wholes.items() if id(whole) in used}
         self._find_norms = norms
         self._complete, self._edit = complete, edit
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
@@ -138,7 +139,7 @@ class UserGradients:
         """Take over the gradients that the user has set, or has written to through views."""
         with unguarded():
             for name, values in self._open.items():
-                if self._parts[name][0].shard.whole.grad is not None:
+                if self._wholes[name].grad is not None:
                     self._replace(name, values)
             for name, values in self.replaced().items():
                 self._replace(name, values)
@@ -148,7 +149,7 @@ class UserGradients:
     def replaced(self) -> dict[str, torch.Tensor]:
         """Return the gradients that the user has set, by parameter."""
         with unguarded():
-            given = ((name, parts[0].shard.whole.grad) for name, parts in self._parts.items())
+            given = ((name, whole.grad) for name, whole in self._wholes.items())
             return {name: g for name, g in given if g is not None and not isinstance(g, OffloadedGradient)}
 
     def _replace(self, name: str, values: torch.Tensor) -> None:
@@ -157,10 +158,9 @@ class UserGradients:
         self._norms = None
 
     def _stand_in(self, name: str) -> None:
-        whole = self._parts[name][0].shard.whole
         if name not in self._stand_ins:
-            self._stand_ins[name] = OffloadedGradient(whole, name, self)
-        whole.grad = self._stand_ins[name]
+            self._stand_ins[name] = OffloadedGradient(self._wholes[name], name, self)
+        self._wholes[name].grad = self._stand_ins[name]
 
     def scale(self, name: str) -> float:
         """Return the factor of a parameter's gradient."""
@@ -172,12 +172,9 @@ class UserGradients:
 
     def dropped(self, iteration: int) -> frozenset[str]:
         """Return the parameters whose gradients were dropped, as ``zero_grad()`` does."""
-        found = set(self._dropped_early)
         with unguarded():
-            for name, parts in self._parts.items() if self._num_added else ():
-                if iteration in [part.arrived for part in parts] and parts[0].shard.whole.grad is None:
-                    found.add(name)
-        return frozenset(found)
+            now = (name for name in self._arrived(iteration) if self._num_added and self._wholes[name].grad is None)
+            return frozenset(self._dropped_early.union(now))
 
     def are_gone(self, iteration: int) -> bool:
         """Return whether no gradient has come in an iteration, or all were dropped."""
@@ -212,8 +209,7 @@ class UserGradients:
     def clear(self) -> None:
         """Remove all stand-ins."""
         with unguarded():
-            for name, parts in self._parts.items():
-                whole = parts[0].shard.whole
+            for name, whole in self._wholes.items():
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
                     if not self._num_added:
@@ -224,7 +220,7 @@ class UserGradients:
         """See :class:`executor.gradients.GradientOwner`."""
         if self._num_added:
             return False
-        self._parts[name][0].shard.whole.grad = None
+        self._wholes[name].grad = None
         self._zeroed.add(name)
         return True
 
@@ -234,7 +230,7 @@ class UserGradients:
         As in torch, their parameters are updated: momentum moves them, and weight decay.
         """
         for name in sorted(self._zeroed - self._arrived(iteration)) if not self.are_gone(iteration) else ():
-            whole = self._parts[name][0].shard.whole
+            whole = self._wholes[name]
             self._replace(name, torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device))
             self._stand_in(name)
 
@@ -248,9 +244,9 @@ class UserGradients:
             GradientError: a gradient was dropped after its update had begun.
         """
         with unguarded():
-            for parts in self._parts.values():
-                for part in parts:
-                    if part.arrived == iteration and parts[0].shard.whole.grad is None:
+            for name in [name for name in self._arrived(iteration) if self._wholes[name].grad is None]:
+                for part in self._parts[name]:
+                    if part.arrived == iteration:
                         self._drop(part)
             self._num_added = 0
             self._open.clear()
@@ -266,8 +262,7 @@ class UserGradients:
         used = self._stale - self.dropped(iteration)
         if self.are_gone(iteration):
             with unguarded():
-                wholes = {name: parts[0].shard.whole for name, parts in self._parts.items()}
-                used |= {name for name, whole in wholes.items() if not self._num_added and whole.grad is not None}
+                used |= {name for name, whole in self._wholes.items() if not self._num_added and whole.grad is not None}
             how = "was used up by the last optimizer.step(), and there is no new one: plain PyTorch would use it again"
         else:
             how = (

@@ -69,7 +69,10 @@ class WeightVisibility:
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
         }
-        self._leaves = {name: tuple(_leaf(leaf) for leaf, _ in leaves) for name, leaves in of_units.items()}
+        self._leaves = {
+            name: [_Leaf(p, type(p), p.data, without_values(p.shape, p.dtype, p.device)) for p, _ in leaves]
+            for name, leaves in of_units.items()
+        }
         # The units whose weights each unit uses; most units use only their own.
         self._used_by = {
             unit.name: frozenset(name for name in (unit.name, *unit.shared_units) if name in self._leaves)
@@ -204,8 +207,3 @@ class WeightVisibility:
         """Make all parameters ordinary ones again."""
         for leaf, _ in self._all.values():
             unguard(leaf)
-
-
-def _leaf(parameter: nn.Parameter) -> _Leaf:
-    nothing = without_values(parameter.shape, parameter.dtype, parameter.device)
-    return _Leaf(parameter, type(parameter), parameter.data, nothing)

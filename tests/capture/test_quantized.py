@@ -93,6 +93,7 @@ def test_a_model_that_is_quantized_already_is_captured_alike(quantization: Quant
     with torch.device("cpu"):
         model = make(quantization, quantize=True)
     assert capture_module(lambda: model, [f"{ROWS}x{WIDTH}"], name="own:model") == captured(quantization)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_biases_that_a_quantized_layer_takes_to_the_type_of_its_input_are_no_other_data(tmp_path: Path) -> None:

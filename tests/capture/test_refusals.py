@@ -403,9 +403,13 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         r"torch\.autograd\.grad\(\.\.\., create_graph=True\) in place of",
     ),
     "values": (
-        lambda: Of(lambda last, x: last(x) + torch.zeros(int(last(x).sum()) - 9**9)),
+        lambda: Of(
+            lambda wide, last, x: last(x) + torch.zeros(8 - 16 * int(wide(x).mean() > 0.4)),
+            wide=nn.Linear(8, 4096),
+            last=nn.Linear(8, 8),
+        ),
         "4x8",
-        r"needs the values .*sum\(\)",
+        r"needs the values .*mean\(\)",
     ),
 }
 

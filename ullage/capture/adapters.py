@@ -143,15 +143,12 @@ def _read(
 
 def _check_names(model: nn.Module, lora: Lora, projections: list[str]) -> None:
     """Check that a model has what its adapters name."""
-    if unknown := [target for target in lora.targets if target != ALL_LINEAR and not _has(model, target)]:
+    adapted = [path for path, module in model.named_modules() if hasattr(module, "base_layer")]
+    targets = [target for target in lora.targets if target != ALL_LINEAR]
+    if unknown := [target for target in targets if not any(_ends(path, target) for path in adapted)]:
         raise CaptureError(f"LoRA {lora}: it has no {unknown[0]}; its projections are {', '.join(projections)}")
     if unknown := [name for name in lora.save if not any(_ends(path, name) for path, _ in model.named_modules())]:
         raise CaptureError(f"LoRA {lora}: it has no module {unknown[0]} to save; name one of its modules")
-
-
-def _has(model: nn.Module, target: str) -> bool:
-    """Return whether some adapter is beside a module of this name, or of one that ends with it."""
-    return any(_ends(path, target) and hasattr(module, "base_layer") for path, module in model.named_modules())
 
 
 def _ends(path: str, target: str) -> bool:

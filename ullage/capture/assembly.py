@@ -7,6 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import networkx as nx
+
+from executor.module.binding import in_common
 from executor.packed import StoredParameter, stored_parameters
 from planner.models.captured import (
     CapturedBlock,
@@ -190,8 +193,8 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     last = {draft.unit: number for number, draft in enumerate(drafts)} | {drafts[n].unit: n for _, n in uses}
     readers = {drafts[number].path: drafts[number].unit for _, number in reversed(uses)}
     _place_unused(recording, places, unit_of, readers)
-    for name, _ in recording.model.named_parameters():
-        if (unit := unit_of.get(name.rpartition(".")[0])) is not None and not recording.is_copied(name):
+    for name in recording.parameters:
+        if (unit := unit_of.get(name.rpartition(".")[0])) is not None:
             number = first_use.get(name, -1)
             drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
@@ -229,11 +232,10 @@ def _place_unused(
     """
     called, used = _units_of_calls(recording, places), {**readers, **unit_of}
     segment_of = {path: places[number].segment for path, number in used.items()}
-    for name, _ in recording.model.named_parameters():
-        module = name.rpartition(".")[0]
-        if module in unit_of or recording.is_copied(name):
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in recording.parameters):
+        if module in unit_of:
             continue
-        near = max(used, key=lambda other: _in_common(module, other), default="")
+        near = max(used, key=lambda other: len(in_common(module.split("."), other.split("."))), default="")
         inside = bool(segment_of.get(near)) and _is_below(segment_of[near], module)
         if module in called or inside:
             unit_of[module] = called.get(module, used.get(near, 0))
@@ -258,7 +260,7 @@ def _unused(recording: Recording, drafts: Iterable[_Draft]) -> Iterator[list[str
     for draft in drafts:
         placed.update(draft.parameters)
         sizes[draft.unit] += _count(recording, draft.parameters)
-    left = [n for n, _ in recording.model.named_parameters() if n not in placed and not recording.is_copied(n)]
+    left = [name for name in recording.parameters if name not in placed]
     owners = {name.rpartition(".")[0] for name in left}
 
     def outermost(name: str) -> str:
@@ -277,11 +279,6 @@ def _unused(recording: Recording, drafts: Iterable[_Draft]) -> Iterator[list[str
 
 def _count(recording: Recording, names: Iterable[str]) -> int:
     return sum(recording.model.get_parameter(name).numel() for name in names)
-
-
-def _in_common(module: str, other: str) -> int:
-    pairs = zip(module.split("."), other.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count_saved(
@@ -364,14 +361,10 @@ def _set_workspace(recording: Recording, drafts: list[_Draft], operator_of: dict
 
 def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
     """Return storages whose sum is the gradient of a weight that several units use; lowering accounts for them."""
-    tied = {name for draft in drafts for name in draft.shared}
-    left = [recording.gradients[name] for name in tied if name in recording.gradients]
-    found: set[int] = set()
-    while left:
-        number = left.pop()
-        found.add(number)
-        left += [n for n in recording.sums.get(number, ()) if n not in found and not recording.storages[n].owner]
-    return found
+    tied = {recording.gradients[name] for draft in drafts for name in draft.shared if name in recording.gradients}
+    sums = ((number, term) for number, terms in recording.sums.items() for term in terms)
+    graph = nx.DiGraph((number, term) for number, term in sums if not recording.storages[term].owner)
+    return tied.union(*(nx.descendants(graph, number) for number in tied if number in graph))
 
 
 def _set_outputs(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
@@ -423,7 +416,10 @@ def _block(
         name = _below(path, draft.path) if is_own else unit
         seen[name] = seen.get(name, 0) + 1
         cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
-        rerun, not_rerun = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
+        rerun, not_rerun = (
+            _merged(kernel for index in part for kernel in recording.forward[index].kernels)
+            for part in (draft.events[:cut], draft.events[cut:])
+        )
         operators.append(
             CapturedOperator(
                 name=name if seen[name] == 1 else f"{name}#{seen[name]}",
@@ -474,10 +470,6 @@ def _saves(recording: Recording, of: Block) -> list[Save]:
         number for i, visit in enumerate(recording.visits) if visit.block == of for number in range(i, visit.last + 1)
     }
     return [save for save in recording.saves if save.visit in inside]
-
-
-def _kernels(recording: Recording, events: Iterable[int]) -> CapturedKernels:
-    return _merged(kernel for index in events for kernel in recording.forward[index].kernels)
 
 
 def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:

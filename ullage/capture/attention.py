@@ -33,9 +33,10 @@ def assumed_attention(model: nn.Module) -> str | None:
 @contextlib.contextmanager
 def fused_attention(model: Any) -> Iterator[None]:
     """Let a model compute attention by the stand-in."""
-    own = [(module.config, module.config._attn_implementation) for module in model.modules() if _decides(module)]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    own = [(each, each._attn_implementation) for each in configs if hasattr(each, "_attn_implementation")]
     ALL_ATTENTION_FUNCTIONS[_STAND_IN] = _attend
-    ALL_MASK_ATTENTION_FUNCTIONS[_STAND_IN] = _no_mask
+    ALL_MASK_ATTENTION_FUNCTIONS[_STAND_IN] = lambda *_args, **_named: None  # these kernels take lengths
     try:
         for config, _ in own:
             config._attn_implementation = _STAND_IN
@@ -69,10 +70,6 @@ def use_attention(model: Any, attention: str) -> None:
         ) from error
 
 
-def _decides(module: nn.Module) -> bool:
-    return hasattr(getattr(module, "config", None), "_attn_implementation")
-
-
 def _attend(
     _module: nn.Module,
     query: Tensor,
@@ -99,7 +96,3 @@ def _attend(
     if windows > 1:
         out = out.reshape(batch, windows, heads, -1, width).transpose(1, 2)
     return out.reshape(batch, heads, tokens, width).transpose(1, 2), None
-
-
-def _no_mask(*_args: Any, **_named: Any) -> None:
-    """Make no mask: these kernels take lengths."""

@@ -7,10 +7,8 @@ The executor fetches the weights of a unit when forward or backward reaches it, 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
-
 from executor.distributed.shards import BindingError
-from executor.module.binding import Marker, calls, markers, tiled_modules, unit_modules, without_inner
+from executor.module.binding import marked, tiled_modules
 from planner.graph import build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.records import CaptureError, Event, Recording
@@ -40,18 +38,14 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
     try:
-        tiled, found_markers = tiled_modules(recording.model, found), dict[tuple[nn.Module, int], Marker]()
-        for call, mine in calls(found).items():
-            unit_of = unit_modules(recording.model, mine, several=found[-1].call > 1)
-            for marker in markers(without_inner(unit_of, tiled), mine):
-                found_markers[marker.module, call] = marker
+        markers = marked(recording.model, found, tiled_modules(recording.model, found))
     except BindingError as error:
         raise CaptureError(f"{str(error).partition(', but')[0]}; put the parts into modules of their own") from error
     begins, ends = dict[int, str](), dict[int, str]()  # visits of modules whose hooks mark a unit, with that unit
     for index, visit in enumerate(recording.visits):
-        if (marked := found_markers.get((visit.module, visit.call))) is not None:
-            begins |= {index: marked.unit} if marked.begins else {}
-            ends |= {index: marked.unit} if marked.ends else {}
+        if (marker := markers.get(visit.module, {}).get(visit.call)) is not None:
+            begins |= {index: marker.unit} if marker.begins else {}
+            ends |= {index: marker.unit} if marker.ends else {}
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
     planned = [unit.name for unit in found if unit.segment not in copied and not unit.is_unused]

@@ -36,9 +36,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
-    is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -134,48 +132,19 @@ def _pad_packed_sequence(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-class Untracked(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators on real tensors that lie in the memory of a trained parameter, which no fake one follows.
-
-    Args:
-        trained: returns the trained parameter in whose memory a tensor lies; empty if there is none.
-    """
-
-    def __init__(self, trained: Callable[[Tensor], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._trained = trained
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run an operator.
-
-        Raises:
-            CaptureError: it reads such a tensor.
-        """
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
-                through = "a variable" if isinstance(leaf, torch.nn.Parameter) else "a tensor"
-                raise CaptureError(
-                    f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
-                    "closure), which a plan would not update; read the parameter from its module in forward"
-                )
-        return func(*args, **kwargs or {})
-
-
 class Fakes:
     """Runs operators on fake tensors.
 
     Args:
         values: fake tensors whose values are known, each with a real one. Shapes may depend on the positions of images.
-        assumes: whether values that are not known are assumed; see [Note: Assumed values].
+        trained: returns the trained parameter in whose memory a real tensor lies; empty if there is none.
         all_hold: whether comparisons of assumed values hold, whatever these are.
     """
 
     def __init__(
-        self, values: Iterable[tuple[Tensor, Tensor]] = (), *, assumes: bool = False, all_hold: bool = False
+        self, values: Iterable[tuple[Tensor, Tensor]], trained: Callable[[Tensor], str], *, all_hold: bool
     ) -> None:
-        self._assumes, self._all_hold = assumes, all_hold
+        self._trained, self._all_hold = trained, all_hold
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
         self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
@@ -192,17 +161,27 @@ class Fakes:
 
         Raises:
             DataDependentOutputException, DynamicOutputShapeException: the operator needs values that are not known.
+            CaptureError: it reads a real tensor in the memory of a trained parameter, which no fake one follows.
         """
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) and (owner := self._trained(leaf)):
+                through = "a variable" if isinstance(leaf, torch.nn.Parameter) else "a tensor"
+                raise CaptureError(
+                    f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
+                    "closure), which a plan would not update; read the parameter from its module in forward"
+                )
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
         except Exception as error:
             if isinstance(error, VALUES) and function in _INDEXING:
                 if (places := self._mask_positions(*args[:2])) is not None:
                     return self.run(function, (args[0], places, *args[2:]), kwargs)
-            elif not isinstance(error, VALUES) and not (self._assumes and _lacks_fake(function, error)):
-                raise
+            elif not isinstance(error, VALUES + UNKNOWN) and (
+                function.namespace == "aten" or not isinstance(error, RuntimeError)
+            ):
+                raise  # not because there is no fake kernel
             given = tree_map_only(Tensor, _any_numbers, args) if function in _SHAPED_BY_INTEGERS else args
-            if (known := self._known((given, kwargs), assumes=self._assumes)) is None:
+            if (known := self._known((given, kwargs), assumes=True)) is None:
                 raise
             self._note_reader(known)
             with _disable_current_modes():
@@ -223,19 +202,21 @@ class Fakes:
         if any(leaf.layout is not torch.strided for leaf in results) or self._record_random(function, args, results):
             return
         if function is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):  # torch.tensor(...)
-            self._know(results[0], args[0])
+            with _disable_current_modes():  # a copy: what recipes hold would count as memory
+                self._know(results[0], args[0].clone())
             return
         if function.is_view and results and type(args[0]) is Tensor:  # a real one
             self._recipes.setdefault(results[0].untyped_storage(), self._recipe(args[0], assumes=False))
         if function.is_view or not results:
             return
+        are_whole = not any(result.is_floating_point() or result.is_complex() for result in results)
         if (dimension := _CHOICES.get(function)) is not None:
             given = args[dimension] if len(args) > dimension else -1
             num_choices = (args[0].shape or (1,))[-1 if given is None else given]
             layout = Layout.in_storage(results[-1])
             chosen = _Recipe(_balanced_choices, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
-        elif _has_values(function) and (known := self._known((args, kwargs), assumes=self._marks(results))) is not None:
+        elif _has_values(function) and (known := self._known((args, kwargs), assumes=are_whole)) is not None:
             for number, result in enumerate(results):  # a result may be an argument
                 layout = Layout.in_storage(result)
                 recipe = _Recipe(function, known, number, layout)
@@ -281,7 +262,7 @@ class Fakes:
         for index in indices:
             if index is None or index.dtype is not torch.bool:
                 found.append(index)
-            elif (known := self._known(index, assumes=self._assumes)) is None:
+            elif (known := self._known(index, assumes=True)) is None:
                 return None
             else:
                 if index.shape != tensor.shape[len(found) : len(found) + index.dim()]:
@@ -297,7 +278,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors, if values may be assumed."""
+        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors."""
 
         def numpy(tensor: Tensor, **_named: Any) -> Any:
             known = self._known(tensor.detach(), assumes=True)
@@ -308,18 +289,12 @@ class Fakes:
         def in_text(tensor: Tensor, spec: str) -> str:
             return format(numpy(tensor).item() if tensor.dim() == 0 else repr(tensor), spec)
 
-        with contextlib.ExitStack() as stack:
-            for name, read in {"numpy": numpy, "__format__": in_text}.items() if self._assumes else ():
-                stack.enter_context(mock.patch.object(FakeTensor, name, read))
+        with mock.patch.multiple(FakeTensor, numpy=numpy, __format__=in_text):
             yield
 
     def _note_reader(self, known: Any) -> None:
         if self.reader is None and _is_assumed(known):
             self.reader = users_line(traceback.extract_stack())
-
-    def _marks(self, results: Sequence[Tensor]) -> bool:
-        """Return whether an operator's results are integers or marks, for which values are assumed."""
-        return self._assumes and not any(result.is_floating_point() or result.is_complex() for result in results)
 
     def _known(self, arguments: Any, *, assumes: bool = False) -> Any:
         """Return arguments with tensors replaced by their known values; ``None`` if some are not known."""
@@ -377,11 +352,6 @@ def _has_values(function: Any) -> bool:
 def _is_assumed(arguments: Any) -> bool:
     """Return whether some values among arguments are assumed, or computed from such."""
     return any(leaf.recipe.is_assumed for leaf in tree_leaves(arguments) if isinstance(leaf, _Known))
-
-
-def _lacks_fake(function: Any, error: Exception) -> bool:
-    """Return whether an operator failed because there is no fake kernel for it."""
-    return isinstance(error, UNKNOWN) or (function.namespace != "aten" and isinstance(error, RuntimeError))
 
 
 def _real_values(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:

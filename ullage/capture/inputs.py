@@ -28,14 +28,18 @@ class Kind:
     """A way to call a model.
 
     Attributes:
-        inputs: function that makes the inputs from a configuration, a micro-batch and a number of tokens.
+        parts: functions that make inputs from a configuration, a micro-batch and a number of tokens.
         has_tokens: whether the number of tokens is free.
         has_images: whether an image takes some of the tokens.
     """
 
-    inputs: Callable[[Any, int, int], Inputs]
+    parts: tuple[Callable[[Any, int, int], Inputs], ...]
     has_tokens: bool = True
     has_images: bool = False
+
+    def inputs(self, config: Any, micro_batch: int, seq_len: int) -> Inputs:
+        """Return the inputs of a model."""
+        return tuple(spec for part in self.parts for spec in part(config, micro_batch, seq_len))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +49,8 @@ class Example:
     Attributes:
         args, kwargs: of the call. Tensors may be anywhere inside them, also several times.
         tensors: these tensors, in the order of the captured inputs; ``None``: it is called with these alone.
-        values: values of inputs, by number of the input, of models whose shapes depend on them (positions of images).
-        assumes: whether other values that the model needs are assumed; see [Note: Assumed values] in
-            :mod:`ullage.capture.fakes`.
+        values: values of inputs, by number of the input, which the model may need; others are assumed, see
+            [Note: Assumed values] in :mod:`ullage.capture.fakes`.
         all_hold: whether comparisons of assumed values are assumed to hold, as a model's checks of its own values do.
         step: a step of the user's loop up to the loss, which is called with the model and the arguments; ``None``: the
             model is called.
@@ -57,22 +60,8 @@ class Example:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tensors: Sequence[Tensor] | None = None
     values: Mapping[int, Tensor] = dataclasses.field(default_factory=dict)
-    assumes: bool = False
     all_hold: bool = False
     step: Callable[..., Any] | None = None
-
-    def attempts(self) -> list["Example"]:
-        """Return what to try, one after another: no values, those of whole numbers, and all; then true comparisons.
-
-        Numbers that are no whole ones come last: a branch that depends on them may be another one in the next batch.
-        """
-        whole = {number: value for number, value in self.values.items() if not value.is_floating_point()}
-        return [
-            dataclasses.replace(self, values={}),
-            *([dataclasses.replace(self, values=whole)] if whole else []),
-            dataclasses.replace(self, assumes=True),
-            dataclasses.replace(self, assumes=True, all_hold=True),
-        ]
 
     def known(self, inputs: Inputs, dtype: torch.dtype) -> dict[int, Tensor]:
         """Return the inputs whose values count, by number: those of this example, and what rows begin with."""
@@ -114,57 +103,44 @@ def _values(name: str, *shape: int) -> CapturedInput:
     return CapturedInput(name=name, shape=shape)
 
 
-def _text(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    return _ids("input_ids", micro_batch, seq_len), _ids("labels", micro_batch, seq_len)
+def _tokens(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    return (_ids("input_ids", micro_batch, seq_len),)
 
 
-def _classes(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    return _ids("input_ids", micro_batch, seq_len), _label(config, micro_batch)
+def _targets(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
+    return (_ids("labels", micro_batch, seq_len),)
 
 
-def _label(config: Any, micro_batch: int) -> CapturedInput:
+def _label(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
     """Return the label of a classifier: a class, a value for each class, or the value of a single class."""
     if config.problem_type == "multi_label_classification":
-        return _values("labels", micro_batch, config.num_labels)
+        return (_values("labels", micro_batch, config.num_labels),)
     if config.num_labels == 1 or config.problem_type == "regression":
-        return _values("labels", micro_batch, *([config.num_labels] if config.num_labels > 1 else []))
-    return _ids("labels", micro_batch)
+        return (_values("labels", micro_batch, *([config.num_labels] if config.num_labels > 1 else [])),)
+    return (_ids("labels", micro_batch),)
 
 
-def _answers(_config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    ends = (_ids(f"{end}_positions", micro_batch) for end in ("start", "end"))
-    return _ids("input_ids", micro_batch, seq_len), *ends
+def _answer(_config: Any, micro_batch: int, _seq_len: int) -> Inputs:
+    return tuple(_ids(f"{end}_positions", micro_batch) for end in ("start", "end"))
 
 
-def _images(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
-    return _pixels(config, micro_batch), _label(config, micro_batch)
-
-
-def _pixels(config: Any, micro_batch: int) -> CapturedInput:
+def _pixels(config: Any, micro_batch: int, _seq_len: int = 0) -> Inputs:
     size = getattr(config, "image_size", None) or _IMAGE_SIDE
     height, width = (size, size) if isinstance(size, int) else size
-    return _values("pixel_values", micro_batch, getattr(config, "num_channels", 3), height, width)
+    return (_values("pixel_values", micro_batch, getattr(config, "num_channels", 3), height, width),)
 
 
-def _speech(config: Any, micro_batch: int, seq_len: int) -> Inputs:
-    return _sound(config, micro_batch), _ids("labels", micro_batch, seq_len)
-
-
-def _sounds(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
-    return _sound(config, micro_batch), _label(config, micro_batch)
-
-
-def _sound(config: Any, micro_batch: int) -> CapturedInput:
+def _sound(config: Any, micro_batch: int, _seq_len: int) -> Inputs:
     """Return a spectrogram of the model's length, or a second of samples."""
     has = config.to_dict()
     if "num_mel_bins" in has and "max_source_positions" in has:  # Whisper halves the frames before its encoder
-        return _values("input_features", micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
+        return (_values("input_features", micro_batch, config.num_mel_bins, 2 * config.max_source_positions),)
     if "num_mel_bins" in has and "max_length" in has:
-        return _values("input_values", micro_batch, config.max_length, config.num_mel_bins)
+        return (_values("input_values", micro_batch, config.max_length, config.num_mel_bins),)
     if "input_feat_per_channel" in has:
-        return _values("input_features", micro_batch, config.max_source_positions, config.input_feat_per_channel)
+        return (_values("input_features", micro_batch, config.max_source_positions, config.input_feat_per_channel),)
     if "conv_stride" in has or config.model_type.startswith("moonshine"):
-        return _values("input_values", micro_batch, _SAMPLES)
+        return (_values("input_values", micro_batch, _SAMPLES),)
     raise CaptureError(f"Ullage does not know what sound {config.model_type} takes; {BY_HAND}")
 
 
@@ -173,15 +149,15 @@ def _images_and_text(config: Any, micro_batch: int, seq_len: int) -> Inputs:
     if (sized := _SIZED_IMAGES.get(config.model_type)) is not None:
         return sized(config, micro_batch, seq_len)
     if (taken := image_tokens(config)) == 0:
-        return _text(config, micro_batch, seq_len)
+        return _TEXT.inputs(config, micro_batch, seq_len)
     begins = ((_image_id(config), taken),)
     types = _TYPES.get(config.model_type)
     more = (_ids("token_type_ids", micro_batch, seq_len, begins=types(taken, seq_len)),) if types else ()
     return (
         _ids("input_ids", micro_batch, seq_len, begins=begins),
-        _pixels(config.vision_config, micro_batch),
+        *_pixels(config.vision_config, micro_batch),
         *more,
-        _ids("labels", micro_batch, seq_len),
+        *_targets(config, micro_batch, seq_len),
     )
 
 
@@ -191,13 +167,13 @@ def _listed_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
     Some default configurations have images that cannot be divided into patches. Then the inputs are only text.
     """
     if (taken := image_tokens(config)) == 0:
-        return _text(config, micro_batch, seq_len)
-    image = _pixels(config.vision_config, micro_batch)
+        return _TEXT.inputs(config, micro_batch, seq_len)
+    (image,) = _pixels(config.vision_config, micro_batch)
     shape = micro_batch, 1, *image.shape[1:]
     return (
         _ids("input_ids", micro_batch, seq_len, begins=((config.image_token_id, taken),)),
         CapturedInput(name="pixel_values", shape=shape, begins=((1, 1),)),
-        _ids("labels", micro_batch, seq_len),
+        *_targets(config, micro_batch, seq_len),
     )
 
 
@@ -210,7 +186,7 @@ def _measured_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
         _ids("input_ids", micro_batch, seq_len, begins=((_image_id(config), merged**2),)),
         _values("pixel_values", micro_batch, vision.num_channels, side, side),
         _ids("image_sizes", micro_batch, 2, begins=((side, 2),)),
-        _ids("labels", micro_batch, seq_len),
+        *_targets(config, micro_batch, seq_len),
     )
 
 
@@ -227,7 +203,7 @@ def _free_images(config: Any, micro_batch: int, seq_len: int) -> Inputs:
         _ids("mm_token_type_ids", micro_batch, seq_len, begins=((1, taken), (0, seq_len - taken))),
         _values("pixel_values", micro_batch, side**2, width),
         _ids("image_grid_thw", micro_batch, 3, begins=((1, 1), (side, 2))),
-        _ids("labels", micro_batch, seq_len),
+        *_targets(config, micro_batch, seq_len),
     )
 
 
@@ -254,10 +230,6 @@ def _shuffled_tokens(config: Any) -> int:
     return 0 if rest else int(side**2)
 
 
-def _llava_tokens(config: Any) -> int:
-    return _patches(config) + int(config.vision_feature_select_strategy == "full")
-
-
 _SIZED_IMAGES: Final[dict[str, Callable[[Any, int, int], Inputs]]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _free_images),
     **dict.fromkeys(("idefics3", "smolvlm"), _listed_images),
@@ -266,7 +238,7 @@ _SIZED_IMAGES: Final[dict[str, Callable[[Any, int, int], Inputs]]] = {
 _IMAGE_TOKENS: Final[dict[str, Callable[[Any], int]]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), _shuffled_tokens),
     "gemma3": lambda config: config.mm_tokens_per_image,
-    "llava": _llava_tokens,
+    "llava": lambda config: _patches(config) + int(config.vision_feature_select_strategy == "full"),
     "paligemma": _patches,
 }
 # Tokens with bidirectional attention: those of an image. PaliGemma has them also for a prompt, which is empty here.
@@ -275,17 +247,18 @@ _TYPES: Final[dict[str, Callable[[int, int], tuple[tuple[int, int], ...]]]] = {
     "paligemma": lambda taken, seq_len: ((0, taken), (1, seq_len - taken)),
 }
 
+_TEXT: Final = Kind((_tokens, _targets))
 HEADS: Final[dict[Any, Kind]] = {
-    transformers.AutoModelForSeq2SeqLM: Kind(_text),
-    transformers.AutoModelForSpeechSeq2Seq: Kind(_speech),
-    transformers.AutoModelForMaskedLM: Kind(_text),
-    transformers.AutoModelForImageTextToText: Kind(_images_and_text, has_images=True),
-    transformers.AutoModelForCausalLM: Kind(_text),
-    transformers.AutoModelForImageClassification: Kind(_images, has_tokens=False),
-    transformers.AutoModelForAudioClassification: Kind(_sounds, has_tokens=False),
-    transformers.AutoModelForSequenceClassification: Kind(_classes),
-    transformers.AutoModelForTokenClassification: Kind(_text),
-    transformers.AutoModelForQuestionAnswering: Kind(_answers),
+    transformers.AutoModelForSeq2SeqLM: _TEXT,
+    transformers.AutoModelForSpeechSeq2Seq: Kind((_sound, _targets)),
+    transformers.AutoModelForMaskedLM: _TEXT,
+    transformers.AutoModelForImageTextToText: Kind((_images_and_text,), has_images=True),
+    transformers.AutoModelForCausalLM: _TEXT,
+    transformers.AutoModelForImageClassification: Kind((_pixels, _label), has_tokens=False),
+    transformers.AutoModelForAudioClassification: Kind((_sound, _label), has_tokens=False),
+    transformers.AutoModelForSequenceClassification: Kind((_tokens, _label)),
+    transformers.AutoModelForTokenClassification: _TEXT,
+    transformers.AutoModelForQuestionAnswering: Kind((_tokens, _answer)),
 }
 """Auto classes with the way to call them. The class in the configuration counts, or else the first one that exists."""
 

@@ -4,6 +4,7 @@ FLOP are those of ``torch.utils.flop_counter`` (a test compares them), except fo
 kernel computes half. Bytes are those of the tensors read and written; an expanded dimension counts once.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,14 +103,10 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
-    a, b = args[-2:] if len(args) > 2 else args
+    a, b = [each for each in args if isinstance(each, Tensor)][-2:]  # before them, what is added to the product
     if a.dim() == 2:
         return (Gemm(a.shape[0], b.shape[1], a.shape[1]),)
     return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
-
-
-def _added_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
-    return _product(args[1:3], kwargs, output)
 
 
 def _narrow_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
@@ -117,18 +114,17 @@ def _narrow_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) 
     return (Gemm(args[0].shape[0], args[1].shape[1], args[0].shape[1], fp8=True),)
 
 
-def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
+def _grouped_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
     """Return one product per group, with equal groups, because the real sizes depend on data."""
     a, b = args[:2]
     if a.dim() == 2 and b.dim() == 3:
         return grouped(equal_shares(a.shape[0], b.shape[0]), b.shape[2], a.shape[1])
     if a.dim() == 2:  # the inner dimension is in groups, as for gradients of weights
-        groups = _output.shape[0]
-        shares = equal_shares(a.shape[1], groups)
+        shares = equal_shares(a.shape[1], output.shape[0])
         return tuple(Gemm(a.shape[0], b.shape[1], size, count, grouped=True) for size, count in shares.items())
     if b.dim() == 2:
         return grouped(equal_shares(b.shape[1], a.shape[0]), a.shape[1], a.shape[2])
-    return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
+    return _product((a, b), kwargs, output)
 
 
 def _triangular_solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
@@ -138,12 +134,11 @@ def _triangular_solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any)
     return (Gemm(rows, columns, max(size // 2, 1), math.prod(batch), batched=len(batch) > 0),)
 
 
-def _solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
+def _solve(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
     """Return a third of a product of the matrix with itself for its factors, and two triangular solves."""
     *batch, size, _ = args[0].shape
-    count, factors = math.prod(batch), Gemm(size, size, max(size // 3, 1), math.prod(batch), batched=len(batch) > 0)
-    columns = max(output[0].numel() // max(count * size, 1), 1)
-    return factors, Gemm(size, columns, size, count, batched=len(batch) > 0)
+    factors = Gemm(size, size, max(size // 3, 1), math.prod(batch), batched=len(batch) > 0)
+    return factors, *_solve_factored(args, kwargs, output[0])
 
 
 def _solve_factored(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
@@ -176,34 +171,25 @@ def _convolution_gemm(source: Tensor, output: Tensor, weight: Tensor, groups: in
     return Gemm(rows, weight.shape[0] // groups, weight.shape[1] * window, groups, batched=groups > 1)
 
 
-def _attention(args: Sequence[Any], kwargs: dict[str, Any], _output: Any) -> Kernels:
-    return (_core(args[0], args[1], _argument(args, kwargs, 4, "is_causal"), backward=False),)
-
-
-def _attention_backward(args: Sequence[Any], kwargs: dict[str, Any], _output: Any) -> Kernels:
-    return (_core(args[1], args[2], _argument(args, kwargs, 7, "is_causal"), backward=True),)
-
-
-def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str) -> bool:
-    return bool(args[position] if len(args) > position else kwargs.get(name, False))
-
-
-def _core(query: Tensor, key: Tensor, causal: bool, *, backward: bool) -> Attention:
+def _attention(args: Sequence[Any], kwargs: dict[str, Any], _output: Any, *, backward: bool = False) -> Kernels:
     """Return fused attention. If the numbers of queries and keys differ, count square cores of the smaller number."""
+    (query, key), position = (args[1:3], 7) if backward else (args[:2], 4)
+    causal = bool(args[position] if len(args) > position else kwargs.get("is_causal", False))
     batch, num_heads, num_queries, head_dim = query.shape
     side = math.gcd(num_queries, key.shape[2])
     repeats = (num_queries // side) * (key.shape[2] // side)
     causal, shares_keys = causal and repeats == 1, key.shape[1] < num_heads
-    return Attention(
+    core = Attention(
         batch * repeats, num_heads, side, head_dim, causal=causal, backward=backward, shares_keys=shares_keys
     )
+    return (core,)
 
 
 _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = {
     "mm": _product,
     "bmm": _product,
-    "addmm": _added_product,
-    "baddbmm": _added_product,
+    "addmm": _product,
+    "baddbmm": _product,
     "_scaled_mm": _narrow_product,
     "_grouped_mm": _grouped_product,
     "linalg_solve_triangular": _triangular_solve,
@@ -212,6 +198,6 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(_attention, backward=True),
 }
 assert all(hasattr(torch.ops.aten, name) for name in _PRODUCTS)

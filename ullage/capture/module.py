@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.distributed.adapters import bind_adapted_parameters
-from executor.memory.forward_state import SMALL_BYTES, kept_outside
+from executor.memory.forward_state import SMALL_BYTES, kept_outside, put_back
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
+from executor.packed import stored_parameters
 from planner.models.adapters import Lora
 from planner.models.captured import NO_TILES, CapturedInput, CapturedModel, resized, tokens_of
 from planner.models.loops import can_be_continued, continued
@@ -39,19 +40,18 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, fused_attention, in_words
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, Untracked, users_line
+from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
-from ullage.capture.recording import OUTPUTS_LOSS, Called, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, at, first_line, remedy
+from ullage.capture.recording import OUTPUTS_LOSS, record
+from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.tiles.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
-_KINDS: Final = (collections.OrderedDict, dict, list, set, collections.deque)
 _LEAVES: Final = (str, bytes, int, float, type(None), type, Tensor, types.ModuleType, types.FunctionType)
 _MANY_EVENTS = 8_000  # in the forward of the blocks that are recorded: from here on it is a loop over tokens
 
@@ -113,10 +113,14 @@ def capture_called(
     """Capture as :func:`capture_module` does. The ``example`` says how the module is called with the inputs."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
-    job = _Capture(make, name, dtype, as_on_gpu, examples=example.attempts())
+    job = _Capture(make, name, dtype, as_on_gpu, example=example)
     found = job.of(given)
     # A lambda, because neither the module nor the user's function goes to another process.
     return found if example.step is not None else found.freed(lambda size: job.again(given, size))
+
+
+class _AssumedValuesError(CaptureError):
+    """A model does not run with assumed values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
-        examples: how the module is called: the attempts that are left, of which the first counts.
+        example: how the module is called.
         lora, quantization: of a named model; see :func:`capture`.
     """
 
@@ -137,13 +141,13 @@ class _Capture:
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
-    examples: list[Example] = dataclasses.field(default_factory=NO_EXAMPLE.attempts)
+    example: Example = NO_EXAMPLE
     lora: Lora | None = None
     quantization: Quantization | None = None
 
     def again(self, given: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
         """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
-        if self.make is None and tokens_of(given) > 1 and (":" not in self.name or Path(self.name).exists()):
+        if self.make is None and tokens_of(given) > 1 and not _is_function(self.name):
             masked = any(spec.name == "attention_mask" for spec in given)
             return self.of(architecture(self.name).inputs(size.micro_batch, size.seq_len, masked=masked), size)
         return self.of(resized(given, size.micro_batch, size.seq_len), size)
@@ -159,34 +163,25 @@ class _Capture:
         return _made(make, self.name)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
-        if self.examples[0].tensors is None:
+        if self.example.tensors is None:
             _check_inputs(inputs)
         model = self._model()
         _check_parameters(model, self.name, self.dtype)
         check_formats(model, self.name)
         check_adapters(model)
         _check_statistics(model, self.name, DTYPES[self.dtype])
-        refused: CaptureError | None = None
-        while True:
+        # Nothing is known of how a model is executed that has no name.
+        attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
+        with fused_attention(model) if attention else contextlib.nullcontext():
             try:
-                # Nothing is known of how a model is executed that has no name.
-                attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
-                with fused_attention(model) if attention else contextlib.nullcontext():
-                    captured = self._attempted(model, inputs, tiles)
-                if attention is None:
-                    return captured
-                assumed = *(captured.assumed or ()), in_words(attention)
-                return captured.model_copy(update={"attention": attention, "assumed": assumed})
-            except CaptureError as error:
-                cause = error.__cause__
-                if not (self.examples[0].assumes and refused) or isinstance(cause, CaptureError):
-                    refused = error  # not where assumed values are the reason
-                # Values may help if the model fails without them, but not if we refuse it.
-                fails = cause is not None and not isinstance(cause, CaptureError | RefusedOperatorError)
-                again = [e for e in self.examples[1:] if fails and (e.assumes or isinstance(cause, VALUES))]
-                if not again:
-                    raise refused from refused.__cause__
-            self.examples[:] = again
+                captured = self._attempted(model, inputs, tiles)
+            except _AssumedValuesError:
+                holding = dataclasses.replace(self, example=dataclasses.replace(self.example, all_hold=True))
+                captured = holding._attempted(model, inputs, tiles)
+        if attention is None:
+            return captured
+        assumed = *(captured.assumed or ()), in_words(attention)
+        return captured.model_copy(update={"attention": attention, "assumed": assumed})
 
     def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)
@@ -209,33 +204,32 @@ class _Capture:
         """
         dtype = DTYPES[self.dtype]
         trained = trained_memory(model)
-        example = self.examples[0]
+        example, made = self.example, list[Fakes]()
         # Before fake tensors exist, because conversions would be fake too.
-        known, small = example.known(inputs, dtype), _small(model) if example.assumes else {}
+        known, small = example.known(inputs, dtype), _small(model)
         with (
             torch.autograd.set_detect_anomaly(False),  # it reads values
             torch.device("cpu"),  # where all fakes are, whatever the user's default device
             FakeTensorMode(allow_non_fake_inputs=True),
             _faked(model, dtype, trained, example.step) as fake,
-            _unchanged(model),
-            contextlib.ExitStack() as adapted,
+            contextlib.ExitStack() as changes,
             kept_outside(model),
             passing_through(),
-            Untracked(trained),
         ):
-            for undo in bind_adapted_parameters(model):
-                adapted.callback(undo)
-            with _as_capture_errors(self.name, model), _default_positions():
+            for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
+                changes.callback(undo)
+            with _as_capture_errors(self.name, model, made), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
                 args, kwargs = example.called_with(inputs, given)
                 function = functools.partial(example.step, model) if example.step else model.train()
-                called = Called(functools.partial(function, *args, **kwargs), given, is_step=example.step is not None)
+                run = functools.partial(function, *args, **kwargs)
 
                 def recorded(*tile: Any, **settings: Any) -> Recording:
-                    fakes = Fakes(values, assumes=example.assumes, all_hold=example.all_hold)
-                    return record(model.train(), called, *tile, as_on_gpu=self.as_on_gpu, fakes=fakes, **settings)
+                    empty = Recording(model.train(), example.step is not None, [None] * len(given))
+                    made.append(Fakes(values, trained, all_hold=example.all_hold))
+                    return record(empty, run, given, *tile, as_on_gpu=self.as_on_gpu, fakes=made[-1], **settings)
 
                 tiled = []
                 if tiles.layer_tile_tokens is not None:
@@ -313,11 +307,16 @@ def _num_logits(model: nn.Module, recording: Recording) -> int | None:
 
 def _made(make: Callable[[], nn.Module], name: str) -> nn.Module:
     """Return the module of a function, made without memory, with the settings of ``transformers``."""
-    with _as_capture_errors(f"{name}()" if ":" in name and not Path(name).exists() else name), torch.device("meta"):
+    with _as_capture_errors(f"{name}()" if _is_function(name) else name), torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
         raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
     return model
+
+
+def _is_function(text: str) -> bool:
+    """Return whether a text is ``package.module:function``, and not a file's path."""
+    return ":" in text and not Path(text).exists()
 
 
 def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -333,7 +332,7 @@ def load_factory(text: str, dtype: torch.dtype) -> Callable[[], nn.Module]:
             f"{text} was captured from a model in memory, so no function can make it; give ullage.prepare such a "
             "model with this plan, or plan --model package.module:function"
         )
-    if ":" not in text or Path(text).exists():
+    if not _is_function(text):
         return functools.partial(architecture(text).make, dtype)
     module_name, _, attribute = text.partition(":")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
@@ -430,22 +429,46 @@ def _faked(
 @contextlib.contextmanager
 def as_before(held: Iterable[Any]) -> Iterator[None]:
     """Undo what happens to containers, and to attributes and containers that objects hold."""
-    before = list(_containers(held))
+    before: list[tuple[Any, Any]] = [
+        (each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)
+    ]
     try:
         yield
     finally:
         for container, content in before:
-            _restore(container, content)
+            for added in container.keys() - content.keys() if isinstance(container, dict) else ():
+                del container[added]
+            put_back(container, content)
+
+
+def _containers(held: Iterable[Any]) -> Iterator[Any]:
+    """Yield containers, and those of objects, that lead to one another."""
+    left = [(each, True) for each in held]
+    seen: set[int] = set()
+    while left:
+        each, may_enter = left.pop()
+        if id(each) in seen or isinstance(each, _LEAVES):
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict | list | set | collections.deque | tuple):
+            if not isinstance(each, tuple):
+                yield each
+            left += [(value, may_enter) for value in (dict.values(each) if isinstance(each, dict) else each)]
+        elif may_enter and isinstance(inside := getattr(each, "__dict__", None), dict):
+            left.append((inside, False))  # not what those objects hold, which may be the whole program
 
 
 def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
     """Return fake parameters and buffers, by ``id`` of the real ones."""
     mixed = len({p.dtype for p in model.parameters() if not is_packed(p)}) > 1
     made: dict[int, Any] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in made:
-                made[id(parameter)] = _fake(parameter, module, dtype, keeps_type=mixed)
+    for parameter, module in stored_parameters(model).values():
+        if is_packed(parameter):
+            made[id(parameter)] = pack(parameter, module, dtype)
+            continue
+        keeps = parameter.is_complex() or (mixed and not parameter.requires_grad)
+        values = torch.empty(parameter.shape, dtype=parameter.dtype if keeps else dtype)
+        made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
     buffers = (b for b in model.buffers() if id(b) not in made and b.layout is torch.strided)  # sparse ones stay real
     return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in buffers}
 
@@ -462,129 +485,58 @@ def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor],
     return value
 
 
-def _containers(held: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield containers, and those of objects, that lead to one another; each with a copy."""
-    left: list[tuple[Any, bool]] = [(each, True) for each in held]
-    seen: set[int] = set()
-    while left:
-        held, may_enter = left.pop()
-        if id(held) in seen or isinstance(held, _LEAVES):
-            continue
-        seen.add(id(held))
-        if isinstance(held, dict):
-            items = list(_kind(held).items(held))
-            yield held, items
-            left += [(value, may_enter) for _, value in items]
-        elif isinstance(held, (*_KINDS, tuple)):
-            if not isinstance(held, tuple):
-                yield held, list(held)
-            left += [(value, may_enter) for value in held]
-        elif may_enter and isinstance(inside := getattr(held, "__dict__", None), dict):
-            left.append((inside, False))  # not what those objects hold, which may be the whole program
-
-
-def _restore(container: Any, content: list[Any]) -> None:
-    """Let a container hold what it held. One that did not change is left alone, since it may be a frozen one."""
-    kind = _kind(container)
-    if isinstance(container, dict):
-        now = list(kind.items(container))
-        if len(now) != len(content) or any(
-            a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, content, strict=True)
-        ):
-            kind.clear(container)
-            for key, value in content:
-                kind.__setitem__(container, key, value)
-    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-        kind.clear(container)
-        (kind.update if kind is set else kind.extend)(container, content)
-
-
-def _kind(container: Any) -> Any:
-    """Return the class of Python whose methods a container of a user's class may have replaced."""
-    return next(kind for kind in _KINDS if isinstance(container, kind))
-
-
-def _fake(parameter: nn.Parameter, module: nn.Module, dtype: torch.dtype, *, keeps_type: bool) -> nn.Parameter:
-    if is_packed(parameter):
-        return pack(parameter, module, dtype)
-    dtype = parameter.dtype if parameter.is_complex() or (keeps_type and not parameter.requires_grad) else dtype
-    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Refuse that forward sets modules or parameters, which a prepared model refuses too."""
-    undo = refuse_replacements(
-        model.modules(),
-        lambda name, kind: CaptureError(
-            f"forward sets {name} of a {kind}, but the modules and parameters of a planned model "
-            "stay; set it before prepare()"
-        ),
+def _replaced(name: str, kind: str) -> CaptureError:
+    return CaptureError(
+        f"forward sets {name} of a {kind}, but the modules and parameters of a planned model stay; set it before "
+        "prepare()"
     )
-    try:
-        yield
-    finally:
-        for each in undo:
-            each()
 
 
-@contextlib.contextmanager
-def _default_positions() -> Iterator[None]:
+def _default_positions() -> contextlib.AbstractContextManager[Any]:
     """Keep ``transformers`` from reading the values of positions. Without given positions, sequences are not packed.
 
     It tests whether a batch is packed from several sequences, and assumes with fake tensors that it is.
     """
     masks = sys.modules.get("transformers.masking_utils")
-    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
-        yield
-        return
-    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
-        yield
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        return contextlib.nullcontext()
+    return mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for log in _QUIET:
-            stack.enter_context(mock.patch.object(log, "disabled", new=True))
-        yield
-
-
-@contextlib.contextmanager
-def _as_capture_errors(name: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Turn errors of the model into one line that says what cannot be captured, and where."""
-    inside: list[str] = []  # modules whose forward is running
-
-    def entered(path: str) -> Callable[..., None]:
-        return lambda *_args: inside.append(path)
-
-    def left(*_args: Any) -> None:
-        inside.pop()
-
-    handles = []
-    for path, module in model.named_modules() if model is not None else ():
-        handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
+def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequence[Fakes] = ()) -> Iterator[None]:
+    """Turn errors of the model into one line that says what cannot be captured, and where; ``fakes`` ran it."""
     try:
-        with warnings.catch_warnings(), _quiet():
+        with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
+            for log in _QUIET:
+                quiet.enter_context(mock.patch.object(log, "disabled", new=True))
             # Copying a module reads addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, RefusedOperatorError) as error:
-        raise CaptureError(f"{name}{at(inside)}: {error}") from error
-    except VALUES as error:
-        where = users_line(traceback.extract_tb(error.__traceback__))
-        raise CaptureError(
-            f"{name}{at(inside)}: {error.func} needs the values of a tensor{where}, which a capture does not have, "
-            "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
-        ) from error
+        raise CaptureError(f"{name}{_at(error, model)}: {error}") from error
     except UNKNOWN as error:
         raise CaptureError(
-            f"{name}{at(inside)}: {first_line(error)}: PyTorch does not know the shapes that this operator makes; "
-            "register a fake implementation (torch.library.register_fake)"
+            f"{name}{_at(error, model)}: {first_line(error)}: PyTorch does not know the shapes that this operator "
+            "makes; register a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
+        reader = fakes[-1].reader if fakes else None
+        if reader is None and isinstance(error, VALUES):
+            reader = users_line(traceback.extract_tb(error.__traceback__))
+        if reader is not None:
+            raise _AssumedValuesError(
+                f"{name}{_at(error, model)}: it needs the values of a tensor{reader}, which a capture does not have, "
+                "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
+            ) from error
         way_out = remedy(error, has_model=model is not None)
-        raise CaptureError(f"{name}{at(inside)}: {first_line(error)}; {way_out}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        raise CaptureError(f"{name}{_at(error, model)}: {first_line(error)}; {way_out}") from error
+
+
+def _at(error: Exception, model: nn.Module | None) -> str:
+    """Return the innermost module whose forward an error has left, in words."""
+    paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    running = [id(each.f_locals["self"]) for each in frames if each.f_code is nn.Module._call_impl.__code__]
+    path = paths.get(running[-1], "") if running else ""
+    return f", in module {path}" if path else ""

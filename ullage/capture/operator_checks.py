@@ -76,14 +76,15 @@ class OperatorChecks:
         self._tried.add(key)
         call = _Call(function, spec, likes)
         written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        if call.num_values() + written > _MOST_VALUES:
+        if sum(math.prod(like.shape) for like in call.layouts()) + written > _MOST_VALUES:
             small = call.shrunk()
             refusal = small.refusal() if small.is_possible() else None
             if refusal is not None and all(other.refusal() for other in small.of_other_types()):
                 return
         else:
             refusal = call.refusal()
-        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and call.is_narrow()):
+        is_narrow = any(like.dtype in _NARROW for like in call.layouts())
+        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and is_narrow):
             return
         reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
         raise RefusedOperatorError(
@@ -112,15 +113,12 @@ class _Call:
     spec: Any
     leaves: list[Any]  # with a `Layout` for each tensor
 
-    def num_values(self) -> int:
-        return sum(math.prod(like.shape) for like in self._likes())
-
-    def is_narrow(self) -> bool:
-        return any(like.dtype in _NARROW for like in self._likes())
+    def layouts(self) -> "Iterator[Layout]":
+        return (leaf for leaf in self.leaves if isinstance(leaf, Layout))
 
     def shrunk(self) -> "_Call":
         """Return the call with small sizes, also for integers among its arguments."""
-        found = {size for like in self._likes() for size in like.shape}
+        found = {size for like in self.layouts() for size in like.shape}
         found |= {leaf for leaf in self.leaves if type(leaf) is int}
         large = sorted(size for size in found if _GRAIN < size < _LARGEST_SIZE)
         sizes = {size: _GRAIN * number + size % _GRAIN for number, size in enumerate(large, 1)}
@@ -174,9 +172,6 @@ class _Call:
         args, kwargs = tree_unflatten(made, self.spec)
         self.function(*args, **kwargs)
 
-    def _likes(self) -> "Iterator[Layout]":
-        return (leaf for leaf in self.leaves if isinstance(leaf, Layout))
-
     def __str__(self) -> str:
-        operands = (f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}" for like in self._likes())
+        operands = (f"{str(like.dtype).removeprefix('torch.')}{list(like.shape)}" for like in self.layouts())
         return f"{self.function.overloadpacket}({', '.join(operands)})"

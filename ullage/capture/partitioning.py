@@ -61,26 +61,21 @@ def partition(recording: Recording) -> list[UnitVisits]:
     visits = recording.visits
     blocks = _block_visits(recording)
     places: list[UnitVisits] = []
-    atoms: list[int] = []
     largest = max((_num_params(visits[block].module) for block in blocks), default=0)
     small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
     inside = {block: range(block, visits[block].last + 1) for block in blocks}
-    skipped = set(itertools.chain.from_iterable(inside.values()))
-    for index, visit in enumerate(visits):
-        if atoms and visits[atoms[-1]].call != visit.call:
-            places += _outside(visits, atoms, small)
-            atoms = []
-        if index in inside:
-            places += _outside(visits, atoms, small)
-            atoms = []
-            places += _inside(visits, index)
-        elif index not in skipped and next(visit.module.parameters(recurse=False), None) is not None:
-            atoms.append(index)
-    places += _outside(visits, atoms, small)
+    block_of = {index: block for block, members in inside.items() for index in members}
+    atoms = [
+        index
+        for index, visit in enumerate(visits)
+        if index in inside or (index not in block_of and _has_parameters(visit.module, recurse=False))
+    ]
+    for (block, _), group in itertools.groupby(atoms, key=lambda index: (block_of.get(index), visits[index].call)):
+        places += _outside(visits, list(group), small) if block is None else _inside(visits, block)
     if not places:
         places = [UnitVisits("model", "", [0])]
     places = _joined(places, _called_again(visits, places))
-    _assign(recording, places, inside)
+    _assign(recording, places, block_of)
     places = _joined(places, _used_in_several(recording, places))
     return _named(_computing(recording, places))
 
@@ -155,7 +150,11 @@ def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: 
 
 def _is_composite(module: nn.Module) -> bool:
     """Return whether a module has submodules and parameters."""
-    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+    return next(module.children(), None) is not None and _has_parameters(module)
+
+
+def _has_parameters(module: nn.Module, *, recurse: bool = True) -> bool:
+    return next(module.parameters(recurse), None) is not None
 
 
 def _num_params(module: nn.Module) -> int:
@@ -164,19 +163,13 @@ def _num_params(module: nn.Module) -> int:
 
 def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
     """Return the units of a block."""
-    segment = visits[block].path
-    children = [
-        index
-        for index in range(block + 1, len(visits))
-        if visits[index].parent == block and next(visits[index].module.parameters(), None) is not None
-    ]
-    whole = _num_params(visits[block].module)
+    segment, call, last = visits[block].path, visits[block].call, visits[block].last
+    size = {index: _num_params(visits[index].module) for index in range(block, last + 1)}
+    children = [index for index in size if visits[index].parent == block and _has_parameters(visits[index].module)]
     runs: list[list[int]] = []
     plain = False  # whether the last run has plain modules
     for child in children:
-        composite = _num_params(visits[child].module) >= _SMALL_COMPOSITE * whole and _is_composite(
-            visits[child].module
-        )
+        composite = size[child] >= _SMALL_COMPOSITE * size[block] and _is_composite(visits[child].module)
         if composite or not plain:
             runs.append([])
         runs[-1].append(child)
@@ -185,15 +178,15 @@ def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
     carried: list[int] = []
     for run in runs:
         carried = carried + run
-        size = sum(_num_params(visits[index].module) for index in carried)
-        if size >= _SMALL_PLAIN * whole or (len(run) == 1 and _is_composite(visits[run[0]].module)):
+        is_large = sum(size[index] for index in carried) >= _SMALL_PLAIN * size[block]
+        if is_large or (len(run) == 1 and _is_composite(visits[run[0]].module)):
             result.append(carried)
             carried = []
     if carried and result:
         result[-1] += carried
     elif carried:
         result.append(carried)
-    return [UnitVisits(_largest(visits, run), segment, run, visits[block].call) for run in result or [[block]]]
+    return [UnitVisits(visits[max(run, key=size.__getitem__)].path, segment, run, call) for run in result or [[block]]]
 
 
 def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVisits]:
@@ -206,18 +199,13 @@ def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVi
     if len(runs) > 1 and _own(visits, runs[-1]) < small:
         last = runs.pop()
         runs[-1] += last
-    return [UnitVisits(_largest(visits, run, own=True), "", run, visits[run[0]].call) for run in runs]
+    largest = [max(run, key=lambda index: _own(visits, [index])) for run in runs]
+    pairs = zip(runs, largest, strict=True)
+    return [UnitVisits(visits[index].path, "", run, visits[run[0]].call) for run, index in pairs]
 
 
 def _own(visits: list[Visit], run: Iterable[int]) -> int:
     return sum(p.numel() for index in run for p in visits[index].module.parameters(recurse=False))
-
-
-def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
-    def size(index: int) -> int:
-        return _own(visits, [index]) if own else _num_params(visits[index].module)
-
-    return visits[max(run, key=size)].path
 
 
 def units_of_visits(visits: Sequence[Visit], places: Iterable[UnitVisits]) -> list[int]:
@@ -236,7 +224,7 @@ def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tup
     """
     ranges: dict[tuple[nn.Module, int], tuple[int, int]] = {}
     for visit, number in zip(visits, units_of_visits(visits, places), strict=True):
-        if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
+        if number >= 0 and _has_parameters(visit.module, recurse=False):
             first, last = ranges.get((visit.module, visit.call), (number, number))
             ranges[visit.module, visit.call] = (min(first, number), max(last, number))
     yield from ((first, last) for first, last in ranges.values() if first != last)
@@ -282,7 +270,7 @@ def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int, range]) -> None:
+def _assign(recording: Recording, places: list[UnitVisits], block_of: Mapping[int, int]) -> None:
     """Assign each forward event to the unit of its visit, or of a visit around it.
 
     If a visit contains several units, or only part of one, an event directly in it goes to the unit that computes then:
@@ -290,27 +278,29 @@ def _assign(recording: Recording, places: list[UnitVisits], inside: Mapping[int,
     """
     visits = recording.visits
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
-    block_of = {index: block for block, members in inside.items() for index in members}
     within: dict[int, tuple[int, int]] = {}  # for each visit, the first and the last unit inside it
     for index, number in unit_of.items():
-        at = index
-        while at != -1:
+        for at in _around(visits, index):
             first, last = within.get(at, (number, number))
             within[at] = (min(first, number), max(last, number))
-            at = visits[at].parent
     current = 0
     for index, event in enumerate(recording.forward):
         if index in recording.skipped:
             continue
-        at = event.visit
-        while at not in unit_of and at not in within and at != -1:
-            at = visits[at].parent
+        at = next((at for at in _around(visits, event.visit) if at in within), -1)
         first, last = within.get(at, (current, current))
         if at in unit_of:
             current = max(current, unit_of[at])
         elif at in block_of or not places[first].segment:
             current = max(current, min(max(current, first), last))
         places[current].events.append(index)
+
+
+def _around(visits: list[Visit], at: int) -> Iterator[int]:
+    """Yield a visit and those around it, from the innermost."""
+    while at != -1:
+        yield at
+        at = visits[at].parent
 
 
 def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisits]:

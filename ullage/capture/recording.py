@@ -5,6 +5,7 @@ are those of a CPU, for which autograd needs no GPU. If a GPU runs other operato
 (:func:`_as_on_gpu`).
 """
 
+import bisect
 import contextlib
 import functools
 import weakref
@@ -18,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
+from executor.callbacks import Saved, ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
@@ -53,26 +54,12 @@ _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward"
 aten = torch.ops.aten
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
-_NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
-
-
-class Called(NamedTuple):
-    """What to record.
-
-    Attributes:
-        run: calls the model, and returns its output, or a loss.
-        inputs: the tensors that it is called with, in the order of the captured inputs.
-        is_step: whether it is a step of the user's loop, which may call the model and its parts any number of times.
-    """
-
-    run: Callable[[], Any]
-    inputs: Sequence[Tensor]
-    is_step: bool = False
 
 
 def record(
-    model: nn.Module,
-    called: Called,
+    found: Recording,
+    run: Callable[[], Any],
+    inputs: Sequence[Tensor],
     tiles: Batch = NO_TILES,
     tiled: Collection[nn.Module] = (),
     *,
@@ -84,8 +71,9 @@ def record(
     """Run and record forward and backward of a model with fake parameters and inputs.
 
     Args:
-        model: a model in training mode.
-        called: what to record.
+        found: an empty recording of a model in training mode, to fill and return.
+        run: calls the model, and returns its output, or a loss.
+        inputs: the tensors that it is called with, in the order of the captured inputs.
         tiles: number of tokens for which the loss, and the modules ``tiled``, are computed at a time.
         tiled: modules to compute in tiles.
         as_on_gpu: record GPU kernels if they differ from those of a CPU.
@@ -98,32 +86,30 @@ def record(
         CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
         RefusedOperatorError: a real kernel refuses the arguments of an operator.
     """
-    recorder = _Recorder(model, called, fakes, OperatorChecks(as_on_gpu=as_on_gpu), repeats, tiled, token_wise)
-    found = recorder.found
+    checks = OperatorChecks(as_on_gpu=as_on_gpu)
+    recorder = _Recorder(found, inputs, fakes, checks, repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes.readable())
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
         if tiles.loss_tile_tokens is not None:
-            stack.callback(tile_head(model, tiles.loss_tile_tokens, recorder.reach_head))
+            stack.callback(tile_head(found.model, tiles.loss_tile_tokens, recorder.reach_head))
         if tiles.layer_tile_tokens is not None:
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
         stack.enter_context(traceable_functions())
         stack.enter_context(recorder.hooked())
-        if token_wise is not None:
-            stack.enter_context(token_wise.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        loss, words = find_loss(called.run())
+        loss, words = find_loss(run())
         if not found.visits:
             raise CaptureError("the step calls neither the model nor a part of it; let it call them")
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
     recorder.end()
-    found.loss = OF_STEP + words if called.is_step else words
+    found.loss = OF_STEP + words if found.is_step else words
     found.reader = fakes.reader
-    found.tiled = frozenset(name for name, module in model.named_modules() if module in tiled)
+    found.tiled = frozenset(name for name, module in found.model.named_modules() if module in tiled)
     if repeats is not None:
         found.copies, found.begins = repeats.copies, repeats.begins
     return found
@@ -149,7 +135,8 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     if len(scalars) == 1:
         return scalars[0], "the scalar in the output"
     if trained and trained[0].dim():
-        made = _Kept.apply(as_real(trained[0]))  # type: ignore[no-untyped-call]
+        # Kept until their backward, as the loop has a name for them.
+        (made,) = Saved.apply(as_real(trained[0]))  # type: ignore[no-untyped-call]
         return -functional.log_softmax(made.float(), -1).mean(), OF_LOOP
     if trained:
         return trained[0], "the first scalar in the output"
@@ -157,21 +144,6 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
         f"the output, a {type(output).__name__}, has no tensor with a gradient, so nothing can be trained; return "
         "a scalar loss, an object with a loss, or the tensor to train"
     )
-
-
-class _Kept(torch.autograd.Function):
-    """Values that the loop keeps until their backward, as it has a name for them."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        """Return the same values."""
-        ctx.save_for_backward(values)
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        """Return the same gradient."""
-        return gradient
 
 
 @contextlib.contextmanager
@@ -202,8 +174,8 @@ def _as_on_gpu() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
-        model: nn.Module,
-        called: Called,
+        found: Recording,
+        inputs: Sequence[Tensor],
         fakes: Fakes,
         checks: OperatorChecks,
         repeats: Repeats | None,
@@ -211,16 +183,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         token_wise: TokenWise | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Recording(model, [None] * len(called.inputs))
+        self.found = found
         self._fakes, self._checks, self._repeats, self._token_wise = fakes, checks, repeats, token_wise
         # A module in tiles is one visit, because its submodules run once per tile.
         self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
         self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
-        self._is_step = called.is_step
         self._num_calls = 1
         self._ran: set[nn.Module] = set()  # modules that have run in this call
         # What the user's step does itself counts to its latest call, or to the first one.
-        self._stack: list[_Running] = [_Running(0 if called.is_step else -1, 0, [])]
+        self._stack: list[_Running] = [_Running(0 if found.is_step else -1, 0, [])]
         self._number: dict[int, int] = {}  # numbers of existing storages, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
@@ -229,13 +200,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._source = -1  # forward event of the running autograd node
         self._in_backward = False
         self._index_of: dict[int, set[int]] = {}  # inputs from which the integers in a storage come
-        for name, stored in stored_parameters(model).items():
+        for name, stored in stored_parameters(found.model).items():
             for tensor in (*stored.tensors(), *stored.tables()):
                 self._name[self._known(tensor, "parameter")] = name
-        self._types = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        for buffer in strided(list(model.buffers())):
+        self._types = {name: parameter.dtype for name, parameter in found.model.named_parameters()}
+        for buffer in strided(list(found.model.buffers())):
             self._known(buffer, "buffer")
-        for number, tensor in enumerate(called.inputs):
+        for number, tensor in enumerate(inputs):
             self._index_of[self._known(tensor, "input")] = {number}
 
     def __torch_dispatch__(
@@ -243,8 +214,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
-        kwargs = _on_cpu(kwargs or {})
-        if self._is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
+        kwargs = kwargs or {}
+        if getattr(kwargs.get("device"), "type", "") == "cuda":
+            kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
+        if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0  # for a log
         if func.overloadpacket.__name__ == "gemm_4bit":
             with self:
@@ -260,7 +233,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._try(func, args, kwargs, output)
         known = len(found.storages)
         read = [self._storage(part) for part in strided((args, kwargs))]
-        for storage in found.storages[known:] if self._is_step else ():
+        for storage in found.storages[known:] if found.is_step else ():
             storage.owner = "parameter"  # of another model, or what else a step finds outside of the model
         results = strided(output)
         written = tuple(self._storage(leaf) for leaf in results)
@@ -375,16 +348,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track the running autograd node from here on."""
         self._in_backward = True
         self._source = len(self.found.forward) - 1
-        starts: dict[int, int] = {}  # first event dispatched after the creation of an autograd node
-        for index, sequence in enumerate(self._sequences):
-            starts.setdefault(sequence, index)
         if loss.grad_fn is None:
             raise CaptureError("the loss is made inside of a backward of its own, or of no output of the model")
         for node in nodes(loss.grad_fn):
-            if (number := node._sequence_nr()) < _NO_SEQUENCE:
-                source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
-                if source is not None:
-                    node.register_prehook(functools.partial(self._begin_node, source))
+            # The first event dispatched after the node was made.
+            source = bisect.bisect_right(self._sequences, node._sequence_nr())
+            if source < len(self._sequences):
+                node.register_prehook(functools.partial(self._begin_node, source))
 
     def end(self) -> None:
         """Mark the storages of parameters' gradients.
@@ -423,8 +393,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._repeats and self._repeats.begin(module, args, kwargs, len(found.forward)):
             self._copied.add(module)
             return
+        if self._token_wise is not None:
+            self._token_wise.enter(path, module, args, kwargs)
         parent = self._stack[-1].visit if len(self._stack) > 1 else -1
-        if parent < 0 and self._is_step and not self._ran.isdisjoint(module.modules()):
+        if parent < 0 and found.is_step and not self._ran.isdisjoint(module.modules()):
             self._num_calls += 1
             self._ran.clear()
         if not found.visits:
@@ -471,9 +443,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._repeats.end(module, args, kwargs, output)
         index, begun, buffers = self._stack.pop()
         self._held.append(buffers)  # as what recomputation starts from holds them
-        if self._is_step and len(self._stack) == 1:
+        if self.found.is_step and len(self._stack) == 1:
             self._stack[0] = self._stack[0]._replace(visit=index)
         visit = self.found.visits[index]
+        if self._token_wise is not None:
+            self._token_wise.leave(visit.path, output)
         visit.stop, visit.last = len(self.found.forward), len(self.found.visits) - 1
         # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
         visit.state_bytes = sum(b.nbytes for b, before in buffers if b.nbytes <= SMALL_BYTES or b._version != before)
@@ -526,9 +500,3 @@ class _Running(NamedTuple):
     visit: int
     begun: int
     buffers: list[tuple[Tensor, int]]
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of an operator with the CPU, where all fake tensors are, in place of a GPU."""
-    on_gpu = getattr(kwargs.get("device"), "type", "") == "cuda"
-    return kwargs | {"device": torch.device("cpu")} if on_gpu else kwargs

@@ -146,6 +146,7 @@ class Recording:
     """A recorded forward and backward.
 
     Attributes:
+        is_step: whether a step of the user's loop runs, which may call the model and its parts any number of times.
         num_values: for every input of table indices, the length of the table; ``None`` for other inputs.
         visits: calls of modules, in order.
         forward, backward: events; backward events are numbered from ``len(forward)``.
@@ -165,6 +166,7 @@ class Recording:
     """
 
     model: nn.Module
+    is_step: bool
     num_values: list[int | None]
     visits: list[Visit] = dataclasses.field(default_factory=list)
     forward: list[Event] = dataclasses.field(default_factory=list)
@@ -206,13 +208,11 @@ class Recording:
         paths = tuple(visit.path for visit in self.visits if visit.parent < 0)
         return None if paths == ("",) else paths
 
-    def is_copied(self, name: str) -> bool:
-        """Return whether a parameter is in a copied block."""
-        return name.startswith(self._copied)
-
     @functools.cached_property
-    def _copied(self) -> tuple[str, ...]:
-        return tuple(f"{copy.path}." for copy in self.copies)
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters outside of copied blocks."""
+        copied = tuple(f"{copy.path}." for copy in self.copies)
+        return tuple(name for name, _ in self.model.named_parameters() if not name.startswith(copied))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -255,17 +255,15 @@ def strided(value: Any) -> list[Tensor]:
     found = [debug_unwrap(each) if is_functorch_wrapped_tensor(each) else each for each in tensors_of(value)]
     if all(leaf.layout is torch.strided for leaf in found):
         return found
-    return [part for leaf in found for part in _parts(leaf)]
+    parts = ([getattr(leaf, name)() for name in _PARTS.get(leaf.layout, ())] or [leaf] for leaf in found)
+    return [part for each in parts for part in each]
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout is torch.sparse_csr:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout is torch.sparse_csc:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+_PARTS: Final = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class CaptureError(ValueError):
@@ -282,11 +280,6 @@ def remedy(error: Exception, *, has_model: bool) -> str:
     if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
         return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
     return "make it run with these inputs first"
-
-
-def at(inside: list[str]) -> str:
-    """Return where a capture was, in words, from the paths of the modules whose forward runs."""
-    return f", in module {inside[-1]}" if inside and inside[-1] else ""
 
 
 def first_line(error: Exception) -> str:

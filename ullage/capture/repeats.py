@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from executor.memory.forward_state import ForwardState, Snapshot
 from ullage.capture.records import Copy, Layout
@@ -41,12 +41,23 @@ class _Given:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Made:
-    """The output of a block: each leaf is an argument, a description of a tensor, or a value."""
+class _Like:
+    """Marks a tensor to make."""
 
+    layout: Layout
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Like":
+        return cls(Layout.of(tensor), tensor.requires_grad)
+
+
+class _Made(NamedTuple):
+    """How the block ``path`` was called, and its output, with a mark in place of each tensor."""
+
+    path: str
     call: Any
-    leaves: tuple[Any, ...]
-    structure: Any
+    output: Any
 
 
 class Repeats:
@@ -69,7 +80,6 @@ class Repeats:
             self._join([(member, _kind(member, number, len(members), owners)) for number, member in enumerate(members)])
         self._paths = {module: path for path, module in model.named_modules() if module in self._runs}
         self._made: dict[Any, _Made] = {}
-        self._second: dict[Any, str] = {}
         self._before = ""
         self._state: dict[nn.Module, tuple[ForwardState, Snapshot]] = {}  # of blocks that are running
 
@@ -104,7 +114,7 @@ class Repeats:
             self._state[module] = state, state.save()
         if self._runs[module] or made is None or made.call != _call(args, kwargs):
             return False
-        self.copies.append(Copy(path, self._second[kind], before, position))
+        self.copies.append(Copy(path, made.path, before, position))
         return True
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -115,42 +125,21 @@ class Repeats:
         state, before = self._state.pop(module)
         if state.has_set_attributes(before):
             return
-        self._second[kind] = self._paths[module]
-        given = tree_flatten((args, kwargs))[0]
-        leaves, structure = tree_flatten(output)
+        given = tree_leaves((args, kwargs))
 
-        def described(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return next((_Given(number) for number, other in enumerate(given) if other is leaf), _like(leaf))
+        def mark(tensor: Tensor) -> _Given | _Like:
+            return next((_Given(number) for number, leaf in enumerate(given) if leaf is tensor), _Like.of(tensor))
 
-        self._made[kind] = _Made(_call(args, kwargs), tuple(map(described, leaves)), structure)
+        self._made[kind] = _Made(self._paths[module], _call(args, kwargs), tree_map_only(Tensor, mark, output))
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of a copy."""
-        made = self._made[self._kinds[module]]
-        given = tree_flatten((args, kwargs))[0]
-        likes = [leaf for leaf in made.leaves if isinstance(leaf, _Like)]
+        output, given = self._made[self._kinds[module]].output, tree_leaves((args, kwargs))
+        likes = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Like)]
         sources = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
         new = iter(_Copied.apply(likes, *sources) if likes else ())  # type: ignore[no-untyped-call]
-
-        def handed_on(leaf: Any) -> Any:
-            if isinstance(leaf, _Like):
-                return next(new)
-            return given[leaf.number] if isinstance(leaf, _Given) else leaf
-
-        return tree_unflatten([handed_on(leaf) for leaf in made.leaves], made.structure)
-
-
-class _Like(NamedTuple):
-    """A tensor to make."""
-
-    layout: Layout
-    requires_grad: bool
-
-
-def _like(tensor: Tensor) -> _Like:
-    return _Like(Layout.of(tensor), tensor.requires_grad)
+        output = tree_map_only(_Like, lambda _: next(new), output)
+        return tree_map_only(_Given, lambda leaf: given[leaf.number], output)
 
 
 class _Copied(torch.autograd.Function):
@@ -176,7 +165,7 @@ def _call(args: Any, kwargs: Any) -> Any:
     found: list[Any] = []
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            found.append((_like(leaf), first.setdefault(id(leaf), number)))
+            found.append((_Like.of(leaf), first.setdefault(id(leaf), number)))
         else:
             is_sparse = isinstance(leaf, Tensor)  # each is another
             found.append(leaf if is_sparse or isinstance(leaf, _SIMPLE) else type(leaf))

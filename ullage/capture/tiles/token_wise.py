@@ -7,10 +7,8 @@ Operators that draw random numbers are excluded, because recomputing a tile woul
 that change a buffer or an attribute, which each tile would do again.
 """
 
-import contextlib
-import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,18 +21,9 @@ from ullage.capture.records import CaptureError, strided
 
 _PRODUCTS: Final = {"mm", "addmm"}
 _LAST_DIM: Final = {"mean", "sum", "var", "amax"}
-_VIEWS: Final = {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "alias",
-    "detach",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "split",
-}
+_VIEWS: Final = frozenset(
+    {"view", "_unsafe_view", "reshape", "alias", "detach", "expand", "unsqueeze", "squeeze", "slice", "split"}
+)
 _COPIES: Final = {"clone", "_to_copy", "copy_", "empty_like", "zeros_like", "ones_like", "native_layer_norm"}
 
 
@@ -58,16 +47,6 @@ class TokenWise:
         # Storages of weights, and of tensors made only from weights. They are held so that no address is reused.
         stored = [t for each in stored_parameters(model).values() for t in (*each.tensors(), *each.tables())]
         self._weights = {tensor.untyped_storage()._cdata: tensor for tensor in strided([*stored, *model.buffers()])}
-
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Track running modules."""
-        with contextlib.ExitStack() as stack:
-            for path, module in self._named.items():
-                enter, leave = functools.partial(self._enter, path), functools.partial(self._leave, path)
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            yield
 
     def found(self) -> list[str]:
         """Return the paths of norms and MLPs that are token-wise.
@@ -95,7 +74,10 @@ class TokenWise:
         products = self._products[path]
         return max(products) > 1.5 * self._widths[path] if products else self._num_operators[path] > 1
 
-    def _enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that a module's forward begins."""
+        if path not in self._named:
+            return
         state = ForwardState(module, path)
         self._before[path] = state, state.save()
         is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
@@ -105,7 +87,10 @@ class TokenWise:
         else:
             self._failed.add(path)
 
-    def _leave(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    def leave(self, path: str, output: Any) -> None:
+        """Note that a module's forward has ended."""
+        if path not in self._named:
+            return
         leading = self._running.pop(path, ())
         state, before = self._before.pop(path)
         keeps_shape = isinstance(output, Tensor) and output.shape == (*leading, self._widths.get(path))
