@@ -115,6 +115,7 @@ OF_COMMANDS = {
     "SignalledError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
+    "_AssumedValuesError",  # likewise
     "_UnlikeError",  # likewise
 }
 
