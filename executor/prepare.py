@@ -118,13 +118,14 @@ def _of_stage(
         failing.callback(stage.undo)
         there = {id(parameter) for parameter in model.parameters()}
         for group in optimizer.param_groups:
+            failing.callback(group.update, params=group["params"])
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in there]
         made = OffloadedOptimizer(
             optimizer, model, own, decided, dataclasses.replace(options, num_stages=num_stages, audit="off")
         )
         failing.pop_all()
-    session = made.session
-    made.pipeline = session.add_pipeline(stage, list(tied.values()))
+    stage.drop()
+    made.pipeline = made.session.add_pipeline(stage, list(tied.values()))
     return made
 
 
@@ -153,9 +154,15 @@ def check_prepared(optimizer: object) -> None:
 
     Raises:
         TypeError: it is not.
+        ValueError: it has one stage of a pipeline, where all of the model is needed.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give the one that ullage.prepare returned")
+    if optimizer.pipeline is not None:
+        raise ValueError(
+            "the plan has pipeline stages, and this process has one of them; save the model after session.close(), "
+            "which gives every process all weights, or plan with --parallel pipeline=1"
+        )
 
 
 @final

@@ -37,7 +37,7 @@ class Stage:
         made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
         receive: see :data:`Receive`. Set it before a forward.
         parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process
-            does not have are empty.
+            does not have are empty, once they are dropped.
 
     Raises:
         BindingError: the model's layers are not modules of their own.
@@ -72,14 +72,19 @@ class Stage:
         for module, stage in (layers | around).items():
             if stage != number:
                 self._replace(module)
-        kept = {*model.parameters()}
-        for parameter in homes.keys() - kept:
-            parameter.data = parameter.data.new_empty(0)
         if number > 0:
             self._undo.append(own[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
         if number < len(dealt) - 1:
             self._undo.append(own[-1].register_forward_hook(self._end).remove)
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
+        self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
+
+    def drop(self) -> None:
+        """Free the weights of other stages."""
+        kept = {*self._model.parameters()}
+        for parameter, _, _ in self.parameters:
+            if parameter not in kept:
+                parameter.data = parameter.data.new_empty(0)
 
     def _replace(self, module: nn.Module) -> None:
         """Take a module's weights, and let it hand on what it is given."""
@@ -109,8 +114,14 @@ class Stage:
                 "and evaluate after session.close()"
             )
 
+    def _refuse_state_dict(self, *_: object) -> None:
+        raise BindingError(
+            "this process has the weights of one stage; call session.close() before model.state_dict(), which gives it "
+            "those of all"
+        )
+
     def undo(self) -> None:
-        """Make the model whole again. The parameters of other stages stay empty."""
+        """Make the model whole again. Parameters that were dropped stay empty."""
         while self._undo:
             self._undo.pop()()
 

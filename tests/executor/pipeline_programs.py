@@ -1,8 +1,14 @@
 """What the processes of a pipeline run."""
 
-import torch
-from training import Task, batches, grouped, make_model, make_optimizer, prepare
+import functools
 
+import pytest
+import torch
+import training
+from training import Task, batches, grouped, make_model, make_optimizer, prepare, session_options
+from virtual.watch import watched
+
+from executor.weights.saving import save
 from planner.decisions import Decisions
 
 
@@ -20,13 +26,23 @@ def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
     torch.manual_seed(11 + reader)
     seen = []
     with optimizer.session:
+        device = next(model.parameters()).device
         for micro_batches in steps(task, reader):
-            seen += optimizer.forward_backward(micro_batches)
+            there = [{name: values.to(device) for name, values in each.items()} for each in micro_batches]
+            seen += optimizer.forward_backward(there)
             if task.max_norm is not None:
                 seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
     return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
+
+
+def staged_on_gpu(rank: int, size: int, task: Task, decisions: Decisions):
+    """Train on a virtual GPU of each process; return losses, and what depends on when streams run."""
+    with watched(None) as races, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "session_options", functools.partial(session_options, device="cuda"))
+        seen, _ = trained_in_stages(rank, size, task, decisions)
+    return seen, list(races.found)
 
 
 def trained_in_memory(task: Task, num_readers: int):
@@ -73,6 +89,8 @@ REFUSED = {
     "model": "this process has one stage of it; call optimizer.forward_backward(batches)",
     "count": "1 micro-batches were given, but the plan has 2",
     "norm": "clip with optimizer.clip_grad_norm_()",
+    "state": "call session.close() before model.state_dict()",
+    "save": "save the model after session.close()",
     "tiles": "--tiles segment cannot be executed beside pipeline stages",
 }
 
@@ -86,5 +104,9 @@ def refused(_rank: int, _size: int, task: Task, decisions: Decisions, kind: str)
         micro_batches = next(steps(task, 0))
         if kind == "model":
             model(**micro_batches[0])
+        if kind == "state":
+            model.state_dict()
+        if kind == "save":
+            save(optimizer, "nowhere")
         optimizer.forward_backward(micro_batches[: 1 if kind == "count" else 2])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

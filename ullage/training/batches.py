@@ -88,12 +88,12 @@ class Batches:
             generator, dtype = torch.Generator().manual_seed(seed + reader), DTYPES[decided.precision.weights]
             self._random = [(spec.name, random_input(spec, dtype, generator)) for spec in plan.model.inputs]
 
-    def micro_batches(self) -> list[dict[str, Any]]:
+    def micro_batches(self, device: torch.device) -> list[dict[str, Any]]:
         """Return the next iteration's micro-batches, as the arguments of the model; for pipelines."""
         assert self._stream is not None
         found = []
         for _ in range(self._num_micro_batches):
-            found.append(self._inputs(torch.device("cpu"), self._own, self._at_once))
+            found.append(self._inputs(device, self._own, self._at_once))
             self.position += self._at_once
         return found
 

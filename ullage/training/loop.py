@@ -90,9 +90,10 @@ def _rate(iteration: int, end: int) -> float:
 
 def _compute(model: nn.Module, optimizer: OffloadedOptimizer, batches: Batches) -> Tensor:
     """Run one iteration; return this rank's mean loss."""
-    total = torch.zeros((), device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device)
     if optimizer.pipeline is not None:
-        losses = optimizer.forward_backward(batches.micro_batches())
+        losses = optimizer.forward_backward(batches.micro_batches(device))
         total += sum(losses) / len(losses)
     else:
         for loss in batches.losses(model):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from pipeline_programs import REFUSED, refused, sent_bytes, trained_in_memory, trained_in_stages
+from pipeline_programs import REFUSED, refused, sent_bytes, staged_on_gpu, trained_in_memory, trained_in_stages
 from rank_pool import Processes
 from training import Task, decide, uniform, units_of
+from virtual import NoVirtualGpuError, install
 
 from planner.lowering import lower
 from planner.schedule.tasks import Op
@@ -76,6 +77,22 @@ def eight_processes():
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
 def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, count, stages, degrees, choose):
     check(eight_processes, family, count, stages, degrees, choose)
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize(("family", "choose"), [("llama-tied", OFF), ("qwen3", KEPT), ("llama", HOST)])
+def test_stages_do_not_depend_on_when_streams_run(processes, family, choose):
+    """On virtual GPUs, where gloo stands in for NCCL."""
+    try:
+        install()
+    except NoVirtualGpuError as error:
+        pytest.skip(str(error))
+    task = Task(family, torch.float32, 3, max_norm=0.5, iterations=3, schedule=False)
+    decisions = decide(task, choose, pipeline_parallel=2)
+    losses, _ = trained_in_memory(task, 1)
+    for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
+        assert found == []
+        assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tensor_parallel": 2}], ids=str)
