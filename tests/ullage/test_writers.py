@@ -72,6 +72,7 @@ ALLOWED = {
     "executor/weights/folder.py": "weights for transformers: a new folder, which appears whole",
     "executor/weights/saving.py": "configurations and tokenizers, into such a folder",
     "ullage/training/exporting.py": "a configuration, into such a folder",
+    "ullage/training/stages.py": "a model that was trained in stages, into such a folder",
     "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
     "ullage/training/elastic.py": "iterations of a run, a line each, to which the next start adds",
     "ullage/training/text.py": "memory maps that are only read",

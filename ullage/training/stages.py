@@ -1,6 +1,5 @@
 """What differs in training under a plan with pipeline stages, whose processes have one stage each."""
 
-import shutil
 from pathlib import Path
 from typing import cast
 
@@ -8,6 +7,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from executor.prepare import OffloadedOptimizer
+from executor.weights.folder import WeightsFolder
 from planner.plan.document import Plan, PlanError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op
@@ -40,13 +40,10 @@ def save_stages(optimizer: OffloadedOptimizer, folder: Path, *, is_first: bool) 
     """
     optimizer.session.close()
     if is_first:
-        begun = folder.with_name(f".{folder.name}.part")
-        model = cast("PreTrainedModel", optimizer.session.model)
-        try:
-            model.save_pretrained(begun)
-            begun.rename(folder)
-        finally:
-            shutil.rmtree(begun, ignore_errors=True)
+        with WeightsFolder(folder) as new:
+            with new.naming():
+                cast("PreTrainedModel", optimizer.session.model).save_pretrained(new.path)
+            new.commit()
 
 
 def as_planned(timeline: Timeline, schedule: Schedule) -> Timeline:
