@@ -122,7 +122,7 @@ class Pipeline:
     def _backward(self, made: Tensor, received: Tensor | None) -> None:
         gradient = None
         if not self._is_last:
-            gradient = torch.empty_like(made)
+            gradient = torch.empty(made.shape, dtype=made.dtype, device=made.device)
             self._receive(self._ranks.back[self._number], gradient, 1)
         torch.autograd.backward(made, gradient)
         if received is not None:

@@ -1,6 +1,6 @@
 """One stage of a pipeline, cut out of the user's model.
 
-[Note: Stages of a model] Every process makes the whole model, and keeps the weights of its own stage. The modules of
+Every process makes the whole model, and keeps the weights of its own stage. The modules of
 other stages stay where they are, without weights: layers and norms hand their input on, embeddings and projections
 return zeros. So the model's own forward runs, and makes masks, positions and rotations of the batch as it does in one
 process. In place of its input, the stage's first layer gets the hidden states of the stage before; what its last layer
@@ -24,7 +24,7 @@ Receive = Callable[[Tensor], None]
 
 @final
 class Stage:
-    """The part of a model that this process computes, see [Note: Stages of a model].
+    """The part of a model that this process computes; what the others compute is handed on.
 
     Args:
         model: the whole model, which is changed in place.

@@ -18,6 +18,9 @@ What this costs: a launch waits for what the host does before it. The weights of
 gathered ``num_param_slots`` units before they are needed, so forward begins only when those units are up to date too.
 :func:`launches` adds these waits to the schedule, so that they are simulated.
 
+Hidden states that stages of a pipeline send each other are not in this order: each direction has a group and a thread
+of its own, and waits for nothing but the computing before it.
+
 Where the host computes, lanes share no device and gloo's groups wait for nothing but each other. So each lane keeps its
 own order, which is the same on all ranks too.
 """

@@ -24,7 +24,7 @@ from planner.choices.choice import choices
 from planner.choices.request import Request, batch_of
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Choice, Sharding
+from planner.decisions import BF16, Choice, Place, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.lowering.workspace import least_workspace_bytes
@@ -33,6 +33,7 @@ from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Pattern
 from planner.plan.document import Plan
+from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
@@ -191,6 +192,34 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_layers: int, st
             assert solution is not None
             assert bound(program, solution.multipliers) <= prediction.iteration_s * (1 + 1e-9)
             assert solution.value >= 0.8 * prediction.iteration_s
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(ranks: int) -> None:
+    units = small_units("demo-llama", 6)
+    setup = Setup(units, Sharding(pipeline_parallel=2, data_parallel=ranks, num_micro_batches=4))
+    free = Scorer(units, 64, CostModel(machine(devices_per_node=4), units, setup.given))
+    least_bytes = free.predict(staged(setup, 0, 1 if ranks > 1 else 0)).memory[Tier.GPU].peak_bytes
+    there, fetched = [], []
+    for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.17):
+        cost = CostModel(machine(devices_per_node=4, gpu_bytes=share * least_bytes), units, setup.given)
+        scorer = Scorer(units, 64, cost)
+        best = search_pipeline(setup, scorer)
+        if best.missing_bytes:  # also with all of it on the host
+            break
+        decided_units = best.decisions.units
+        updates = [place for unit in decided_units.values() for place in unit.update]
+        there.append(updates.count(Place.GPU) / len(updates))
+        fetched.append(sum(unit.fetched for unit in decided_units.values()))
+        solution = solve(conditions(setup.changed(zero_stage=best.decisions.zero_stage), cost, 1e9))
+        assert solution is not None
+        assert solution.value <= scorer.predict(best.decisions).iteration_s * (1 + 1e-9)
+    assert len(there) >= 5
+    assert there[0] == 1
+    assert 0 < there[1] < 1
+    assert there == sorted(there, reverse=True)
+    assert fetched[:2] == [0, 0]
+    assert fetched[-1] > 0
 
 
 def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
