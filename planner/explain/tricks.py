@@ -106,7 +106,7 @@ def _shares_by_rate(bench: Bench) -> Iterator[Decisions]:
 
 
 def _resident_state(bench: Bench) -> Iterator[Decisions]:
-    alone = bench.decisions.pipeline_parallel == 1  # stages keep everything on their devices
+    alone = bench.decisions.pipeline_parallel == 1  # what moves in stages is not tried otherwise
     if alone and (resident := bench.pieces(Place.GPU)):
         for instead in (Place.STREAM, Place.CPU):
             yield bench.placed(dict.fromkeys(resident, instead))

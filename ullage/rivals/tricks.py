@@ -19,6 +19,8 @@ def bench_of(plan: Plan) -> Bench:
 
 def _as_others(**options: object) -> Off:
     def off(bench: Bench) -> Iterator[Decisions]:
+        if bench.decisions.pipeline_parallel > 1:  # their stages keep everything on the devices
+            return
         yield RivalDecisions.model_validate(dict(bench.decisions) | options)
 
     return off
