@@ -51,9 +51,20 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""
+    yield from pool_of(4)
+
+
+@pytest.fixture(scope="module")
+def eight_processes():
+    """Eight processes for the tests of a file."""
+    yield from pool_of(8)
+
+
+def pool_of(size):
+    """Yield processes that stay from test to test, and end them."""
     from rank_pool import Processes  # noqa: PLC0415 - of the executor's tests, whose folder others add to the path
 
-    pool = Processes(4)
+    pool = Processes(size)
     pool.wait_until_ready()
     yield pool
     pool.close()

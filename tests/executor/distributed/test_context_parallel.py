@@ -4,7 +4,6 @@ import pytest
 import torch
 from context_programs import exchanged, off_by, wrong_batches
 from plans import mixed
-from rank_pool import Processes
 from rounding import check_one_step
 from training import Task, decide, uniform, units_of
 
@@ -43,14 +42,6 @@ EIGHT = {
     "learned positions": ("opt-still-shared", (1, 8, 1, 2), mixed),
     "only tensors": ("qwen3-shared", (4, 2, 1, 1), mixed),
 }
-
-
-@pytest.fixture(scope="module")
-def eight_processes():
-    pool = Processes(8)
-    pool.wait_until_ready()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.part(0)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from pipeline_programs import REFUSED, refused, sent_bytes, staged_on_gpu, trained_in_memory, trained_in_stages
-from rank_pool import Processes
 from training import Task, decide, uniform, units_of
 from virtual import NoVirtualGpuError, install
 
@@ -63,14 +62,6 @@ def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
     check(processes, family, count, stages, degrees, choose, dtype)
-
-
-@pytest.fixture(scope="module")
-def eight_processes():
-    pool = Processes(8)
-    pool.wait_until_ready()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.part(0)

@@ -130,20 +130,7 @@ def test_json_is_the_plan(plan_args, plan_path, tmp_path, capsys):
 
 def test_options_reach_the_plan(tiny_model, tmp_path):
     path = tmp_path / "p.json"
-    options = [
-        "--gpus",
-        "2",
-        "--hardware",
-        "h100",
-        "--seq-len",
-        "32",
-        "--micro-batch",
-        "3",
-        "--accumulate",
-        "2",
-        "--micro-batch",
-        "1",
-    ]
+    options = ["--gpus", "2", "--hardware", "h100", "--seq-len", "32", "--micro-batch", "3", "--accumulate", "2"]
     options += ["--precision", "fp32", "--no-clip", "--memory", "device=2GiB"]
     assert main(["plan", "--model", str(tiny_model), *options, "--output", str(path), "--json"]) == 0
     plan = load_plan(path)
@@ -350,22 +337,9 @@ def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path,
 
 def test_a_pipeline_that_does_not_fit_on_devices_is_planned_explained_and_verified(tmp_path, capsys):
     path = str(tmp_path / "plan.json")
-    arguments = [
-        "--hardware",
-        "rtx-4090x8",
-        "--gpus",
-        "2",
-        "--parallel",
-        "pipeline=2",
-        "--accumulate",
-        "2",
-        "--micro-batch",
-        "1",
-    ]
-    assert (
-        main(["plan", "--model", "gpt2", *arguments, "--seq-len", "256", "--memory", "device=2.2GB", "--output", path])
-        == 0
-    )
+    machine = ["--hardware", "rtx-4090x8", "--gpus", "2", "--memory", "device=2.2GB"]
+    batch = ["--micro-batch", "1", "--accumulate", "2", "--seq-len", "256"]
+    assert main(["plan", "--model", "gpt2", *machine, *batch, "--parallel", "pipeline=2", "--output", path]) == 0
     assert "of updates on the CPU" in " ".join(capsys.readouterr().out.split())
     for command in ("verify", "explain", "simulate"):
         assert main([command, path]) == 0
