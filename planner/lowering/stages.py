@@ -233,14 +233,13 @@ class _Join:
 
 def _chunks(order: Sequence[Task]) -> dict[_Kind | None, list[Task]]:
     """Return a stage's tasks up to the end of each forward and backward; ``None`` has the rest."""
-    ends: dict[int, _Kind] = {}
+    ends: dict[_Kind, int] = {}  # none begins before another has ended
     for position, task in enumerate(order):
         if task.lane is Lane.COMPUTE:
-            ends[position] = (Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD), task.micro_batch
-    last = {kind: position for position, kind in ends.items()}
+            ends[Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD, task.micro_batch] = position
     found: dict[_Kind | None, list[Task]] = {}
     begin = 0
-    for kind, position in sorted(last.items(), key=lambda item: item[1]):
+    for kind, position in ends.items():
         found[kind] = list(order[begin : position + 1])
         begin = position + 1
     return found | {None: list(order[begin:])}

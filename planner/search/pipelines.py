@@ -5,7 +5,7 @@ flight, so more of their layers can keep activations in the same memory. If it d
 share of its state to the host, and then of its weights: as little as fits, by bisection.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
@@ -14,7 +14,7 @@ from planner.placements import mixed
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
-_HALVINGS = 6
+_PARTS = 32
 
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
@@ -28,41 +28,43 @@ def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
 
 
 def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
-    """Yield candidates that update some state on the host, or fetch some weights too; then keep activations again."""
-    tried: dict[_Shares, Candidate] = {}
+    """Yield candidates that fetch as few weights as fit, then update as little on the host, then keep activations."""
 
     def score(shares: _Shares) -> Candidate:
-        if shares not in tried:
-            tried[shares] = scorer.score(_shared_out(setup, zero_stage, shares))
-        return tried[shares]
+        return scorer.score(_shared_out(setup, zero_stage, shares))
 
     may_fetch = zero_stage in {0, 3}
-    least = _Shares(updated_there=0.0, fetched=1.0 if may_fetch else 0.0)
-    yield score(least)
-    if not score(least).missing_bytes:
-        best = least
-        for field, fits_at in (("fetched", 0.0), ("updated_there", 1.0), ("kept", 1.0)):
-            if field == "updated_there" and best.fetched:
-                continue
-            low, high = getattr(best, field), fits_at  # the first fits
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2 if _ else high
-                if score(best._replace(**{field: middle})).missing_bytes:
-                    high = middle
-                else:
-                    low = middle
-                    if middle == fits_at:
-                        break
-            best = best._replace(**{field: low})
-    yield from tried.values()
+    best = _Shares(resident=0 if may_fetch else _PARTS)
+    yield (least := score(best))
+    if least.missing_bytes:
+        return
+    for field in _Shares._fields:
+        if field == "updated_there" and best.resident < _PARTS:
+            continue
+
+        def fits(share: int, best: _Shares = best, field: str = field) -> bool:
+            return not score(best._replace(**{field: share})).missing_bytes
+
+        best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
+        yield score(best)
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number that fits, from ``low``, which does, to ``high``, which is tried first."""
+    if low == high or fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 class _Shares(NamedTuple):
-    """Shares of a stage: subgroups updated on the device, units that are fetched, layers that keep activations."""
+    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups updated there, layers kept."""
 
-    updated_there: float
-    fetched: float
-    kept: float = 0.0
+    resident: int
+    updated_there: int = 0
+    kept: int = 0
 
 
 def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
@@ -72,12 +74,11 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
     for number in range(setup.given.pipeline_parallel):
         own, decided, _ = stage_of(setup.units, whole, number)
         stage = Setup(own, Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields}))
-        num_layers = len(stage.swappable)
         mix = Mix(
-            num_gpu=round(shares.updated_there * sum(stage.movable.values())),
+            num_gpu=round(shares.updated_there * sum(stage.movable.values()) / _PARTS),
             num_stream=0,
-            num_keep=round(shares.kept * num_layers),
-            num_host=round(shares.fetched * len(own)),
+            num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
+            num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
             zero_stage=zero_stage,
         )
         made = mixed(stage, mix)
@@ -89,17 +90,17 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
 
 
 def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
-    """Yield candidates that keep all activations, none, and then bisect to the largest number that fits."""
+    """Yield candidates that keep all activations, none, and the most that fit."""
+
+    def score(num_layers: int) -> Candidate:
+        return scorer.score(staged(setup, num_layers, zero_stage))
+
     most = max(len(stage) for stage in deal(setup.units, setup.given.pipeline_parallel)) * setup.given.pipeline_parallel
-    yield (everything := scorer.score(staged(setup, most, zero_stage)))
-    if not everything.missing_bytes:
-        return
-    yield (nothing := scorer.score(staged(setup, 0, zero_stage)))
-    low, high = 0, 0 if nothing.missing_bytes else most
-    while high - low > 1:
-        middle = (low + high) // 2
-        yield (candidate := scorer.score(staged(setup, middle, zero_stage)))
-        low, high = (low, middle) if candidate.missing_bytes else (middle, high)
+    yield (everything := score(most))
+    if everything.missing_bytes:
+        yield (nothing := score(0))
+        if not nothing.missing_bytes:
+            yield score(_largest(lambda count: not score(count).missing_bytes, 0, most))
 
 
 def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
