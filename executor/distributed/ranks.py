@@ -169,10 +169,10 @@ class Ranks:
         return self._casting[unit.parts(self.mesh.degrees)]
 
     def host_group(self, groups: Groups) -> Group:
-        """Return this rank's of some groups over host memory, for one more thread. All ranks call this together."""
+        """Return this process's of some groups over host memory, for one more thread. All call this together."""
         if groups not in self._more:
             with self.reporting_failures():
-                self._more[groups] = self._group(groups, on_hosts=True)
+                self._more[groups] = self._made(groups, on_hosts=True)[0]
         return self._more[groups]
 
     # Collectives of the caller's thread, over host memory.
@@ -364,14 +364,15 @@ class Ranks:
 
 @final
 class HostCollectives:
-    """Collectives over host memory, between iterations.
+    """Collectives of all processes over host memory, between iterations; of those in this stage alone, if asked.
 
-    All ranks call each method at the same point. If there is one rank (``ranks=None``), methods return its value.
+    All of them call each method at the same point. If there is one rank (``ranks=None``), methods return its value.
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
+    def __init__(self, ranks: Ranks | None, *, of_stage: bool = False) -> None:
         self._ranks = ranks
-        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._group = None if ranks is None else ranks.all if of_stage else ranks.everybody
+        self.rank, self.size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
 
     def has_failed(self) -> bool:
         """Return whether another rank is known to have failed."""
@@ -379,17 +380,15 @@ class HostCollectives:
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value."""
-        return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value, device="cpu")))
+        return value if self._group is None else int(self._group.broadcast(torch.tensor(value, device="cpu")))
 
     def broadcast_text(self, make: Callable[[], str]) -> str:
         """Return the text that rank 0 makes, while the others wait. The text must not be empty."""
-        if self._ranks is None:
+        if self._group is None:
             return make()
         values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
         count = self.broadcast(len(values))
-        text = self._ranks.all.broadcast(
-            values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu")
-        )
+        text = self._group.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu"))
         return bytes(text.tolist()).decode()
 
     def mean(self, value: float) -> float:
@@ -402,6 +401,8 @@ class HostCollectives:
 
     def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the elementwise mean of all ranks' arrays, which have the same shape."""
-        if self._ranks is None:
+        if self._group is None:
             return values
-        return np.array(self._ranks.all_reduce(values.ravel().tolist())).reshape(values.shape) / self.size
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._group.all_reduce(total)
+        return total.numpy() / self.size

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.module.binding import segment_module, unit_modules
+from executor.module.empty import give_values
+from executor.module.naming import Naming
 from planner.graph import Unit
 
 Receive = Callable[[Tensor], None]
@@ -36,8 +38,8 @@ class Stage:
             the batch.
         made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
         receive: see :data:`Receive`. Set it before a forward.
-        parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process
-            does not have are empty, once they are dropped.
+        homes: all of the model's parameters, each with its shape, and the first stage that has it. Those that this
+            process does not have are empty, once they are dropped.
 
     Raises:
         BindingError: the model's layers are not modules of their own.
@@ -48,6 +50,7 @@ class Stage:
         self.made: Tensor | None = None
         self.receive: Receive | None = None
         self._model, self._undo = model, list[Callable[[], None]]()
+        self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         stage_of = {unit.name: stage for stage, parts in enumerate(dealt) for part in parts for unit in part}
         layers = {
             segment_module(model, part): stage
@@ -68,7 +71,7 @@ class Stage:
         for module, stage in (layers | around).items():
             for parameter in module.parameters():
                 homes[parameter] = min(homes.get(parameter, stage), stage)
-        self.parameters = [(p, p.shape, homes[p]) for p in model.parameters() if p in homes]
+        self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
         for module, stage in (layers | around).items():
             if stage != number:
                 self._replace(module)
@@ -82,9 +85,23 @@ class Stage:
     def drop(self) -> None:
         """Free the weights of other stages."""
         kept = {*self._model.parameters()}
-        for parameter, _, _ in self.parameters:
+        for parameter in self.homes:
             if parameter not in kept:
-                parameter.data = parameter.data.new_empty(0)
+                give_values(parameter, torch.empty(0, dtype=parameter.dtype, device="cpu"))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter of any stage."""
+        return isinstance(tensor, nn.Parameter) and tensor in self.homes
+
+    def naming(self) -> Naming:
+        """Return the names of the whole model's tensors in files of weights."""
+        for inner, name, parameter in self._taken:
+            inner._parameters[name] = parameter
+        try:
+            return Naming(self._model, {id(parameter): shape for parameter, (shape, _) in self.homes.items()})
+        finally:
+            for inner, name, _ in self._taken:
+                inner._parameters[name] = None
 
     def _replace(self, module: nn.Module) -> None:
         """Take a module's weights, and let it hand on what it is given."""
@@ -93,7 +110,7 @@ class Stage:
         for inner in module.modules():
             for name, parameter in list(inner.named_parameters(recurse=False)):
                 inner._parameters[name] = None
-                self._undo.append(_putting_back(inner, name, parameter))
+                self._taken.append((inner, name, parameter))
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self.receive is not None
@@ -111,7 +128,7 @@ class Stage:
         if self.receive is None:
             raise BindingError(
                 "the model was called, but this process has one stage of it; call optimizer.forward_backward(batches), "
-                "and evaluate after session.close()"
+                "or optimizer.evaluate(batches)"
             )
 
     def _refuse_state_dict(self, *_: object) -> None:
@@ -124,6 +141,9 @@ class Stage:
         """Make the model whole again. Parameters that were dropped stay empty."""
         while self._undo:
             self._undo.pop()()
+        while self._taken:
+            module, name, parameter = self._taken.pop()
+            module.register_parameter(name, parameter)
 
 
 def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -135,7 +155,7 @@ def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
 
     Those of a class of the model's own, which looks up positions, broadcast to the others.
     """
-    zero = module.weight.detach().new_zeros(())
+    zero = torch.zeros((), dtype=module.weight.dtype, device="cpu")
     width = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
 
     def zeros(given: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -143,7 +163,3 @@ def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
         return zero.to(given.device).expand(*(shape if type(module) in {nn.Embedding, nn.Linear} else ()), width)
 
     return zeros
-
-
-def _putting_back(module: nn.Module, name: str, parameter: nn.Parameter) -> Callable[[], None]:
-    return lambda: module.register_parameter(name, parameter)
