@@ -119,7 +119,7 @@ def _of_stage(
     number = dist.get_rank() // (decisions.num_devices // num_stages)
     own, decided, tied = stage_of(units, decisions, number)
     with contextlib.ExitStack() as failing:
-        stage = Stage(model, deal(units, num_stages), number)
+        stage = Stage(model, deal(units, num_stages, decisions.pipeline_rounds), number, num_stages)
         failing.callback(stage.undo)
         there = {id(parameter) for parameter in model.parameters()}
         groups = [group["params"] for group in optimizer.param_groups]

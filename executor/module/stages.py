@@ -7,7 +7,8 @@ process. In place of its input, the stage's first layer gets the hidden states o
 makes is sent on.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -30,8 +31,9 @@ class Stage:
 
     Args:
         model: the whole model, which is changed in place.
-        dealt: the segments of every stage.
+        chunks: the segments of every chunk, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         number: this process's stage.
+        num_stages: stages, of which each has every so many chunks.
 
     Attributes:
         received: the hidden states that the latest forward began with, which get a gradient; ``None`` if it began with
@@ -45,42 +47,62 @@ class Stage:
         BindingError: the model's layers are not modules of their own.
     """
 
-    def __init__(self, model: nn.Module, dealt: Sequence[Sequence[list[Unit]]], number: int) -> None:
+    def __init__(self, model: nn.Module, chunks: Sequence[Sequence[list[Unit]]], number: int, num_stages: int) -> None:
         self.received: Tensor | None = None
         self.made: Tensor | None = None
         self.receive: Receive | None = None
         self._model, self._undo = model, list[Callable[[], None]]()
         self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
-        stage_of = {unit.name: stage for stage, parts in enumerate(dealt) for part in parts for unit in part}
+        chunk_of = {unit.name: chunk for chunk, parts in enumerate(chunks) for part in parts for unit in part}
         layers = {
-            segment_module(model, part): stage
-            for stage, parts in enumerate(dealt)
+            segment_module(model, part): chunk
+            for chunk, parts in enumerate(chunks)
             for part in parts
             if part[0].in_layer
         }
-        own = [layer for layer, stage in layers.items() if stage == number]
-        if model in layers or not own:
+        if model in layers or not any(chunk % num_stages == number for chunk in layers.values()):
             raise BindingError(
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
         inside = {module for layer in layers for module in layer.modules()}
-        units = tuple(unit for parts in dealt for part in parts for unit in part)
-        around = {m: stage_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
+        units = tuple(unit for parts in chunks for part in parts for unit in part)
+        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
         homes: dict[nn.Parameter, int] = {}
-        for module, stage in (layers | around).items():
+        for module, chunk in (layers | around).items():
             for parameter in module.parameters():
-                homes[parameter] = min(homes.get(parameter, stage), stage)
+                homes[parameter] = min(homes.get(parameter, num_stages), chunk % num_stages)
         self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
-        for module, stage in (layers | around).items():
-            if stage != number:
-                self._replace(module)
-        if number > 0:
-            self._undo.append(own[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-        if number < len(dealt) - 1:
-            self._undo.append(own[-1].register_forward_hook(self._end).remove)
+        own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
+        for module in (layers | around).keys() - own.keys():
+            self._replace(module)
+        stand_ins = {module: _StandIn(module) for module in own} if len(chunks) > num_stages else {}
+        self._places = [
+            (parent._modules, name, child, stand_ins[child], own[child])
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if child in stand_ins
+        ]
+        for chunk in range(number, len(chunks), num_stages):
+            there = [layer for layer, its in layers.items() if its == chunk]
+            if chunk > 0:
+                self._undo.append(there[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            if chunk < len(chunks) - 1:
+                self._undo.append(there[-1].register_forward_hook(self._end).remove)
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
         self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def in_round(self, turn: int) -> Iterator[None]:
+        """Return a context in which the model computes what the stage has in a round, and hands the rest on."""
+        for modules, name, _, stand_in, its in self._places:
+            if its != turn:
+                modules[name] = stand_in
+        try:
+            yield
+        finally:
+            for modules, name, module, _, _ in self._places:
+                modules[name] = module
 
     def drop(self) -> None:
         """Free the weights of other stages."""
@@ -144,6 +166,21 @@ class Stage:
         while self._taken:
             module, name, parameter = self._taken.pop()
             module.register_parameter(name, parameter)
+
+
+class _StandIn(nn.Module):
+    """Hands on what one of the stage's modules gets in the rounds of others, without its hooks.
+
+    The model finds the module's other attributes, of which some choose masks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["_stands_for"] = module  # not as a child
+        self.forward = _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_stands_for"], name)
 
 
 def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:

@@ -36,6 +36,8 @@ def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
                 seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
+        is_tied = bool(optimizer.pipeline._tied)  # their gradients are added up off the plan
+        assert optimizer.session.num_left == (task.iterations if is_tied else 0)
     return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
 
 

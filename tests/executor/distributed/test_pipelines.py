@@ -18,7 +18,7 @@ from virtual import NoVirtualGpuError, install
 
 from executor.checkpoint.format.reader import Checkpoint
 from planner.lowering import lower
-from planner.schedule.tasks import Op
+from planner.schedule.tasks import Lane, Op
 
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
 KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
@@ -38,6 +38,16 @@ STAGED = {
     "sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3}, OFF),
     "tensors": ("llama-shared", 3, 2, {"tensor_parallel": 2}, KEPT),
     "tensors, tied": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2}, OFF),
+    "rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, OFF),
+    "rounds, kept": ("gpt2-deep-still-shared", 3, 2, {"pipeline_rounds": 3}, KEPT),
+    "rounds, sharded": (
+        "llama-tied-deep-shared",
+        2,
+        2,
+        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
+        OFF,
+    ),
+    "rounds, tensors": ("llama-tied-deep-shared", 3, 2, {"pipeline_rounds": 2, "tensor_parallel": 2}, NVME),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {
@@ -97,12 +107,12 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose):
         assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"pipeline_rounds": 2}, {"tensor_parallel": 2}], ids=str)
 def test_stages_send_what_is_planned(processes, degrees):
-    task = Task("llama-shared", torch.float32, 3, iterations=1)
+    task = Task("llama-tied-deep-shared", torch.float32, 3, iterations=1)
     decisions = decide(task, KEPT, pipeline_parallel=2, **degrees)
     planned = lower(units_of(task, decisions), decisions, asynchronous=False)
-    wanted = sum(task.num_bytes for task in planned.tasks if task.op is Op.SEND)
+    wanted = sum(task.num_bytes for task in planned.tasks if task.op is Op.SEND and task.lane is not Lane.COLLECTIVE)
     size = decisions.num_devices
     found = processes.call(size, sent_bytes, task, decisions)
     assert sum(found) == wanted * size // 2
