@@ -10,11 +10,11 @@ so is where weights and state are. Two conditions hold for every stage s of p:
   updates of a stage, and the copies of streamed state to it, come before all of its backwards.
 - *memory*: in the order of :func:`planner.lowering.compute.turns`, it holds the activations of ``min(p - s,
   micro-batches)`` micro-batches of its last round when its first backward begins, and all of the rounds before; and
-  state that is updated there.
+  state that is updated there. The host of all of a node's ranks holds the rest.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from planner.bounds.loads import Load, Loads, label
 from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
@@ -46,7 +46,8 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> L
                 program.variable(f"{segment[0].segment}:recompute")
     repeats = setup.given.num_micro_batches
     lanes = {lane: [_pass(chunk, cost, lane) for chunk in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
-    room, loads = Sum((ROOM[Tier.GPU], 1.0)).plus(overrun), Loads(cost, setup.given)
+    loads = Loads(cost, setup.given)
+    room = {tier: Sum((ROOM[tier], 1.0)).plus(overrun) for tier in (Tier.GPU, Tier.HOST)}
     for number in range(num_stages):
         for lane, passes in lanes.items():
             needs = _all(passes[number::num_stages], repeats)
@@ -59,20 +60,31 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> L
 
 
 def _updates_and_memory(
-    program: LinearProgram, loads: Loads, setup: Setup, number: int, chunks: list[Chunk], room: Sum
+    program: LinearProgram, loads: Loads, setup: Setup, number: int, chunks: list[Chunk], room: Mapping[Tier, Sum]
 ) -> None:
     """Add the conditions on a stage's windows and memory."""
-    cost, repeats = loads.cost, setup.given.num_micro_batches
+    cost, given, repeats = loads.cost, setup.given, setup.given.num_micro_batches
     units = [unit for chunk in chunks for part in chunk for unit in part if unit.num_params]
     updates = _updates(program, loads, units, setup)
     in_flight = [*[repeats] * (len(chunks) - 1), min(setup.given.pipeline_parallel - number, repeats)]
-    held = Sum()
+    held, on_host = Sum(), Sum()
     for chunk, count in zip(chunks, in_flight, strict=True):
         held.plus(_saved_activations(chunk), float(count))
     for unit in units:
-        held.plus(Sum((f"{unit.name}:{Place.GPU}", _state_bytes(setup, unit))))
-    needs = Sum().plus(held, 1.0 / capacities(cost)[Tier.GPU])
-    program.at_least(f"memory: device of stage {number} at its first backward", room, needs)
+        state_bytes, weight_bytes = (
+            each * given.placed_params(unit)
+            for each in (given.placed_state_bytes_per_param(unit), given.precision.weight_bytes)
+        )
+        there = state_bytes + (0 if given.precision.master_is_weight else weight_bytes)
+        held.plus(Sum((f"{unit.name}:{Place.GPU}", there)))
+        # And gradients, or weights whose place they take.
+        on_host.plus(Sum((f"{unit.name}:{Place.CPU}", state_bytes + weight_bytes)))
+        on_host.plus(Sum((f"{unit.name}:{Place.STREAM}", state_bytes)))
+    capacity = capacities(cost)
+    needs = Sum().plus(held, 1.0 / capacity[Tier.GPU])
+    program.at_least(f"memory: device of stage {number} at its first backward", room[Tier.GPU], needs)
+    needs = Sum().plus(on_host, cost.ranks_per_node / capacity[Tier.HOST])
+    program.at_least(f"memory: host of stage {number}", room[Tier.HOST], needs)
     backwards = _all([_pass(chunk, cost, Lane.COMPUTE, forward=False) for chunk in chunks], repeats)
     for key, load in updates.items() if setup.given.clip else ():
         needs = Sum().plus(load, 1.0 / loads.capacity[key]).plus(backwards)
@@ -102,13 +114,6 @@ def _updates(program: LinearProgram, loads: Loads, units: list[Unit], setup: Set
             streamed_bytes = setup.given.placed_state_bytes_per_param(unit) * setup.given.placed_params(unit)
             loads.copy(total, Resource.LINK_DOWN, streamed_bytes, Sum(of[Place.STREAM]))
     return total
-
-
-def _state_bytes(setup: Setup, unit: Unit) -> float:
-    """Return the bytes that a unit which is updated on the device holds there all the time."""
-    given = setup.given
-    weight_bytes = 0 if given.precision.master_is_weight else given.precision.weight_bytes
-    return (given.placed_state_bytes_per_param(unit) + weight_bytes) * given.placed_params(unit)
 
 
 def _pass(chunk: Chunk, cost: CostModel, lane: Lane, *, forward: bool = True) -> Sum:
