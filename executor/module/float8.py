@@ -10,18 +10,24 @@ cast in the layouts that its products take. What reads one input shares its cast
 the cast in the layout that it needs, and the input in its own type is dropped. Layers of captured models keep that
 instead, and cast it again with the scale, because the capture does not say who else keeps it.
 
+[Note: Scales from SwiGLU] On a GPU, SwiGLU of a model of known sizes is one kernel forward and one backward, and each
+finds the largest values of what it writes, which casts read otherwise. Forward hands them on with its output. In
+backward they come as the gradient of a second output of the products before, which has no values. So nothing must be
+known of the order in which autograd runs, and a product whose second output nobody reads finds them itself.
+
 On a GPU with Triton, casts are kernels of :mod:`executor.devices.narrow`. Elsewhere ``torch.compile`` makes two passes
 of torchao's operators, which would move 33 bytes a value one by one, and the turned layout is a copy. Compiled modules
 call these casts as they are, and take equal ones once.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.nn import functional
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
@@ -60,7 +66,7 @@ class _Shared:
         held: the input, its version, the cast and the layers that have read it; ``None`` if all of them have.
     """
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._num_layers = len(layers)
         self.held: tuple[Tensor, int, _Input, set[nn.Module]] | None = None
 
@@ -81,14 +87,18 @@ class Linear(Float8Linear):  # type: ignore[misc]  # torchao has no types
     Attributes:
         keeps_columns: whether backward has the input in fp8, rather than in its own type.
         shared: the cast of its input; ``None`` if no other layer reads it.
+        tags: whether the caller takes the second output of its product; see [Note: Scales from SwiGLU].
+        tag: this, until it is taken.
     """
 
     keeps_columns: bool = False
     shared: _Shared | None = None
+    tags: bool = False
+    tag: Tensor | None = None
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Return the output, as torchao's layer does."""
-        return _multiply(self, values)
+    def forward(self, values: Tensor, largest: Tensor | None = None) -> Tensor:
+        """Return the output, as torchao's layer does; ``largest`` is the largest magnitude of the input, if known."""
+        return _multiply(self, values, largest=largest)
 
 
 def bind_fp8_weights(model: nn.Module, units: Iterable[UnitState]) -> Iterator[Callable[[], None]]:
@@ -114,26 +124,54 @@ def bind_fp8_weights(model: nn.Module, units: Iterable[UnitState]) -> Iterator[C
                 yield replace_attribute(layer, "forward", functools.partial(_multiply, layer, moved=moved))
 
 
-def _multiply(layer: Any, values: Tensor, *, moved: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
-    """Return a layer's output. ``moved`` is its weight in fp8 and its scale, if these are there."""
+def _multiply(
+    layer: Any,
+    values: Tensor,
+    *,
+    moved: tuple[Tensor | None, Tensor | None] = (None, None),
+    largest: Tensor | None = None,
+) -> Tensor:
+    """Return a layer's output.
+
+    Args:
+        layer: a layer of torchao's, or ours.
+        values: its input.
+        moved: its weight in fp8 and the scale, if these are there.
+        largest: the largest magnitude of ``values``, if that is known.
+    """
     given = values
     if torch.is_autocast_enabled():
-        values = values.to(torch.get_autocast_gpu_dtype())
+        values, largest = values.to(torch.get_autocast_gpu_dtype()), None
     keeps = getattr(layer, "keeps_columns", False)
-    make = functools.partial(_cast_input, values, keeps=keeps and layer.weight.requires_grad)
+    make = functools.partial(_cast_input, values, largest, keeps=keeps and layer.weight.requires_grad)
     shared = getattr(layer, "shared", None)
     alone = shared is None or torch.compiler.is_compiling()  # graphs find equal casts themselves
     cast = make() if alone else shared.of(layer, given, make)  # type: ignore[union-attr]
-    output: Tensor = _Product.apply(values, layer.weight, *cast, *moved, keeps)  # type: ignore[no-untyped-call]
-    return output if layer.bias is None else output + layer.bias.to(output.dtype)
+    output, tag = _Product.apply(values, layer.weight, *cast, *moved, keeps)  # type: ignore[no-untyped-call]
+    if getattr(layer, "tags", False):
+        layer.tag = tag
+    result: Tensor = output if layer.bias is None else output + layer.bias.to(output.dtype)
+    return result
 
 
-def _cast_input(values: Tensor, *, keeps: bool) -> _Input:
+def _cast_input(values: Tensor, largest: Tensor | None, *, keeps: bool) -> _Input:
     """Return an input ``[..., width]`` in fp8, turned too if it is kept so."""
     found = _matrix(values)
-    scale, inverse = find_scale(found, False)
+    scale, inverse = find_scale(found, False) if largest is None else scale_of(largest, False)
     rows, columns = cast_to_fp8(found, scale, False, True, keeps and torch.is_grad_enabled())
     return _Input(rows, columns, scale, inverse)
+
+
+def _swiglu_mlp(module: Any, values: Tensor) -> Tensor:
+    """Return the output of an MLP ``down(silu(gate(x)) * up(x))``; see [Note: Scales from SwiGLU]."""
+    branches = []
+    for layer in (module.gate_proj, module.up_proj):
+        branches += [layer(values), layer.tag]
+        layer.tag = None
+    (gate, tag, up, other) = branches
+    inner, largest = _SwiGLU.apply(gate, up, tag, other)  # type: ignore[no-untyped-call]
+    result: Tensor = module.down_proj(inner, largest=largest)
+    return result
 
 
 def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.device) -> None:
@@ -147,16 +185,16 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
         for weight in sorted(multiplied_in_fp8(operator)):
             keeps[weight.rpartition(".")[0]] = not operator.measured
     convert_to_float8_training(model, module_filter_fn=lambda _module, name: name in keeps)
-    readers: dict[str, list[nn.Module]] = {}
-    for name, layer in model.named_modules():
-        if name in keeps:
-            layer.__class__ = Linear
-            layer.keeps_columns = keeps[name]
-            readers.setdefault(input_of(name), []).append(layer)
+    readers: dict[str, list[Linear]] = {}
+    for name, keeps_columns in keeps.items():
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = Linear
+        layer.keeps_columns = keeps_columns
+        readers.setdefault(input_of(name), []).append(layer)
     for layers in readers.values():
-        shared = _Shared(layers) if len(layers) > 1 else None
-        for layer in layers:
-            object.__setattr__(layer, "shared", shared)
+        share_casts(layers)
+    if device.type == "cuda":
+        fuse_swiglu(model)
     try:
         for gradient in (False, True):
             values = torch.ones(_WARM_UP, _WARM_UP, dtype=next(model.parameters()).dtype, device=device)
@@ -166,6 +204,39 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
     except (TorchDynamoException, RuntimeError) as error:
         what = " ".join(str(error).strip().split("\n\n")[0].split())
         raise BindingError(f"casts to fp8 cannot be compiled: {what}; plan without --precision products=fp8") from error
+
+
+def share_casts(layers: list[Linear]) -> None:
+    """Let layers that read one input share its cast."""
+    shared = _Shared(layers) if len(layers) > 1 else None
+    for layer in layers:
+        layer.shared = shared
+
+
+def fuse_swiglu(model: nn.Module) -> None:
+    """Let MLPs of known sizes whose layers are in fp8 compute SwiGLU in one kernel; see [Note: Scales from SwiGLU]."""
+    for module in model.modules():
+        layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+        if all(isinstance(layer, Linear) and layer.keeps_columns for layer in layers):
+            for layer in layers[:2]:
+                layer.tags = True  # type: ignore[union-attr]
+            module.forward = functools.partial(_swiglu_mlp, module)
+
+
+@torch._dynamo.allow_in_graph
+class _SwiGLU(torch.autograd.Function):
+    """``silu(gate) * up`` and its largest magnitude; those of its gradients go to ``tag`` and ``other``."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, tag: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        ctx.save_for_backward(gate, up)
+        inner, largest = swiglu(gate, up)
+        ctx.mark_non_differentiable(largest)
+        return inner, largest
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        return swiglu_backward(gradient.contiguous(), *ctx.saved_tensors)
 
 
 @torch._dynamo.allow_in_graph
@@ -187,7 +258,8 @@ class _Product(torch.autograd.Function):
         bits: Tensor | None,
         bits_scale: Tensor | None,
         keeps: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtype = values.shape, values.dtype
         if bits is None or bits_scale is None:
             of_weight, inverse_of_weight = find_scale(weight.detach(), False)
@@ -201,14 +273,16 @@ class _Product(torch.autograd.Function):
         inputs = () if not wants_weight else (columns, inverse) if keeps else (values, inverse, scale)
         ctx.save_for_backward(*kept, *inputs)
         output = _scaled(rows, narrow, inverse, inverse_of_weight, ctx.dtype, fast=True)
-        return output.reshape(*values.shape[:-1], output.shape[-1])
+        return output.reshape(*values.shape[:-1], output.shape[-1]), inverse.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None, largest: Tensor | None) -> Any:
+        if gradient is None:
+            return (None,) * 9
         weight, of_weight, inverse_of_weight, *inputs = ctx.saved_tensors
         wants_values, wants_weight = ctx.needs_input_grad[:2]
         given = _matrix(gradient)
-        scale, inverse = find_scale(given, True)
+        scale, inverse = find_scale(given, True) if largest is None else scale_of(largest, True)
         rows, columns = cast_to_fp8(given, scale, True, wants_values, wants_weight)
         to_values = to_weight = None
         if wants_values:
@@ -245,7 +319,7 @@ def find_scale(values: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
     """Return the scale with which values are cast to e4m3, or those of a gradient to e5m2, and its inverse."""
     dtype = _GRADIENT if gradient else _VALUES
     if kernels := _kernels(values.device):
-        found: tuple[Tensor, Tensor] = kernels.scales(values, torch.finfo(dtype).max)
+        found: tuple[Tensor, Tensor] = kernels.scales(kernels.largest_of(values), torch.finfo(dtype).max)
         return found
     made: tuple[Tensor, Tensor] = _compiled(_row_scale)(values.view(-1), dtype)
     return made
@@ -254,6 +328,57 @@ def find_scale(values: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
 @find_scale.register_fake
 def _(values: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return values.new_empty((), dtype=torch.float32), values.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("ullage::scale_of", mutates_args=())
+def scale_of(largest: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the scale of values, or of a gradient, with this largest magnitude, and its inverse."""
+    dtype = _GRADIENT if gradient else _VALUES
+    if kernels := _kernels(largest.device):
+        found: tuple[Tensor, Tensor] = kernels.scales(largest, torch.finfo(dtype).max)
+        return found
+    return _row_scale(largest.view(-1), dtype)
+
+
+@scale_of.register_fake
+def _(largest: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(largest), torch.empty_like(largest)
+
+
+@torch.library.custom_op("ullage::swiglu", mutates_args=())
+def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``silu(gate) * up``, and its largest magnitude in float32."""
+    if kernels := _kernels(gate.device):
+        made: tuple[Tensor, Tensor] = kernels.swiglu(gate, up)
+        return made
+    inner = functional.silu(gate) * up
+    return inner, _largest(inner)
+
+
+@swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(gate), gate.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("ullage::swiglu_backward", mutates_args=())
+def swiglu_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``gate`` and ``up``, and the largest magnitude of each in float32."""
+    if kernels := _kernels(gate.device):
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = kernels.swiglu_backward(gradient, gate, up)
+        return made
+    to_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+    to_up = gradient * functional.silu(gate)
+    return to_gate, to_up, _largest(to_gate), _largest(to_up)
+
+
+@swiglu_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ARG001
+    largest, other = (gate.new_empty((), dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(gate), torch.empty_like(up), largest, other
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().max().float()
 
 
 @torch.library.custom_op("ullage::cast_to_fp8", mutates_args=())

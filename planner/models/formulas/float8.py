@@ -9,13 +9,15 @@ three products, along another side in each. So, see [Note: Casts to fp8] in :mod
 - Layers that read one input share its cast (:func:`input_of`). It is written in both layouts: rows for forward, and
   columns, which backward keeps in place of the input. That of a captured layer is cast again in backward with the scale
   of forward, because the input may be kept anyway.
+- SwiGLU on a GPU finds the largest values of its output and of its gradients while it writes them ([Note: Scales from
+  SwiGLU], in the same file).
 
 Run one by one, the operators of a cast move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``, ``clamp``, ``to``),
 and then casts take longer than products in fp8 save. Unlike in other lists, kernels on one value count: those that
 begin a maximum and that make a scale of it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
     from planner.models.operators import Batch
 
 _GRAIN = 16
+ZERO: Final = Elementwise(4)
+"""Begins a maximum."""
 _INVERSE: Kernels = (Elementwise(8),)  # of the scale of a weight that comes in fp8
+Found = Literal["input", "gradient"] | None
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _PARENTS = frozenset({"self_attn", "mlp"})
 
@@ -94,10 +99,19 @@ def check_rows(rows: int) -> None:
         )
 
 
-def cast(elements: int, e: int, num_layouts: int = 1) -> Kernels:
-    """Return the kernels that find the scale of a tensor of ``e`` bytes a value, and write it in fp8."""
-    scale = (Elementwise(4), *each(elements, e), Elementwise(12))  # a zero to begin with; then from the largest value
-    return (*scale, *each(elements, e + num_layouts))
+def cast(elements: int, e: int, num_layouts: int = 1, *, found: bool = False) -> Kernels:
+    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8.
+
+    They find its largest value, unless what has written it ``found`` that; make the scale of it, and write.
+    """
+    largest = () if found else (ZERO, *each(elements, e))
+    return (*largest, Elementwise(12), *each(elements, e + num_layouts))
+
+
+def swiglu(elements: int, e: int) -> Work:
+    """Return SwiGLU in one kernel each way, which finds the largest values of what it writes. It saves both inputs."""
+    forward, backward = (ZERO, *each(elements, 3 * e)), (ZERO, ZERO, *each(elements, 5 * e))
+    return Work(forward, backward, 2 * elements * e, 2 * elements * e)
 
 
 def float8_linear(
@@ -110,25 +124,26 @@ def float8_linear(
     emulated: bool = False,
     casts_weights: bool = True,
     shares: bool = False,
+    found: Found = None,
 ) -> Work:
     """Return ``y = x W (+ b)`` with products in fp8, which keeps its input in columns.
 
     Workspace: see :func:`casts_bytes`. Without ``casts_weights`` the weight is there in fp8, with its scale. If it
-    ``shares`` its input, another layer has cast that.
+    ``shares`` its input, another layer has cast that. Of what was ``found`` the largest value is known.
 
     Raises:
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
     forward, to_input, to_weight = products(
-        rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights, shares=shares, keeps=True
+        rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights, shares=shares, keeps=True, found=found
     )
     backward = (*(each(rows * outputs, e) if bias else ()), *to_input, *to_weight)
     beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights, keeps=True)
     return Work(forward, backward, workspace_bytes=e * rows * inputs + beside)
 
 
-def products(
+def products(  # noqa: PLR0913 - each is a fact of its own
     rows: int,
     inputs: int,
     outputs: int,
@@ -139,6 +154,7 @@ def products(
     shares: bool = False,
     keeps: bool = False,
     trained: bool = True,
+    found: Found = None,
 ) -> tuple[Kernels, Kernels, Kernels]:
     """Return the kernels of a layer's three products, casts included; see :func:`float8_linear`.
 
@@ -152,19 +168,20 @@ def products(
         shares: whether another layer has cast the input.
         keeps: whether backward has the input in columns.
         trained: whether there is a gradient of the weight.
+        found: the tensor of which the largest value is known.
 
     Returns:
         Those of the output, of the gradient of the input, and of the gradient of the weight.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
     to_output = (
-        *(() if shares else cast(x, e, 1 + (keeps and trained))),
+        *(() if shares else cast(x, e, 1 + (keeps and trained), found=found == "input")),
         *(cast(w, e) if casts_weights else _INVERSE),
         Gemm(rows, outputs, inputs, fp8=True),
         *(each(y, 2 * e) if bias else ()),
     )
     to_input = (
-        *cast(y, e, 1 + trained),
+        *cast(y, e, 1 + trained, found=found == "gradient"),
         *each(w, e + 1 if casts_weights else 2),  # in columns
         Gemm(rows, inputs, outputs, fp8=True),
     )

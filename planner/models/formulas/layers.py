@@ -130,7 +130,15 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
     return kernels.norm(rows, hidden, e, around=around) + kernels.call
 
 
-def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool, beside: Iterable[int] = ()) -> Work:
+def linear(
+    batch: Batch,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    beside: Iterable[int] = (),
+    found: float8.Found = None,
+) -> Work:
     """Return a projection of every token; see :func:`planner.models.formulas.work.linear`.
 
     ``beside``: outputs of the projections that read its input before it.
@@ -138,7 +146,9 @@ def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool, beside: Itera
     rows, e = batch.num_tokens, batch.dtype_bytes
     fp8, casts_weights = batch.fp8_products, batch.casts_weights
     shares = any(float8.fits(inputs, others) for others in beside)
-    return work.linear(rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights, shares=shares)
+    return work.linear(
+        rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights, shares=shares, found=found
+    )
 
 
 def _in_fp8(batch: Batch, inputs: int, outputs: int) -> bool:
@@ -324,9 +334,11 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Par
         modules = (*names.up_modules, names.down)
         yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, in_tiles=True)
         return
-    up = linear(batch, hidden, ffn, bias=config.mlp_bias)
+    # A GPU's SwiGLU between products in fp8 finds largest values for their casts.
+    finds = batch.fp8_products == "device" and config.mlp == "swiglu" and float8.fits(hidden, ffn)
+    up = linear(batch, hidden, ffn, bias=config.mlp_bias, found="gradient" if finds else None)
     if config.is_gated:
-        second = linear(batch, hidden, ffn, bias=config.mlp_bias, beside=(ffn,))
+        second = linear(batch, hidden, ffn, bias=config.mlp_bias, beside=(ffn,), found="gradient" if finds else None)
         up = kernels.joins[2].work(rows * hidden, e) + up + second
     if config.family != "opt":  # whose MLP is no module of its own
         up = kernels.call + up
@@ -336,12 +348,13 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Par
     up = work.with_memory(sum_input_gradient(batch, hidden) + up, _input_bytes(batch, hidden, ffn), inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, product_bytes=up_bytes)
-    activate = _passed_on(
-        batch, kernels.activations[config.mlp].work(rows * ffn, e), ffn, hidden, needed=config.mlp == "relu"
-    )
+    activate = kernels.activations[config.mlp].work(rows * ffn, e)
+    activate = _passed_on(batch, activate, ffn, hidden, needed=config.mlp == "relu")
+    activate = float8.swiglu(rows * ffn, e) if finds else activate
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, ())
+    down = linear(batch, ffn, hidden, bias=config.mlp_bias, found="input" if finds else None)
     down = (
-        _keeping_cast(batch, linear(batch, ffn, hidden, bias=config.mlp_bias), ffn, hidden)
+        _keeping_cast(batch, down, ffn, hidden)
         + sum_output(batch, hidden)
         + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden)

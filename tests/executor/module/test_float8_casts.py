@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from executor.distributed.shards import BindingError
 from executor.module import float8
-from executor.module.float8 import Linear, multiply_in_fp8
+from executor.module.float8 import Linear, fuse_swiglu, multiply_in_fp8
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import from_hf_config
 from planner.models.formulas.float8 import float8_linear as work_in_fp8
@@ -27,9 +27,9 @@ OPT = OPTConfig(vocab_size=64, hidden_size=64, word_embed_proj_dim=64, ffn_dim=9
                 num_attention_heads=2, max_position_embeddings=64, dropout=0.0)  # fmt: skip
 
 
-def planned(config: Any = CONFIG, *, fp8: bool = True) -> tuple[Unit, ...]:
+def planned(config: Any = CONFIG, fp8: Any = "emulated") -> tuple[Unit, ...]:
     sizes = from_hf_config(config.to_dict(), "tiny")
-    return units(build_graph(sizes, Batch(2, 32, fp8_products="device" if fp8 else None)))
+    return units(build_graph(sizes, Batch(2, 32, fp8_products=fp8)))
 
 
 def made(config: Any = CONFIG) -> nn.Module:
@@ -94,6 +94,28 @@ def test_siblings_share_the_cast_of_their_input_to_the_same_bits(passes: list[st
     assert passes.count("_row_cast") == 2 * (4 + (7 if name == "llama" else 6))
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_swiglu_hands_scales_to_casts_to_the_same_bits(passes: list[str], backend: str | None) -> None:
+    """Those of its output and of both gradients, so that the casts of these find none, also in a compiled MLP."""
+    expected, model = made(WHOLE), made(WHOLE)
+    for each in (expected, model):
+        multiply_in_fp8(each, planned(WHOLE), torch.device("cpu"))
+    fuse_swiglu(model)
+    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    for mlp in mlps if backend else ():
+        mlp.forward = torch.compile(mlp.forward, backend=backend, fullgraph=True)
+    plain, own = trained(expected), trained(model)
+    assert all(torch.equal(one, other) for one, other in zip(own, plain, strict=True))
+    assert all(mlp.gate_proj.tag is mlp.up_proj.tag is None for mlp in mlps)
+    counts = []
+    for each in (expected, model):
+        del passes[:]
+        trained(each)
+        counts.append(Counter(passes))
+    assert counts[0] - counts[1] == {"_row_scale": 2 * 3}
+    assert not counts[1] - counts[0]
+
+
 def test_an_input_that_changes_in_place_is_cast_again(passes: list[str]) -> None:
     model = made(WHOLE)
     multiply_in_fp8(model, planned(WHOLE), torch.device("cpu"))
@@ -110,13 +132,15 @@ def test_an_input_that_changes_in_place_is_cast_again(passes: list[str]) -> None
 
 @pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("sizes", ["llama", "uneven", "opt"])
-@pytest.mark.parametrize("fp8", [True, False])
-def test_layers_save_what_the_formulas_count(sizes: str, *, fp8: bool) -> None:
+@pytest.mark.parametrize("fp8", ["device", "emulated", None])
+def test_layers_save_what_the_formulas_count(sizes: str, fp8: Any) -> None:
     """Activations alone, each storage once: norms, casts, attention and MLP."""
     config = {"llama": WHOLE, "uneven": CONFIG, "opt": OPT}[sizes]
     model, found = made(config), planned(config, fp8=fp8)
     if fp8:
         multiply_in_fp8(model, found, torch.device("cpu"))
+    if fp8 == "device":
+        fuse_swiglu(model)
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
     inside: list[bool] = []

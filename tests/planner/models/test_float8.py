@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.module import float8
 from planner.models.config import ModelConfigError
-from planner.models.formulas.float8 import cast, float8_linear, input_of, products
+from planner.models.formulas.float8 import cast, float8_linear, input_of, products, swiglu
 from planner.models.formulas.work import linear
 from planner.models.kernels import Elementwise, Gemm, Kernel, Kernels, flop, num_kernels
 
@@ -30,9 +30,11 @@ class Traced(TorchDispatchMode):
             self.found.append(Gemm(args[0].shape[0], args[1].shape[1], args[0].shape[1], fp8=True))
         elif name == "find_scale":  # three kernels; the cast reads the scale that the last one has made
             self.found += [Elementwise(4), Elementwise(args[0].nbytes), Elementwise(12)]
+        elif name == "scale_of":
+            self.found.append(Elementwise(12))
         elif name == "cast_to_fp8":
             self.found.append(Elementwise(args[0].nbytes + sum(each.nbytes for each in result)))
-        elif not (func.is_view or name in {"detach", "_unsafe_view"}):
+        elif not (func.is_view or name in {"detach", "_unsafe_view", "new_empty"}):
             tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
             self.found.append(Elementwise(sum(leaf.nbytes for leaf in tensors)))
         return result
@@ -105,14 +107,14 @@ def test_the_list_of_a_layer_whose_weight_comes_in_fp8() -> None:
 
 def test_layers_that_read_one_input_cast_it_once() -> None:
     layers = [layer_of(torch.bfloat16) for _ in range(3)]
-    shared = float8._Shared(layers)
+    float8.share_casts(layers)
     for layer in layers:
         layer.keeps_columns = True
-        object.__setattr__(layer, "shared", shared)
     forward, _ = ran(layers)
     stated = [float8_linear(ROWS, INPUTS, OUTPUTS, 2, bias=False, shares=i > 0) for i in range(3)]
     assert forward == [kernel for work in stated for kernel in one_by_one(work.forward)]
-    assert shared.held is None, "nothing outlives the last of them"
+    assert layers[0].shared is not None
+    assert layers[0].shared.held is None, "nothing outlives the last of them"
 
 
 def test_which_modules_read_one_input() -> None:
@@ -130,6 +132,30 @@ def test_only_the_casts_differ_from_products_in_the_type_of_weights() -> None:
     assert [k.fp8 for k in narrow.forward + narrow.backward if isinstance(k, Gemm)] == [True] * 3
     uneven = [linear(ROWS, INPUTS, OUTPUTS + 8, 2, bias=True, fp8=fp8) for fp8 in (None, "device")]
     assert uneven[0] == uneven[1]  # torchao leaves such layers as they are
+
+
+@pytest.mark.parametrize("found", ["input", "gradient"])
+def test_the_list_where_a_largest_value_is_known(found: Any) -> None:
+    layer = layer_of(torch.bfloat16)
+    layer.keeps_columns = layer.tags = True
+    x = torch.randn(ROWS, INPUTS, dtype=torch.bfloat16, requires_grad=True)
+    largest = x.detach().abs().max().float() if found == "input" else None
+    with (forward := Traced()):
+        y = layer(x, largest=largest)
+    outputs, gradients = [y], [torch.randn_like(y)]
+    if found == "gradient":
+        outputs, gradients = [y, layer.tag], [gradients[0], gradients[0].abs().max().float()]
+    with (backward := Traced()):
+        torch.autograd.grad(outputs, [x, layer.weight], gradients)
+    work = float8_linear(ROWS, INPUTS, OUTPUTS, 2, bias=False, found=found)
+    assert_lists((forward.found, backward.found), (work.forward, work.backward))
+
+
+def test_swiglu_by_hand() -> None:
+    """Two inputs and one output, and in backward three and two; each way a number for each largest value."""
+    work = swiglu(1000, 2)
+    assert one_by_one(work.forward) == [Elementwise(4), Elementwise(6000)]
+    assert one_by_one(work.backward) == [Elementwise(4), Elementwise(4), Elementwise(10000)]
 
 
 def test_bytes_of_a_cast_by_hand() -> None:
