@@ -3,10 +3,10 @@
 Layers are divided evenly among stages, and activations stay on the devices. Which segments are recomputed is open, and
 so is where weights and state are. Two conditions hold for every stage s of p:
 
-- *work*: its first forward waits for the forwards of earlier stages, and their backwards follow its last backward. In
-  between it computes all its micro-batches. Its host issues their kernels.
-- *memory*: under the 1F1B order it holds the activations of ``min(p - s, micro-batches)`` micro-batches when its first
-  backward begins.
+- *work*: its first forward waits for the forwards of the chunks before its first one, and their backwards follow its
+  last backward. In between it computes all its micro-batches. Its host issues their kernels.
+- *memory*: in the order of :func:`planner.lowering.compute.turns`, it holds the activations of ``min(p - s,
+  micro-batches)`` micro-batches of its last round when its first backward begins, and all of the rounds before.
 """
 
 from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
@@ -18,7 +18,7 @@ from planner.schedule.tasks import Lane, Tier
 from planner.setup import Setup
 from planner.simulate.prediction import capacities
 
-Stage = list[list[Unit]]
+Chunk = list[list[Unit]]
 
 
 def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> LinearProgram:
@@ -28,29 +28,34 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> L
     overrun = Sum((program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
     for name in ROOM.values():
         program.variable(name, 1.0, 1.0)
-    dealt = deal(setup.units, setup.given.pipeline_parallel)
-    for stage in dealt:
-        for segment in stage:
+    num_stages = setup.given.pipeline_parallel
+    dealt = deal(setup.units, num_stages, setup.given.pipeline_rounds)
+    for chunk in dealt:
+        for segment in chunk:
             if segment[0].can_swap:
                 program.variable(f"{segment[0].segment}:recompute")
-    lanes = {lane: [_pass(stage, cost, lane) for stage in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
+    lanes = {lane: [_pass(chunk, cost, lane) for chunk in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
     repeats = setup.given.num_micro_batches
     room = Sum((ROOM[Tier.GPU], 1.0)).plus(overrun)
-    for number, stage in enumerate(dealt):
+    for number in range(num_stages):
         for lane, passes in lanes.items():
-            needs = Sum().plus(passes[number], float(repeats))
+            needs = Sum()
+            for own in passes[number::num_stages]:
+                needs.plus(own, float(repeats))
             for before in passes[:number] if lane is Lane.COMPUTE else ():  # a host issues before its device may begin
                 needs.plus(before)
             program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
         scale = 1.0 / capacities(cost)[Tier.GPU]
-        ahead = min(len(dealt) - number, repeats)
-        held = Sum().plus(_saved_activations(stage), float(ahead) * scale)
+        *before_last, last = dealt[number::num_stages]
+        held = Sum().plus(_saved_activations(last), float(min(num_stages - number, repeats)) * scale)
+        for chunk in before_last:
+            held.plus(_saved_activations(chunk), float(repeats) * scale)
         program.at_least(f"memory: device of stage {number} at its first backward", room, held)
     return program
 
 
-def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
-    """Return the seconds that one micro-batch, forward and backward, occupies a stage's device or host."""
+def _pass(chunk: Chunk, cost: CostModel, lane: Lane) -> Sum:
+    """Return the seconds that a chunk of one micro-batch, forward and backward, occupies a device or its host."""
 
     def takes_s(kernels: Kernels) -> float:
         if lane is Lane.COMPUTE:
@@ -59,17 +64,17 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
         return cost.profile.device.issue_s.value * num_kernels(kernels) if cost.asynchronous else 0.0
 
     found = Sum()
-    for segment in stage:
+    for segment in chunk:
         found[""] += sum(takes_s(unit.forward) + takes_s(unit.backward) for unit in segment)
         if segment[0].can_swap:
             found[f"{segment[0].segment}:recompute"] += sum(takes_s(unit.recompute) for unit in segment)
     return found
 
 
-def _saved_activations(stage: Stage) -> Sum:
+def _saved_activations(chunk: Chunk) -> Sum:
     """Return the bytes of one micro-batch's activations."""
     found = Sum()
-    for segment in stage:
+    for segment in chunk:
         saved = float(sum(unit.saved_bytes for unit in segment))
         found[""] += saved
         if segment[0].can_swap:

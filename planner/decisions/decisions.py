@@ -29,6 +29,7 @@ class Decisions(Sharding):
             backward).
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         num_forwards_ahead: micro-batches whose forward runs before the first one's backward, as in a pipeline's stages.
+        round_starts: of a stage, the segments with which its rounds begin, but the first.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
     """
 
@@ -42,6 +43,7 @@ class Decisions(Sharding):
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     num_forwards_ahead: Count = 1
+    round_starts: tuple[str, ...] = ()
     overlap_next_forward: bool = True
     units: dict[str, UnitDecision]
 
@@ -64,6 +66,11 @@ class Decisions(Sharding):
             )
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
+        elif self.pipeline_rounds > 1:
+            raise ValueError(
+                f"pipeline_rounds is {self.pipeline_rounds}, but there are no stages; leave it out, or choose a "
+                "pipeline_parallel of at least 2"
+            )
         if self.fp8_weights:
             _check_fp8_weights(self)
         for name, unit in self.units.items():

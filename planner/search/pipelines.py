@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
-from planner.lowering.stages import deal, stage_of
+from planner.graph import Unit
+from planner.lowering.stages import of_stages, stage_of
 from planner.placements import mixed
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
@@ -95,7 +96,8 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
     def score(num_layers: int) -> Candidate:
         return scorer.score(staged(setup, num_layers, zero_stage))
 
-    most = max(len(stage) for stage in deal(setup.units, setup.given.pipeline_parallel)) * setup.given.pipeline_parallel
+    dealt = of_stages(setup.units, setup.given)
+    most = max(len(_segments(stage)) for stage in dealt) * max(_num_in_flight(setup, 0), len(dealt))
     yield (everything := score(most))
     if everything.missing_bytes:
         yield (nothing := score(0))
@@ -103,16 +105,26 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
             yield score(_largest(lambda count: not score(count).missing_bytes, 0, most))
 
 
+def _segments(chunks: list[list[list[Unit]]]) -> list[list[Unit]]:
+    return [segment for chunk in chunks for segment in chunk]
+
+
+def _num_in_flight(setup: Setup, stage: int) -> int:
+    """Return the most micro-batches of which a stage holds the activations of a layer."""
+    given = setup.given
+    ahead = given.num_micro_batches if given.pipeline_rounds > 1 else given.pipeline_parallel - stage
+    return min(ahead, given.num_micro_batches)
+
+
 def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
     """Return decisions in which each stage keeps as many activations as ``num_layers`` layers have in one micro-batch.
 
     A stage with several micro-batches in flight keeps those of fewer layers: its last ones.
     """
-    num_stages = setup.given.pipeline_parallel
     keep: set[str] = set()
-    for number, stage in enumerate(deal(setup.units, num_stages)):
-        layers = [segment[0].segment for segment in stage if segment[0].can_swap]
-        count = min(num_layers // min(num_stages - number, setup.given.num_micro_batches), len(layers))
+    for number, stage in enumerate(of_stages(setup.units, setup.given)):
+        layers = [segment[0].segment for segment in _segments(stage) if segment[0].can_swap]
+        count = min(num_layers // _num_in_flight(setup, number), len(layers))
         keep |= set(layers[len(layers) - count :])
     given = setup.given.model_copy(update={"zero_stage": zero_stage})
     units = {
