@@ -205,7 +205,7 @@ def casts_bytes(
     if not emulated:
         return max(to_input, to_weight)
     return max(
-        x + (w if casts_weights else 0) + _emulation_bytes(rows, outputs, inputs, e),
+        x + (w if casts_weights else 0) + _emulation_bytes(rows, outputs, inputs, e) - e * x,  # not there in forward
         to_input + _emulation_bytes(rows, inputs, outputs, e),
         to_weight + _emulation_bytes(outputs, inputs, rows, e),
     )

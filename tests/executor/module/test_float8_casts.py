@@ -173,7 +173,7 @@ def test_a_compiled_cast_has_the_bits_of_torchao_and_takes_the_planned_memory() 
     for rows, inputs, outputs in ((128, 1024, 1024), (256, 1408, 512)):
         for casts in (True, False):
             work = work_in_fp8(rows, inputs, outputs, 2, bias=False, emulated=True, casts_weights=casts)
-            measured_bytes = backward_peak_bytes(rows, inputs, outputs, casts_weights=casts)
+            measured_bytes = peak_bytes(rows, inputs, outputs, casts_weights=casts)
             # At the last product there is the gradient of the weight too, which is counted elsewhere.
             assert work.workspace_bytes <= measured_bytes <= work.workspace_bytes + 2 * inputs * outputs
 
@@ -189,19 +189,24 @@ def test_a_layer_in_a_compiled_module_has_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def backward_peak_bytes(rows: int, inputs: int, outputs: int, *, casts_weights: bool) -> int:
+def peak_bytes(rows: int, inputs: int, outputs: int, *, casts_weights: bool) -> int:
+    """Return what a layer takes at most, in forward without what it keeps, or in backward."""
     layer = Linear.from_float(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16))
     layer.keeps_columns = True
     x = torch.randn(rows, inputs, dtype=torch.bfloat16, requires_grad=True)
     moved = None, None
     if not casts_weights:
         moved = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn), torch.ones(())
-    y = float8._multiply(layer, x, moved=moved)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
+        y = float8._multiply(layer, x, moved=moved)
     gradient = torch.randn_like(y)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as backward:
         torch.autograd.grad(y, [x, layer.weight], gradient)
-    results: Any = profiler.profiler
-    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    return max(most_bytes(forward) - rows * inputs, most_bytes(backward))
+
+
+def most_bytes(profiler: Any) -> int:
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 

@@ -101,7 +101,9 @@ def test_in_rounds_weights_come_once_and_gradients_leave_once() -> None:
         tasks = lower(units, decisions, asynchronous=True).tasks
         layers = {unit.name for unit in units if unit.in_layer}
         fetched = Counter(task.unit for task in tasks if task.op is Op.FETCH and task.unit in layers)
-        last = {unit.name for unit in units if unit.name.startswith(("layers.4.", "layers.5.", "layers.6.", "layers.7."))}
+        last = {
+            unit.name for unit in units if unit.name.startswith(("layers.4.", "layers.5.", "layers.6.", "layers.7."))
+        }
         assert fetched == {name: 1 if name in last else 2 for name in layers}
         assert Counter(task.unit for task in tasks if task.op is Op.FLUSH) == dict.fromkeys({u.name for u in units}, 1)
 
