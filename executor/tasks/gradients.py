@@ -32,7 +32,7 @@ class GradientTasks:
         """Take a gradient from autograd, in the thread that runs backward."""
         if (held := self.take(unit, parameter, gradient, micro_batch, iteration)) is not None:
             # In rounds, micro-batches come one after another: their sum leaves with the last.
-            due = self._decisions.num_micro_batches - 1 if self._decisions.round_starts else micro_batch
+            due = self._decisions.num_micro_batches - 1 if self._decisions.in_rounds else micro_batch
             sums = unit.flushing.setdefault(due, {})
             if parameter.name in sums:
                 sums[parameter.name].values.add_(held.values)

@@ -77,7 +77,8 @@ def choices(request: Request) -> tuple[Choice, ...]:
             f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each, or let ranks share sequences (--parallel "
             "context=)"
         )
-    return tuple(found)
+    turns = [choice for choice in (_in_turn(request, alone) for alone in found) if choice is not None]
+    return tuple(found + turns)
 
 
 def _check_captured(request: Request, model: CapturedModel) -> None:
@@ -104,6 +105,25 @@ def _ways(request: Request) -> tuple[list[int], list[int]]:
         [request.tensor_parallel] if request.tensor_parallel else tensor,
         [request.pipeline_parallel] if request.pipeline_parallel else divisors,
     )
+
+
+def _in_turn(request: Request, alone: Choice) -> Choice | None:
+    """Return the choice in which layers move from device to device, and the same sequences pass them; ``None``: none.
+
+    Where devices exchange data through the host's links, data-parallel ranks bring each weight there several times.
+
+    Args:
+        request: which leaves the degrees open.
+        alone: the choice of data-parallel ranks.
+    """
+    count, fabric, model = request.num_devices, request.hardware.intra_node, request.model
+    degrees = (request.tensor_parallel, request.pipeline_parallel, request.expert_parallel, request.context_parallel)
+    is_open = not (any(degrees) or request.global_batch or request.segment_tile_sequences)
+    in_node = 1 < count <= request.hardware.devices_per_node and fabric is not None and fabric.via_host_link
+    if isinstance(model, CapturedModel) or not (is_open and in_node and model.num_layers >= 2 * count):
+        return None
+    update = {"data_parallel": 1, "pipeline_parallel": count, "pipeline_rounds": model.num_layers // count}
+    return alone.model_copy(update=update | {"num_micro_batches": count * alone.num_micro_batches})
 
 
 def _round_ways(request: Request, pipeline: int) -> list[int]:

@@ -87,6 +87,11 @@ class Decisions(Sharding):
         return self
 
     @property
+    def in_rounds(self) -> bool:
+        """Whether all micro-batches pass a round of layers before the next one, so that their gradients leave once."""
+        return self.pipeline_rounds > 1 or bool(self.round_starts)
+
+    @property
     def uses_storage(self) -> bool:
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
@@ -138,9 +143,10 @@ class Decisions(Sharding):
         [Note: In place] The device has the weights, and the update that uses the gradient makes new ones. So nobody
         needs the host's weights between their last copy to the device and that update: 2 bytes per parameter. The
         master copy is untouched, so nothing is lost. Weights that are fetched again for a later micro-batch are not
-        overwritten, and gradients that wait elsewhere do not overwrite any.
+        overwritten, and gradients that wait elsewhere do not overwrite any. In rounds, gradients leave when no
+        micro-batch is left.
         """
-        often = self.num_micro_batches > 1 and self.units[unit].fetched
+        often = self.num_micro_batches > 1 and self.units[unit].fetched and not self.in_rounds
         spilled = place is Place.NVME and self.spill_gradients
         return not (often or spilled) and self.flushes(unit, place) and self.serves(unit, place)
 

@@ -17,7 +17,7 @@ _ADDING_PASSES = 3  # two gradients in, their sum out
 def gradients(program: Program) -> None:
     """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
     decisions, num_slots = program.decisions, program.decisions.num_gradient_slots
-    adds_up, last = bool(decisions.round_starts), decisions.num_micro_batches - 1
+    adds_up, last = decisions.in_rounds, decisions.num_micro_batches - 1
     leaving: list[int] = []
     spilled: list[Task] = []
     for draft in program.spine:

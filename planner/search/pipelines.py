@@ -37,8 +37,11 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
     may_fetch = zero_stage in {0, 3}
     best = _Shares(resident=0 if may_fetch else _PARTS)
     yield (least := score(best))
-    if least.missing_bytes:
-        return
+    if least.missing_bytes:  # the host may lack what the devices have room for
+        shared = (_Shares(resident=share, updated_there=share) for share in range(1, _PARTS // 2))
+        if (found := next((shares for shares in shared if not score(shares).missing_bytes), None)) is None:
+            return
+        best = found
     for field in _Shares._fields:
         if field == "updated_there" and best.resident < _PARTS:
             continue

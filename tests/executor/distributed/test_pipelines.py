@@ -92,15 +92,18 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize(("family", "choose"), [("llama-tied", OFF), ("qwen3", KEPT), ("llama", HOST)])
-def test_stages_do_not_depend_on_when_streams_run(processes, family, choose):
+@pytest.mark.parametrize(
+    ("family", "choose", "rounds"),
+    [("llama-tied", OFF, 1), ("qwen3", KEPT, 1), ("llama-deep", OFF, 2), ("llama-tied-deep-shared", HOST, 2)],
+)
+def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rounds):
     """On virtual GPUs, where gloo stands in for NCCL."""
     try:
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
     task = Task(family, torch.float32, 3, max_norm=0.5, iterations=3, schedule=False)
-    decisions = decide(task, choose, pipeline_parallel=2)
+    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds)
     losses, _ = trained_in_memory(task, 1)
     for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
