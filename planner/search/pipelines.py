@@ -5,7 +5,7 @@ flight, so more of their layers can keep activations in the same memory. If it d
 share of its state to the host, and then of its weights: as little as fits, by bisection.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
@@ -16,6 +16,9 @@ from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
 _PARTS = 32
+_STREAMED = (6, 10, 14, 18)  # parts that are streamed, to be compared
+# What is raised after what: state that stays on a device takes the room that streamed state needs.
+_ORDERS = ("resident", "updated_there", "streamed", "kept"), ("streamed", "resident", "kept")
 
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
@@ -29,7 +32,7 @@ def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
 
 
 def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
-    """Yield candidates that fetch as few weights as fit, then update as little on the host, then keep activations."""
+    """Yield candidates that fetch as few weights as fit, then update on devices, or stream, then keep activations."""
 
     def score(shares: _Shares) -> Candidate:
         return scorer.score(_shared_out(setup, zero_stage, shares))
@@ -42,14 +45,24 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
         if (found := next((shares for shares in shared if not score(shares).missing_bytes), None)) is None:
             return
         best = found
-    for field in _Shares._fields:
+    for fields in _ORDERS:
+        yield from _filled(best, fields, score)
+
+
+def _filled(best: "_Shares", fields: Sequence[str], score: Callable[["_Shares"], Candidate]) -> Iterator[Candidate]:
+    """Yield candidates that raise one share after another, each as far as fits, or as is fastest."""
+    for field in fields:
         if field == "updated_there" and best.resident < _PARTS:
             continue
+        if field == "streamed":  # the host updates the others meanwhile
+            ways = [best._replace(streamed=share) for share in (0, *_STREAMED)]
+            best = min((way for way in ways if not score(way).missing_bytes), key=lambda way: score(way).order)
+        else:
 
-        def fits(share: int, best: _Shares = best, field: str = field) -> bool:
-            return not score(best._replace(**{field: share})).missing_bytes
+            def fits(share: int, best: _Shares = best, field: str = field) -> bool:
+                return not score(best._replace(**{field: share})).missing_bytes
 
-        best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
+            best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
         yield score(best)
 
 
@@ -64,9 +77,10 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 class _Shares(NamedTuple):
-    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups updated there, layers kept."""
+    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups streamed or resident, layers kept."""
 
     resident: int
+    streamed: int = 0
     updated_there: int = 0
     kept: int = 0
 
@@ -80,7 +94,7 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
         stage = Setup(own, Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields}))
         mix = Mix(
             num_gpu=round(shares.updated_there * sum(stage.movable.values()) / _PARTS),
-            num_stream=0,
+            num_stream=round(shares.streamed * sum(stage.movable.values()) / _PARTS),
             num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
             num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
             zero_stage=zero_stage,
