@@ -12,10 +12,11 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from executor.devices.backend import Backend
 from executor.distributed.groups import Group
@@ -30,6 +31,21 @@ from planner.schedule.tasks import Lane, Op
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 """Returns the loss of a model's output and its batch, a scalar."""
+
+
+class Begun(NamedTuple):
+    """A micro-batch between its forward and its backward in a round.
+
+    Attributes:
+        made: the loss; or what has been sent on, without values, which nothing needs any more.
+        edge: what backward begins with; ``None`` in evaluation.
+        received: what gets a gradient for the stage before; ``None`` in the first chunk.
+    """
+
+    made: Tensor
+    edge: GradientEdge | None
+    received: Tensor | None
+
 
 _ALONE = (
     "ranks of a pipeline have the gradients of their stage alone; clip with optimizer.clip_grad_norm_(), which counts "
@@ -93,15 +109,15 @@ class Pipeline:
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
-        begun: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        begun: dict[tuple[int, int], Begun] = {}
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns(self._decisions.num_forwards_ahead, count, self._num_rounds):
             if op is Op.FORWARD:
                 begun[turn, micro_batch] = self._forward(turn, batches[micro_batch], loss, count)
                 if self._is_last(turn):
-                    found[micro_batch] = begun[turn, micro_batch][0].detach()
+                    found[micro_batch] = begun[turn, micro_batch].made
             else:
-                self._backward(turn, *begun.pop((turn, micro_batch)))
+                self._backward(turn, begun.pop((turn, micro_batch)))
         losses = self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
         self._add_tied()
         return losses
@@ -110,9 +126,9 @@ class Pipeline:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
         losses = [0.0] * len(batches)
         for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
-            made, _ = self._forward(turn, batch, loss, 1)
+            begun = self._forward(turn, batch, loss, 1)
             if self._is_last(turn):
-                losses[number] = float(made)
+                losses[number] = float(begun.made)
         return self._on_all_stages(losses)
 
     def _is_last(self, turn: int) -> bool:
@@ -127,31 +143,35 @@ class Pipeline:
         self._ranks.stages.all_reduce(total)
         return total.tolist()
 
-    def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> tuple[Tensor, Tensor | None]:
-        """Return what backward begins with, of so many micro-batches, and what gets a gradient for the stage before."""
+    def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> Begun:
+        """Run the forward of a micro-batch, of so many, in a round."""
         stage, links = self.stage, self._ranks.forward
         stage.received = stage.made = None
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:
             with stage.in_round(turn):
                 if self._is_last(turn):
-                    return loss(self._model(**batch), batch) / count, stage.received
+                    made = loss(self._model(**batch), batch) / count
+                    edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
+                    return Begun(made.detach(), edge, stage.received)
                 self._model(**{name: value for name, value in batch.items() if name != "labels"})
         finally:
             stage.receive = None
         assert stage.made is not None
-        self._send(Lane.SEND, links[self._number], stage.made.detach(), 0)
-        return stage.made, stage.received
+        made, stage.made = stage.made, None
+        self._send(Lane.SEND, links[self._number], made.detach(), 0)
+        edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
+        return Begun(made.to("meta"), edge, stage.received)
 
-    def _backward(self, turn: int, made: Tensor, received: Tensor | None) -> None:
-        gradient = None
+    def _backward(self, turn: int, begun: Begun) -> None:
+        gradient = torch.ones_like(begun.made, device=self._backend.device)
         if not self._is_last(turn):
-            gradient = torch.empty(made.shape, dtype=made.dtype, device=made.device)
             self._receive(self._ranks.back[self._number], gradient, 1)
-        torch.autograd.backward(made, gradient)
-        if received is not None:
-            assert received.grad is not None
-            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received.grad, 1)
+        assert begun.edge is not None
+        torch.autograd.backward(begun.edge, gradient)
+        if begun.received is not None:
+            assert begun.received.grad is not None
+            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], begun.received.grad, 1)
 
     def _own(self, values: Tensor) -> Tensor:
         """Return the part of flat values that this tensor-parallel rank sends: all ranks have all of them."""
