@@ -1,7 +1,7 @@
 """Options of a session."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +41,7 @@ class Options:
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
         num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
+        copies: weights that an earlier stage has too, and whose state it saves: the name there, by the name here.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -58,6 +59,7 @@ class Options:
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
     num_stages: int = 1
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def compile_backend(self) -> str | None:

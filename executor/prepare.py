@@ -42,6 +42,11 @@ from planner.schedule.loop import OutOfOrderError
 
 _ON_CPU = Options()
 
+
+def _own_loss(output: Any, _batch: Mapping[str, Any]) -> torch.Tensor:
+    return cast("torch.Tensor", output.loss)
+
+
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
 """A parameter's entry in a saved state, and its group's."""
 
@@ -114,18 +119,19 @@ def _of_stage(
     number = dist.get_rank() // (decisions.num_devices // num_stages)
     own, decided, tied = stage_of(units, decisions, number)
     with contextlib.ExitStack() as failing:
-        stage = Stage(model, deal(units, num_stages), number)
+        stage = Stage(model, deal(units, num_stages, decisions.pipeline_rounds), number, num_stages)
         failing.callback(stage.undo)
         there = {id(parameter) for parameter in model.parameters()}
+        groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             failing.callback(group.update, params=group["params"])
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in there]
-        made = OffloadedOptimizer(
-            optimizer, model, own, decided, dataclasses.replace(options, num_stages=num_stages, audit="off")
-        )
+        copies = {here: there for there, here in tied.items() if here != there}
+        options = dataclasses.replace(options, num_stages=num_stages, copies=copies, audit="off")
+        made = OffloadedOptimizer(optimizer, model, own, decided, options)
         failing.pop_all()
     stage.drop()
-    made.pipeline = made.session.add_pipeline(stage, list(tied.values()))
+    made.pipeline = made.session.add_pipeline(stage, groups, list(tied.values()))
     return made
 
 
@@ -136,7 +142,6 @@ def _check_stages(decisions: Decisions, options: Options) -> None:
         ValueError: it cannot.
     """
     refused = {
-        "checkpoints (checkpoint_buffer_bytes)": options.checkpoint_buffer_bytes,
         "several calls of the model in a step (step=)": len(options.calls) > 1,
         "--tiles segment": decisions.segment_tile_sequences,
         "--parallel context": decisions.context_parallel > 1,
@@ -154,15 +159,9 @@ def check_prepared(optimizer: object) -> None:
 
     Raises:
         TypeError: it is not.
-        ValueError: it has one stage of a pipeline, where all of the model is needed.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give the one that ullage.prepare returned")
-    if optimizer.pipeline is not None:
-        raise ValueError(
-            "the plan has pipeline stages, and this process has one of them; save the model after session.close(), "
-            "which gives every process all weights, or plan with --parallel pipeline=1"
-        )
 
 
 @final
@@ -360,7 +359,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def forward_backward(
         self,
         batches: Sequence[Mapping[str, Any]],
-        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = lambda output, _batch: output.loss,
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _own_loss,
     ) -> list[float]:
         """Run forward and backward of all micro-batches of a step; return the loss of each.
 
@@ -385,6 +384,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             found.append(value.detach())
         return [float(value) for value in found]
 
+    def evaluate(
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _own_loss,
+    ) -> list[float]:
+        """Run forward of batches without gradients, in the model's own mode; return the loss of each.
+
+        Under a plan with pipeline stages it is the only way: all stages pass the same batches. See
+        :meth:`forward_backward`.
+        """
+        self._check_open("evaluate()")
+        with torch.no_grad():
+            if self.pipeline is not None:
+                return self.pipeline.evaluate(batches, loss)
+            return [float(loss(self.session.model(**batch), batch)) for batch in batches]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the host, in the given optimizer's format and data types.
 
@@ -402,15 +417,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states = self._read_states()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
-        for group in self.param_groups:
-            numbers = range(index, index + len(group["params"]))
+        for group, parameters in zip(self.param_groups, self._parameters(), strict=True):
+            numbers = range(index, index + len(parameters))
             index = numbers.stop
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
-            for number, parameter in zip(numbers, group["params"], strict=True):
+            for number, parameter in zip(numbers, parameters, strict=True):
                 is_planned = self.session.has(parameter)
                 entry = states.get(self.session.name_of(parameter)) if is_planned else self._beside.state.get(parameter)
                 if entry is not None:
                     state[number] = entry
+        if self.pipeline is not None:
+            state = self.pipeline.of_all_stages(state)
         found: dict[str, Any] = {"state": state, "param_groups": groups}
         for change in self._optimizer_state_dict_post_hooks.values():
             found = change(self, found) or found
@@ -451,6 +468,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for end in self._optimizer_load_state_dict_post_hooks.values():
             end(self)
 
+    def _parameters(self) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the parameters of each group, those of other stages too."""
+        return [group["params"] for group in self.param_groups] if self.pipeline is None else self.pipeline.groups
+
     def _entries_of(self, state_dict: dict[str, Any]) -> dict[str, _Entry]:
         """Return the entry of each parameter in a saved state, all of which is checked.
 
@@ -460,7 +481,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if lacking := {"state", "param_groups"} - {*state_dict}:
             raise ValueError(f"the state has no {min(lacking)!r}; load what optimizer.state_dict() returned")
         states, theirs = state_dict["state"], state_dict["param_groups"]
-        sizes = [len(g["params"]) for g in self.param_groups]
+        sizes = [len(parameters) for parameters in self._parameters()]
         if [len(g.get("params", ())) for g in theirs] != sizes:
             raise ValueError(
                 f"the state has groups of {[len(g.get('params', ())) for g in theirs]} parameters, this optimizer has "
@@ -472,8 +493,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"entry {wrong[0]} of the state is in no group, or in several; load a whole state")
         entries: dict[str, _Entry] = {
             self.session.name_of(parameter): (_as_real(states.get(number, {})), their)
-            for group, their in zip(self.param_groups, theirs, strict=True)
-            for number, parameter in zip(their["params"], group["params"], strict=True)
+            for parameters, their in zip(self._parameters(), theirs, strict=True)
+            for number, parameter in zip(their["params"], parameters, strict=True)
             if self.session.has(parameter)
         }
         self._check_entries(entries)

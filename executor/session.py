@@ -65,7 +65,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         model: the user's model.
         units, decisions, options, schedule: what is executed, and how.
         cores: the cores that the threads run on.
-        collectives: collectives over host memory, between iterations.
+        collectives: collectives of all processes over host memory, between iterations.
         runtime: memory, threads and tasks, and weights and state while no iteration is under way.
         driver: follows the model through an iteration.
         audit: compares the first iterations with plain PyTorch.
@@ -231,7 +231,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.runtime.synchronize()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all weights after the last step, wherever the plan keeps them. All ranks call this together.
+        """Return all weights after the last step, wherever the plan keeps them; in a pipeline, those of this stage.
+
+        All ranks call this together.
 
         Tensors are views of the session's memory, on the host or the device. Clone a tensor that must outlast the next
         step. If ranks hold shards of a weight, or it is on NVMe, the result is a copy in new host memory.
@@ -246,7 +248,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
     def naming(self) -> Naming:
         """Return the names of the model's tensors in files of weights."""
         shards = self.runtime.state.shards().values()
-        return Naming(self.model, {id(shard.whole): shard.whole_shape for shard in shards})
+        shapes = {id(shard.whole): shard.whole_shape for shard in shards}
+        return Naming(self.model, shapes) if self._pipeline is None else self._pipeline.stage.naming()
 
     def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all weights, one at a time, with the names and layout that ``transformers`` writes to files.
@@ -301,6 +304,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
         masters = whole_state(state, runtime.ranks, only_masters=True)
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
+            if self._pipeline is not None and self._pipeline.stage.has(tensor):
+                return self._pipeline.shared(tensor, wanted, own)
+            return own(tensor)
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
             if (name := self._names.get(id(tensor))) is None:
                 return tensor
             if not runtime.parked and wanted == state.dtype:
@@ -357,12 +365,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         If one rank leaves an iteration out, all do: ranks have different batches.
         """
-        machine = self.runtime.machine
-        shares = self.collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
+        machine, collectives = self.runtime.machine, HostCollectives(self._ranks, of_stage=True)
+        shares = collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
         for iteration in np.array(machine.recorded)[shares > 0]:
             machine.exclude(int(iteration))
         own = self.timeline()
-        start_s, end_s = self.collectives.means(np.stack((own.start_s, own.end_s)))
+        start_s, end_s = collectives.means(np.stack((own.start_s, own.end_s)))
         return Timeline(own.schedule, start_s, end_s)
 
     @contextlib.contextmanager
@@ -484,13 +492,16 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if self._ranks is not None:
                 self._ranks.close(on_all_ranks=self._on_all_ranks)
 
-    def add_pipeline(self, stage: Stage, tied: Sequence[str]) -> Pipeline:
+    def add_pipeline(
+        self, stage: Stage, groups: Sequence[Sequence[torch.nn.Parameter]], tied: Sequence[str]
+    ) -> Pipeline:
         """Return what runs micro-batches through the stages of a pipeline, of which this session executes one."""
         assert self._ranks is not None
         self._pipeline = Pipeline(
             self.model,
             stage,
             self.decisions,
+            groups,
             tied,
             self.driver.gradients,
             lambda: self.driver.collector.edited(own=True),

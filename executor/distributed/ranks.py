@@ -56,6 +56,7 @@ class Ranks:
         shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
         num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees``, and the attributes before
             ``process``, are those of this process's stage.
+        is_ring: whether the last stage sends to the first one, too.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -73,8 +74,8 @@ class Ranks:
         stage: number of this process's stage.
         stages: group of the ranks with this number in all stages, over host memory.
         ends: group of those in the first and the last stage, if this process is in one of them.
-        forward, back: groups of this rank and that of the stage before or behind it, by the earlier stage: one for
-            hidden states, one for their gradients.
+        forward, back: groups of this rank and that of the stage before or behind it, by the stage that sends hidden
+            states: one for these, one for their gradients.
 
     Raises:
         ValueError: the number of processes does not match the plan.
@@ -89,6 +90,7 @@ class Ranks:
         silence_s: float = SILENCE_S,
         shares_matrices: bool = False,
         num_stages: int = 1,
+        is_ring: bool = False,
     ) -> None:
         size = degrees.num_devices
         join(size * num_stages)
@@ -127,7 +129,7 @@ class Ranks:
                 parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
             }
             if num_stages > 1:
-                self._connect_stages()
+                self._connect_stages(is_ring=is_ring)
         atexit.register(self._at_exit)
 
     @classmethod
@@ -137,7 +139,10 @@ class Ranks:
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
         casts = decisions.fp8_weights is not None
-        return cls(decisions, device, casts=casts, shares_matrices=shares_matrices, num_stages=num_stages)
+        is_ring = bool(decisions.round_starts)
+        return cls(
+            decisions, device, casts=casts, shares_matrices=shares_matrices, num_stages=num_stages, is_ring=is_ring
+        )
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""
@@ -169,10 +174,10 @@ class Ranks:
         return self._casting[unit.parts(self.mesh.degrees)]
 
     def host_group(self, groups: Groups) -> Group:
-        """Return this rank's of some groups over host memory, for one more thread. All ranks call this together."""
+        """Return this process's of some groups over host memory, for one more thread. All call this together."""
         if groups not in self._more:
             with self.reporting_failures():
-                self._more[groups] = self._group(groups, on_hosts=True)
+                self._more[groups] = self._made(groups, on_hosts=True)[0]
         return self._more[groups]
 
     # Collectives of the caller's thread, over host memory.
@@ -275,7 +280,7 @@ class Ranks:
             sys.stderr.flush()
             os._exit(1)
 
-    def _connect_stages(self) -> None:
+    def _connect_stages(self, *, is_ring: bool) -> None:
         """Make the groups that stages share."""
         self.everybody = self._made([tuple(range(self.size * self._num_stages))], is_everybody=True)[0]
         columns = [range(rank, self.size * self._num_stages, self.size) for rank in range(self.size)]
@@ -283,6 +288,7 @@ class Ranks:
         ends = self._made([(column[0], column[-1]) for column in columns])
         self.ends = ends[0] if ends else self.stages
         pairs = [pair for column in columns for pair in itertools.pairwise(column)]
+        pairs += [(column[-1], column[0]) for column in columns if is_ring]
         self.forward, self.back = ({group.first // self.size: group for group in self._made(pairs)} for _ in range(2))
 
     def _group(self, groups: Groups, *, on_hosts: bool = False, is_everybody: bool = False) -> Group:
@@ -364,14 +370,15 @@ class Ranks:
 
 @final
 class HostCollectives:
-    """Collectives over host memory, between iterations.
+    """Collectives of all processes over host memory, between iterations; of those in this stage alone, if asked.
 
-    All ranks call each method at the same point. If there is one rank (``ranks=None``), methods return its value.
+    All of them call each method at the same point. If there is one rank (``ranks=None``), methods return its value.
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
+    def __init__(self, ranks: Ranks | None, *, of_stage: bool = False) -> None:
         self._ranks = ranks
-        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._group = None if ranks is None else ranks.all if of_stage else ranks.everybody
+        self.rank, self.size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
 
     def has_failed(self) -> bool:
         """Return whether another rank is known to have failed."""
@@ -379,17 +386,15 @@ class HostCollectives:
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value."""
-        return value if self._ranks is None else int(self._ranks.all.broadcast(torch.tensor(value, device="cpu")))
+        return value if self._group is None else int(self._group.broadcast(torch.tensor(value, device="cpu")))
 
     def broadcast_text(self, make: Callable[[], str]) -> str:
         """Return the text that rank 0 makes, while the others wait. The text must not be empty."""
-        if self._ranks is None:
+        if self._group is None:
             return make()
         values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
         count = self.broadcast(len(values))
-        text = self._ranks.all.broadcast(
-            values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu")
-        )
+        text = self._group.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu"))
         return bytes(text.tolist()).decode()
 
     def mean(self, value: float) -> float:
@@ -402,6 +407,8 @@ class HostCollectives:
 
     def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the elementwise mean of all ranks' arrays, which have the same shape."""
-        if self._ranks is None:
+        if self._group is None:
             return values
-        return np.array(self._ranks.all_reduce(values.ravel().tolist())).reshape(values.shape) / self.size
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._group.all_reduce(total)
+        return total.numpy() / self.size

@@ -26,7 +26,7 @@ def end_audit(audit: Audit, runtime: Runtime) -> None:
     stored = functools.partial(stored_gradients, runtime.state, iteration)
     runtime.doing = f"the audit of iteration {iteration + 1}"
     difference = audit.end_iteration(runtime.backend.device, stored, functools.partial(_summed, runtime))
-    if HostCollectives(runtime.ranks).any(bool(difference)):
+    if HostCollectives(runtime.ranks, of_stage=True).any(bool(difference)):
         what = difference or "another rank has found a difference"
         raise AuditError(
             f"audit of iteration {iteration + 1}: {what}; no weight has changed since the last step; audit='off' "

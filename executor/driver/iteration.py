@@ -535,7 +535,7 @@ class IterationDriver:
         self._has_run_back = True
         self._audit.end_micro_batch()
         self.visibility.show("")
-        if micro_batch == self._decisions.num_micro_batches - 1:
+        if micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back:
             self._sync_arrivals()
         self.gradients.expose(self._loop.iteration, micro_batch)
 

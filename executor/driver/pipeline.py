@@ -2,15 +2,17 @@
 
 [Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared
 by its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
-1F1B (:func:`planner.lowering.compute.one_f_one_b`). This module walks that order, and exchanges hidden states and their
+:func:`planner.lowering.compute.turns`. This module walks that order, and exchanges hidden states and their
 gradients with the stages beside it. Sends have a thread for each direction, so that computing goes on meanwhile.
 Whatever the plan of a stage has, such as weights that are fetched and updates on the host, works as in one process.
 """
 
 import concurrent.futures
+import io
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from executor.driver.on_demand import OnDemand
 from executor.module.stages import Stage
 from executor.module.user_gradients import UserGradients
 from planner.decisions import Decisions
-from planner.lowering.compute import one_f_one_b
+from planner.lowering.compute import turns
 from planner.schedule.tasks import Lane, Op
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -43,9 +45,13 @@ class Pipeline:
         model: the user's, of which this process has one stage.
         stage: what this process computes of it.
         decisions: those of the stage.
+        groups: the parameters of each of the optimizer's groups, in all stages.
         tied: names of the stage's weights that the first or last stage has too.
         gradients: those of the stage.
         edit: leaves the plan, and returns what reads and replaces this rank's gradients.
+
+    Attributes:
+        stage, groups: as given.
     """
 
     def __init__(
@@ -53,16 +59,19 @@ class Pipeline:
         model: nn.Module,
         stage: Stage,
         decisions: Decisions,
+        groups: Sequence[Sequence[nn.Parameter]],
         tied: Sequence[str],
         gradients: UserGradients,
         edit: Callable[[], OnDemand],
         ranks: Ranks,
         backend: Backend,
     ) -> None:
-        self._model, self._stage, self._decisions, self._tied = model, stage, decisions, tied
+        self.stage, self.groups = stage, groups
+        self._model, self._decisions, self._tied = model, decisions, tied
         self._gradients, self._edit, self._ranks, self._backend = gradients, edit, ranks, backend
         gradients.refusal = _ALONE
-        self._number, self._is_last = ranks.stage, ranks.stage == ranks.stages.size - 1
+        self._number, self._count = ranks.stage, ranks.stages.size
+        self._num_rounds = len(decisions.round_starts) + 1
         self._threads = {
             lane: concurrent.futures.ThreadPoolExecutor(1, f"{LANE_THREAD}{lane}")
             for lane in (Lane.SEND, Lane.SEND_BACK)
@@ -84,50 +93,65 @@ class Pipeline:
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
-        begun: dict[int, tuple[Tensor, Tensor | None]] = {}
-        losses = torch.zeros(count, dtype=torch.float64, device="cpu")
+        begun: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         found: dict[int, Tensor] = {}
-        for op, micro_batch in one_f_one_b(self._decisions.num_forwards_ahead, count):
+        for op, turn, micro_batch in turns(self._decisions.num_forwards_ahead, count, self._num_rounds):
             if op is Op.FORWARD:
-                begun[micro_batch] = self._forward(batches[micro_batch], loss)
-                if self._is_last:
-                    found[micro_batch] = begun[micro_batch][0].detach()
+                begun[turn, micro_batch] = self._forward(turn, batches[micro_batch], loss, count)
+                if self._is_last(turn):
+                    found[micro_batch] = begun[turn, micro_batch][0].detach()
             else:
-                self._backward(*begun.pop(micro_batch))
+                self._backward(turn, *begun.pop((turn, micro_batch)))
+        losses = self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
+        self._add_tied()
+        return losses
+
+    def evaluate(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
+        """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
+        losses = [0.0] * len(batches)
+        for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
+            made, _ = self._forward(turn, batch, loss, 1)
+            if self._is_last(turn):
+                losses[number] = float(made)
+        return self._on_all_stages(losses)
+
+    def _is_last(self, turn: int) -> bool:
+        return (turn, self._number) == (self._num_rounds - 1, self._count - 1)
+
+    def _on_all_stages(self, losses: Sequence[float]) -> list[float]:
+        """Return the last stage's losses, when everything has been sent."""
         for sent in self._sent:
             sent.result()
         self._sent.clear()
-        self._add_tied()
-        for micro_batch, value in found.items():
-            losses[micro_batch] = float(value) * count
-        self._ranks.stages.all_reduce(losses)
-        return losses.tolist()
+        total = torch.tensor(losses, dtype=torch.float64, device="cpu")
+        self._ranks.stages.all_reduce(total)
+        return total.tolist()
 
-    def _forward(self, batch: Mapping[str, Any], loss: Loss) -> tuple[Tensor, Tensor | None]:
-        """Return what backward begins with, and what gets a gradient for the stage before."""
-        stage, links = self._stage, self._ranks.forward
+    def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return what backward begins with, of so many micro-batches, and what gets a gradient for the stage before."""
+        stage, links = self.stage, self._ranks.forward
         stage.received = stage.made = None
-        stage.receive = lambda values: self._receive(links[self._number - 1], values, 0)
+        stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:
-            if self._is_last:
-                made = loss(self._model(**batch), batch) / self._decisions.num_micro_batches
-                return made, stage.received
-            self._model(**{name: value for name, value in batch.items() if name != "labels"})
+            with stage.in_round(turn):
+                if self._is_last(turn):
+                    return loss(self._model(**batch), batch) / count, stage.received
+                self._model(**{name: value for name, value in batch.items() if name != "labels"})
         finally:
             stage.receive = None
         assert stage.made is not None
         self._send(Lane.SEND, links[self._number], stage.made.detach(), 0)
         return stage.made, stage.received
 
-    def _backward(self, made: Tensor, received: Tensor | None) -> None:
+    def _backward(self, turn: int, made: Tensor, received: Tensor | None) -> None:
         gradient = None
-        if not self._is_last:
+        if not self._is_last(turn):
             gradient = torch.empty(made.shape, dtype=made.dtype, device=made.device)
             self._receive(self._ranks.back[self._number], gradient, 1)
         torch.autograd.backward(made, gradient)
         if received is not None:
             assert received.grad is not None
-            self._send(Lane.SEND_BACK, self._ranks.back[self._number - 1], received.grad, 1)
+            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received.grad, 1)
 
     def _own(self, values: Tensor) -> Tensor:
         """Return the part of flat values that this tensor-parallel rank sends: all ranks have all of them."""
@@ -178,20 +202,46 @@ class Pipeline:
             self._gradients.refusal = _ALONE
         return total
 
+    def shared(self, parameter: Tensor, dtype: torch.dtype, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a weight of any stage, on the host. All processes call this together.
+
+        Args:
+            parameter: the parameter.
+            dtype: the type of its values.
+            read: returns them where they are.
+        """
+        shape, home = self.stage.homes[cast("nn.Parameter", parameter)]
+        is_own = self._number == home
+        values = read(parameter).to("cpu").contiguous() if is_own else torch.empty(shape, dtype=dtype, device="cpu")
+        self._ranks.stages.send(values, home)
+        return values
+
+    def of_all_stages(self, state: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the optimizer's state of all stages, by the numbers of parameters. All call this together."""
+        homes = dict(enumerate(self.stage.homes[p][1] for group in self.groups for p in group))
+        own, found = io.BytesIO(), dict[int, Any]()
+        torch.save({number: entry for number, entry in state.items() if homes[number] == self._number}, own)
+        for home in range(self._ranks.stages.size):
+            count = torch.tensor(own.tell(), device="cpu")
+            self._ranks.stages.send(count, home)
+            data = torch.empty(int(count), dtype=torch.uint8, device="cpu")
+            if home == self._number:
+                data = torch.frombuffer(bytearray(own.getbuffer()), dtype=torch.uint8)
+            self._ranks.stages.send(data, home)
+            found |= torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        return dict(sorted(found.items()))
+
     def give_back(self) -> None:
         """Give this process the weights of all stages. All call this together, when each has those of its own."""
-        for parameter, shape, home in self._stage.parameters:
-            own = parameter.detach().to("cpu").contiguous()
-            values = own if own.shape == shape else torch.empty(shape, dtype=parameter.dtype, device="cpu")
-            self._ranks.stages.send(values, home)
-            self._foreign[parameter] = values
+        for parameter in self.stage.homes:
+            self._foreign[parameter] = self.shared(parameter, parameter.dtype, Tensor.detach)
 
     def close(self) -> None:
         """End the threads, and make the model whole again. Weights that were not given back are NaN."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
-        self._stage.undo()
-        for parameter, shape, _ in self._stage.parameters:
+        self.stage.undo()
+        for parameter, (shape, _) in self.stage.homes.items():
             if parameter.shape != shape:
                 empty = torch.full(shape, math.nan, dtype=parameter.dtype, device="cpu")
                 parameter.data = self._foreign.pop(parameter, empty)

@@ -63,6 +63,11 @@ class Progress:
         self.first = next(unit for unit in units if not unit.is_unused)
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
+        starts = [next(unit.name for unit in units if unit.segment == start) for start in decisions.round_starts]
+        self._firsts.update(starts)
+        self._round_firsts = {self._first, *starts}
+        turns = itertools.accumulate(unit.name in starts for unit in units)
+        self._rounds = {unit.name: turn for unit, turn in zip(units, turns, strict=True)}
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._unbroken = unbroken
@@ -100,9 +105,9 @@ class Progress:
 
     @property
     def begins(self) -> bool:
-        """Whether the plan's next task is the first forward of a micro-batch."""
+        """Whether the plan's next task is the first forward of a micro-batch, in any round."""
         expected = self._loop.expected()
-        at_first = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
+        at_first = expected is not None and expected.op is Op.FORWARD and expected.unit in self._round_firsts
         return at_first and expected is not None and not expected.tile
 
     @property
@@ -139,6 +144,12 @@ class Progress:
         if expected is None or expected.op is Op.CLIP:
             return True
         return expected.op is Op.FORWARD and expected.unit in self._firsts and not expected.tile
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether a backward of the plan is to come next, outside of forward."""
+        expected = self._loop.expected()
+        return not self.has_left and expected is not None and expected.op in _INSIDE_BACKWARD
 
     def leave(self) -> None:
         """Note that this iteration has left the plan."""
@@ -283,11 +294,11 @@ class Progress:
             self._backward_ended(self._num_micro_batches - 1)
             return
         assert self.task is not None
-        micro_batch = self.task.micro_batch
+        micro_batch, turn = self.task.micro_batch, self._rounds[self.task.unit]
         while (
             (expected := self._loop.expected()) is not None
             and expected.op in _INSIDE_BACKWARD
-            and expected.micro_batch == micro_batch
+            and (expected.micro_batch, self._rounds[expected.unit]) == (micro_batch, turn)
         ):
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()

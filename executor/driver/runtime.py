@@ -507,7 +507,7 @@ class Runtime:
         fits = kept_bytes + _slot_bytes(unit) <= _room_bytes(self.gpu, self.backend, kept_bytes)
         if unit.is_sharded:
             self.doing = f"an evaluation, at {unit.name}"
-            fits = not HostCollectives(self.ranks).any(not fits)
+            fits = not HostCollectives(self.ranks, of_stage=True).any(not fits)
         if fits:
             self._visibility = visibility
             _evaluating.add(self)

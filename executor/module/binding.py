@@ -128,15 +128,16 @@ class Marker(NamedTuple):
 
 
 def marked(
-    model: nn.Module, units: tuple[Unit, ...], whole: Iterable[nn.Module] = ()
+    model: nn.Module, units: tuple[Unit, ...], whole: Iterable[nn.Module] = (), *, several: bool = False
 ) -> dict[nn.Module, dict[int, Marker]]:
     """Return the modules whose hooks report progress, with what they mark in each call; see [Note: Module boundaries].
 
-    Modules ``whole``, which are compiled or compute in tiles, report progress in place of those inside them.
+    Modules ``whole``, which are compiled or compute in tiles, report progress in place of those inside them. See
+    :func:`unit_modules` for ``several``.
     """
     found: dict[nn.Module, dict[int, Marker]] = {}
     for call, mine in calls(units).items():
-        unit_of = unit_modules(model, mine, several=units[-1].call > 1)
+        unit_of = unit_modules(model, mine, several=several or units[-1].call > 1)
         for module in whole:
             if inside := [unit_of.pop(inner) for inner in module.modules() if inner in unit_of]:
                 unit_of[module] = inside[0]
@@ -193,7 +194,7 @@ def bind(
     if decisions.layer_tile_tokens is not None:
         whole += (tiled := tiled_modules(model, units))
         undo += tile_modules(tiled, decisions.layer_tile_tokens)
-    for module, of_module in marked(model, units, whole).items():
+    for module, of_module in marked(model, units, whole, several=bool(decisions.round_starts)).items():
         undo += _hooks(module, of_module, callbacks)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
     again: dict[nn.Module, dict[int, _Again]] = {}

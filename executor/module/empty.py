@@ -55,6 +55,14 @@ def empty_parameters() -> Iterator[None]:
         yield
 
 
+def give_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Set a parameter's values, also if it is on the meta device."""
+    if parameter.is_meta:
+        _swap_tensor(parameter, values)
+    else:
+        parameter.data = values
+
+
 def _swap_tensor(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Move a parameter to another device, which assigning its ``data`` does not allow."""
     other = nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -7,7 +7,8 @@ process. In place of its input, the stage's first layer gets the hidden states o
 makes is sent on.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.module.binding import segment_module, unit_modules
+from executor.module.empty import give_values
+from executor.module.naming import Naming
 from planner.graph import Unit
 
 Receive = Callable[[Tensor], None]
@@ -28,63 +31,99 @@ class Stage:
 
     Args:
         model: the whole model, which is changed in place.
-        dealt: the segments of every stage.
+        chunks: the segments of every chunk, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         number: this process's stage.
+        num_stages: stages, of which each has every so many chunks.
 
     Attributes:
         received: the hidden states that the latest forward began with, which get a gradient; ``None`` if it began with
             the batch.
         made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
         receive: see :data:`Receive`. Set it before a forward.
-        parameters: all of the model's, each with its shape, and the first stage that has it. Those that this process
-            does not have are empty, once they are dropped.
+        homes: all of the model's parameters, each with its shape, and the first stage that has it. Those that this
+            process does not have are empty, once they are dropped.
 
     Raises:
         BindingError: the model's layers are not modules of their own.
     """
 
-    def __init__(self, model: nn.Module, dealt: Sequence[Sequence[list[Unit]]], number: int) -> None:
+    def __init__(self, model: nn.Module, chunks: Sequence[Sequence[list[Unit]]], number: int, num_stages: int) -> None:
         self.received: Tensor | None = None
         self.made: Tensor | None = None
         self.receive: Receive | None = None
         self._model, self._undo = model, list[Callable[[], None]]()
-        stage_of = {unit.name: stage for stage, parts in enumerate(dealt) for part in parts for unit in part}
+        self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
+        chunk_of = {unit.name: chunk for chunk, parts in enumerate(chunks) for part in parts for unit in part}
         layers = {
-            segment_module(model, part): stage
-            for stage, parts in enumerate(dealt)
+            segment_module(model, part): chunk
+            for chunk, parts in enumerate(chunks)
             for part in parts
             if part[0].in_layer
         }
-        own = [layer for layer, stage in layers.items() if stage == number]
-        if model in layers or not own:
+        if model in layers or not any(chunk % num_stages == number for chunk in layers.values()):
             raise BindingError(
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
         inside = {module for layer in layers for module in layer.modules()}
-        units = tuple(unit for parts in dealt for part in parts for unit in part)
-        around = {m: stage_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
+        units = tuple(unit for parts in chunks for part in parts for unit in part)
+        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
         homes: dict[nn.Parameter, int] = {}
-        for module, stage in (layers | around).items():
+        for module, chunk in (layers | around).items():
             for parameter in module.parameters():
-                homes[parameter] = min(homes.get(parameter, stage), stage)
-        self.parameters = [(p, p.shape, homes[p]) for p in model.parameters() if p in homes]
-        for module, stage in (layers | around).items():
-            if stage != number:
-                self._replace(module)
-        if number > 0:
-            self._undo.append(own[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-        if number < len(dealt) - 1:
-            self._undo.append(own[-1].register_forward_hook(self._end).remove)
+                homes[parameter] = min(homes.get(parameter, num_stages), chunk % num_stages)
+        self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
+        own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
+        for module in (layers | around).keys() - own.keys():
+            self._replace(module)
+        stand_ins = {module: _StandIn(module) for module in own} if len(chunks) > num_stages else {}
+        self._places = [
+            (parent._modules, name, child, stand_ins[child], own[child])
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if child in stand_ins
+        ]
+        for chunk in range(number, len(chunks), num_stages):
+            there = [layer for layer, its in layers.items() if its == chunk]
+            if chunk > 0:
+                self._undo.append(there[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            if chunk < len(chunks) - 1:
+                self._undo.append(there[-1].register_forward_hook(self._end).remove)
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
         self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def in_round(self, turn: int) -> Iterator[None]:
+        """Return a context in which the model computes what the stage has in a round, and hands the rest on."""
+        for modules, name, _, stand_in, its in self._places:
+            if its != turn:
+                modules[name] = stand_in
+        try:
+            yield
+        finally:
+            for modules, name, module, _, _ in self._places:
+                modules[name] = module
 
     def drop(self) -> None:
         """Free the weights of other stages."""
         kept = {*self._model.parameters()}
-        for parameter, _, _ in self.parameters:
+        for parameter in self.homes:
             if parameter not in kept:
-                parameter.data = parameter.data.new_empty(0)
+                give_values(parameter, torch.empty(0, dtype=parameter.dtype, device="cpu"))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter of any stage."""
+        return isinstance(tensor, nn.Parameter) and tensor in self.homes
+
+    def naming(self) -> Naming:
+        """Return the names of the whole model's tensors in files of weights."""
+        for inner, name, parameter in self._taken:
+            inner._parameters[name] = parameter
+        try:
+            return Naming(self._model, {id(parameter): shape for parameter, (shape, _) in self.homes.items()})
+        finally:
+            for inner, name, _ in self._taken:
+                inner._parameters[name] = None
 
     def _replace(self, module: nn.Module) -> None:
         """Take a module's weights, and let it hand on what it is given."""
@@ -93,7 +132,7 @@ class Stage:
         for inner in module.modules():
             for name, parameter in list(inner.named_parameters(recurse=False)):
                 inner._parameters[name] = None
-                self._undo.append(_putting_back(inner, name, parameter))
+                self._taken.append((inner, name, parameter))
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self.receive is not None
@@ -111,7 +150,7 @@ class Stage:
         if self.receive is None:
             raise BindingError(
                 "the model was called, but this process has one stage of it; call optimizer.forward_backward(batches), "
-                "and evaluate after session.close()"
+                "or optimizer.evaluate(batches)"
             )
 
     def _refuse_state_dict(self, *_: object) -> None:
@@ -124,6 +163,24 @@ class Stage:
         """Make the model whole again. Parameters that were dropped stay empty."""
         while self._undo:
             self._undo.pop()()
+        while self._taken:
+            module, name, parameter = self._taken.pop()
+            module.register_parameter(name, parameter)
+
+
+class _StandIn(nn.Module):
+    """Hands on what one of the stage's modules gets in the rounds of others, without its hooks.
+
+    The model finds the module's other attributes, of which some choose masks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["_stands_for"] = module  # not as a child
+        self.forward = _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_stands_for"], name)
 
 
 def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -135,7 +192,7 @@ def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
 
     Those of a class of the model's own, which looks up positions, broadcast to the others.
     """
-    zero = module.weight.detach().new_zeros(())
+    zero = torch.zeros((), dtype=module.weight.dtype, device="cpu")
     width = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
 
     def zeros(given: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -143,7 +200,3 @@ def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
         return zero.to(given.device).expand(*(shape if type(module) in {nn.Embedding, nn.Linear} else ()), width)
 
     return zeros
-
-
-def _putting_back(module: nn.Module, name: str, parameter: nn.Parameter) -> Callable[[], None]:
-    return lambda: module.register_parameter(name, parameter)

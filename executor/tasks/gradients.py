@@ -31,7 +31,13 @@ class GradientTasks:
     ) -> None:
         """Take a gradient from autograd, in the thread that runs backward."""
         if (held := self.take(unit, parameter, gradient, micro_batch, iteration)) is not None:
-            unit.flushing.setdefault(micro_batch, {})[parameter.name] = held
+            # In rounds, micro-batches come one after another: their sum leaves with the last.
+            due = self._decisions.num_micro_batches - 1 if self._decisions.in_rounds else micro_batch
+            sums = unit.flushing.setdefault(due, {})
+            if parameter.name in sums:
+                sums[parameter.name].values.add_(held.values)
+            else:
+                sums[parameter.name] = held
 
     def take(
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int

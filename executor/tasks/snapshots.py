@@ -31,6 +31,7 @@ class Snapshots:
     """The state that snapshot tasks copy to checkpoints, and the buffers for these copies.
 
     A tensor-parallel shard of a parameter is saved under its own name, and so are its rows in one of several units.
+    Of weights that two stages of a pipeline have, the first saves the state.
 
     Args:
         host: host memory, from which the buffers are taken.
@@ -58,7 +59,7 @@ class Snapshots:
         self.engine: CheckpointEngine | None = None
         self._state = state
         self._backend = backend
-        self._entry = entry
+        self._entry, self._copies = entry, options.copies
         pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
         self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
@@ -140,6 +141,7 @@ class Snapshots:
                 part.within.start,
             )
             for parameter in unit.parameters
+            if parameter.shard.name not in self._copies
             for part in parameter.parts
             if part.piece.index == key[1] and (parameter.shard.dim is not None or not parameter.shard.mesh.tensor)
         ]

@@ -34,11 +34,11 @@ class Nodes:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.rank, self.size = ranks.rank, ranks.size
+        self.rank, self.size = ranks.process, ranks.everybody.size
         local = os.environ.get("LOCAL_RANK")
         name = this_machine() if local is None else f"node of rank {self.rank - int(local)}"
-        leader = min(ranks.all.ranks_with_same(name.encode()))
-        leaders = ranks.all.all_gather_on_host(torch.tensor([leader], device="cpu")).tolist()
+        leader = min(ranks.everybody.ranks_with_same(name.encode()))
+        leaders = ranks.everybody.all_gather_on_host(torch.tensor([leader], device="cpu")).tolist()
         by_leader = {
             first: [rank for rank in range(self.size) if leaders[rank] == first] for first in sorted(set(leaders))
         }

@@ -1,5 +1,6 @@
 """Restores state from checkpoints to where a plan keeps it. Another plan with other ranks may have saved it."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from executor.memory.units import ParameterState, UnitState
 from executor.optimizer.blocks import SCALES, spread
 from executor.optimizer.reference import ROUNDS
 from executor.prepare import OffloadedOptimizer, check_prepared
+from executor.session import Session
 from executor.training_state.groups import groups_in_order, warn_of_differences
 from executor.training_state.rng_state import set_rng_state
 from planner.optimizers import Optimizer
@@ -33,10 +35,17 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         DamagedError: a needed part of it is damaged or missing, and some state has changed. Restore another checkpoint.
     """
     check_prepared(optimizer)
+    with Checkpoint(checkpoint.folder, _with_copies(optimizer, checkpoint.manifest)) as named:
+        return _restore(optimizer, named)
+
+
+def _restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
     collectives = session.collectives
-    extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
+    extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0] | _of_all(
+        of_ranks, session
+    )
     class_name = optimizer.entry.torch_class.__name__
     if extra["optimizer"] not in {class_name, *optimizer.entry.converts}:
         raise CheckpointError(
@@ -82,8 +91,41 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     return extra
 
 
+def _of_all(of_ranks: Sequence[Mapping[str, Any]], session: Session) -> dict[str, Any]:
+    """Return what ranks have saved of their own parameters, of all: those of another stage have others."""
+    joined: dict[str, Any] = {
+        key: {name: value for each in of_ranks for name, value in each.get(key, {}).items()}
+        for key in ("steps", "numbers", "shapes")
+    }
+    for held, (copy, name) in itertools.product([*joined.values()], session.options.copies.items()):
+        if name in held:
+            held[copy] = held[name]
+    if all("parameters" in each for each in of_ranks):
+        groups = zip(*(each["parameters"] for each in of_ranks), strict=True)
+        joined["parameters"] = [list(dict.fromkeys(itertools.chain(*names))) for names in groups]
+    return joined
+
+
+def _with_copies(optimizer: OffloadedOptimizer, manifest: Manifest) -> Manifest:
+    """Return a manifest that has copied weights (:attr:`executor.options.Options.copies`) under their names here."""
+    kinds = {parameter.kind for _, parameter in optimizer.session.runtime.state.by_name.values()}
+    keys = {MASTER, *SCALES.values()}.union(*(optimizer.buffers_of(kind) for kind in kinds))
+    wanted = {
+        tensor_name(name, key): tensor_name(copy, key)
+        for copy, name in optimizer.session.options.copies.items()
+        for key in keys
+    }
+    found = {
+        wanted[whole] + own.removeprefix(whole): record
+        for own, record in manifest.tensors.items()
+        if (whole := whole_name(own)) in wanted
+    }
+    return manifest.model_copy(update={"tensors": manifest.tensors | found})
+
+
 def files_needed(optimizer: OffloadedOptimizer, manifest: Manifest) -> set[int]:
     """Return the indices of the files that :func:`restore` reads on this rank, or more."""
+    manifest = _with_copies(optimizer, manifest)
     session, found = optimizer.session, set[int]()
     by_name: dict[str, list[TensorRecord]] = {}
     for own, record in manifest.tensors.items():

@@ -45,11 +45,14 @@ def choices(request: Request) -> tuple[Choice, ...]:
         if request.num_devices % (tensor * pipeline):
             continue
         data = request.num_devices // (tensor * pipeline)
-        for expert, sharing in itertools.product(_expert_ways(request, data), _context_ways(request, data)):
+        for expert, sharing, rounds in itertools.product(
+            _expert_ways(request, data), _context_ways(request, data), _round_ways(request, pipeline)
+        ):
             degrees = Choice(
                 data_parallel=data,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
+                pipeline_rounds=rounds,
                 expert_parallel=expert,
                 context_parallel=sharing,
                 kernels=None if request.kernels == "auto" else request.kernels,
@@ -74,7 +77,8 @@ def choices(request: Request) -> tuple[Choice, ...]:
             f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each, or let ranks share sequences (--parallel "
             "context=)"
         )
-    return tuple(found)
+    turns = [choice for choice in (_in_turn(request, alone) for alone in found) if choice is not None]
+    return tuple(found + turns)
 
 
 def _check_captured(request: Request, model: CapturedModel) -> None:
@@ -101,6 +105,34 @@ def _ways(request: Request) -> tuple[list[int], list[int]]:
         [request.tensor_parallel] if request.tensor_parallel else tensor,
         [request.pipeline_parallel] if request.pipeline_parallel else divisors,
     )
+
+
+def _in_turn(request: Request, alone: Choice) -> Choice | None:
+    """Return the choice in which layers move from device to device, and the same sequences pass them; ``None``: none.
+
+    Where devices exchange data through the host's links, data-parallel ranks bring each weight there several times.
+
+    Args:
+        request: which leaves the degrees open.
+        alone: the choice of data-parallel ranks.
+    """
+    count, fabric, model = request.num_devices, request.hardware.intra_node, request.model
+    degrees = (request.tensor_parallel, request.pipeline_parallel, request.expert_parallel, request.context_parallel)
+    is_open = not (any(degrees) or request.global_batch or request.segment_tile_sequences)
+    in_node = 1 < count <= request.hardware.devices_per_node and fabric is not None and fabric.via_host_link
+    if isinstance(model, CapturedModel) or not (is_open and in_node and model.num_layers >= 2 * count):
+        return None
+    update = {"data_parallel": 1, "pipeline_parallel": count, "pipeline_rounds": model.num_layers // count}
+    return alone.model_copy(update=update | {"num_micro_batches": count * alone.num_micro_batches})
+
+
+def _round_ways(request: Request, pipeline: int) -> list[int]:
+    """Return the rounds of a pipeline to try: one, and as many as there are layers, so that each comes alone."""
+    if request.pipeline_rounds:
+        return [request.pipeline_rounds]
+    if request.global_batch is None or pipeline == 1 or isinstance(request.model, CapturedModel):
+        return [1]
+    return list(dict.fromkeys((1, max(request.model.num_layers // pipeline, 1))))
 
 
 def _expert_ways(request: Request, data: int) -> list[int]:
@@ -165,10 +197,16 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
                 f"{name} {getattr(degrees, name)} must divide the {degrees.data_parallel} data-parallel ranks, of "
                 "which so many share experts or sequences; change one of them"
             )
-    if degrees.pipeline_parallel > model.num_layers:
+    if degrees.pipeline_rounds > 1 and degrees.pipeline_parallel == 1:
+        raise ModelConfigError(
+            f"{degrees.pipeline_rounds} rounds are of a pipeline's stages; leave --parallel rounds out, or choose "
+            "pipeline= too"
+        )
+    if degrees.pipeline_parallel * degrees.pipeline_rounds > model.num_layers:
+        rounds = f" in {degrees.pipeline_rounds} rounds" if degrees.pipeline_rounds > 1 else ""
         raise ModelConfigError(
             f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
-            "share; choose fewer stages"
+            f"share{rounds}; choose fewer"
         )
     if degrees.pipeline_parallel > 1 and max(degrees.expert_parallel, degrees.context_parallel) > 1:
         raise ModelConfigError("experts and sequences are not shared by ranks of a pipeline; choose one of both")

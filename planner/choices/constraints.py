@@ -96,6 +96,13 @@ class Constraints:
     pipeline_parallel: Count | None = described(
         "stages that share the layers", most=100_000, flags=("--parallel",), part="pipeline"
     )
+    pipeline_rounds: Count | None = described(
+        "times that a micro-batch comes to a stage, each time for other layers, whose weights come once for all "
+        "micro-batches (1, or chosen with --global-batch)",
+        most=10_000,
+        flags=("--parallel",),
+        part="rounds",
+    )
     expert_parallel: Count | None = described(
         "data-parallel ranks that share the experts", most=100_000, flags=("--parallel",), part="expert"
     )

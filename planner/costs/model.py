@@ -363,10 +363,15 @@ class CostModel:
 
     def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""
-        last = self.layout.pipeline - 1
-        to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)
+        count = self.layout.pipeline
+        to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, count - 1 - task.stage) % count
         fabric = self._fabrics.between(task.stage, to)
-        return Price(fabric.latency_s.value, task.num_bytes / fabric.bytes_per_s.value, ((Resource.FABRIC, 1.0),))
+        rate = fabric.bytes_per_s.value
+        uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
+        if fabric.via_host_link:
+            best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
+            uses.append((Resource.LINK_DOWN, min(rate, best)))
+        return Price(fabric.latency_s.value, task.num_bytes / rate, tuple(sorted(uses)))
 
 
 def _seconds(quantity: Quantity | None) -> float:

@@ -29,6 +29,7 @@ class Decisions(Sharding):
             backward).
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         num_forwards_ahead: micro-batches whose forward runs before the first one's backward, as in a pipeline's stages.
+        round_starts: of a stage, the segments with which its rounds begin, but the first.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
     """
 
@@ -42,6 +43,7 @@ class Decisions(Sharding):
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     num_forwards_ahead: Count = 1
+    round_starts: tuple[str, ...] = ()
     overlap_next_forward: bool = True
     units: dict[str, UnitDecision]
 
@@ -64,6 +66,11 @@ class Decisions(Sharding):
             )
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
+        elif self.pipeline_rounds > 1:
+            raise ValueError(
+                f"pipeline_rounds is {self.pipeline_rounds}, but there are no stages; leave it out, or choose a "
+                "pipeline_parallel of at least 2"
+            )
         if self.fp8_weights:
             _check_fp8_weights(self)
         for name, unit in self.units.items():
@@ -78,6 +85,11 @@ class Decisions(Sharding):
                     "'nvme' or params to 'host'"
                 )
         return self
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether all micro-batches pass a round of layers before the next one, so that their gradients leave once."""
+        return self.pipeline_rounds > 1 or bool(self.round_starts)
 
     @property
     def uses_storage(self) -> bool:
@@ -131,9 +143,10 @@ class Decisions(Sharding):
         [Note: In place] The device has the weights, and the update that uses the gradient makes new ones. So nobody
         needs the host's weights between their last copy to the device and that update: 2 bytes per parameter. The
         master copy is untouched, so nothing is lost. Weights that are fetched again for a later micro-batch are not
-        overwritten, and gradients that wait elsewhere do not overwrite any.
+        overwritten, and gradients that wait elsewhere do not overwrite any. In rounds, gradients leave when no
+        micro-batch is left.
         """
-        often = self.num_micro_batches > 1 and self.units[unit].fetched
+        often = self.num_micro_batches > 1 and self.units[unit].fetched and not self.in_rounds
         spilled = place is Place.NVME and self.spill_gradients
         return not (often or spilled) and self.flushes(unit, place) and self.serves(unit, place)
 

@@ -10,6 +10,7 @@ computes the whole micro-batch, so losses are what they are without tiles. The c
 nothing else, in lowering or execution, says which comes next.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -21,10 +22,10 @@ AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REM
 
 
 def lay_in_turn(program: Program) -> None:
-    """Append forward and backward of micro-batches to the spine: one after the other, or some forwards ahead."""
+    """Append forward and backward of micro-batches to the spine, in the order of :func:`turns`."""
     decisions = program.decisions
-    for op, micro_batch in one_f_one_b(decisions.num_forwards_ahead, decisions.num_micro_batches):
-        for segment in program.segments if op is Op.FORWARD else reversed(program.segments):
+    for op, turn, micro_batch in turns(decisions.num_forwards_ahead, decisions.num_micro_batches, len(program.rounds)):
+        for segment in program.rounds[turn] if op is Op.FORWARD else reversed(program.rounds[turn]):
             tiles = range(segment[0].unit.num_tiles)
             for tile in tiles if op is Op.FORWARD else reversed(tiles):
                 if op is Op.BACKWARD:
@@ -34,15 +35,25 @@ def lay_in_turn(program: Program) -> None:
                     program.lay(unit.forwards, Op.FORWARD, unit, micro_batch, tile)
 
 
-def one_f_one_b(num_ahead: int, num_micro_batches: int) -> Iterator[tuple[Op, int]]:
-    """Yield forwards and backwards: ``num_ahead`` forwards, then backwards and forwards in turn."""
+def turns(num_ahead: int, num_micro_batches: int, num_rounds: int = 1) -> Iterator[tuple[Op, int, int]]:
+    """Yield what is computed in turn: forward or backward, the round, and the micro-batch.
+
+    In the last round, and so without rounds, ``num_ahead`` forwards come first, and then backwards and forwards in
+    turn. In each round before, all forwards come before the next round; their backwards follow in the same way.
+    """
+    *before, last = range(num_rounds)
+    everything = range(num_micro_batches)
+    for turn, micro_batch in itertools.product(before, everything):
+        yield Op.FORWARD, turn, micro_batch
     num_ahead = min(num_ahead, num_micro_batches)
-    for micro_batch in range(num_ahead):
-        yield Op.FORWARD, micro_batch
-    for micro_batch in range(num_micro_batches):
-        yield Op.BACKWARD, micro_batch
+    for micro_batch in everything[:num_ahead]:
+        yield Op.FORWARD, last, micro_batch
+    for micro_batch in everything:
+        yield Op.BACKWARD, last, micro_batch
         if micro_batch + num_ahead < num_micro_batches:
-            yield Op.FORWARD, micro_batch + num_ahead
+            yield Op.FORWARD, last, micro_batch + num_ahead
+    for turn, micro_batch in itertools.product(reversed(before), everything):
+        yield Op.BACKWARD, turn, micro_batch
 
 
 def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int, tile: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 Each micro-batch's gradient is copied to the host once, and the host adds it to the sum: 2 B/param
 of traffic in bf16. Tiles of a micro-batch add up on the device: see [Note: Breadth order] in
-:mod:`planner.lowering.compute`.
+:mod:`planner.lowering.compute`. So do micro-batches that pass a round of a pipeline one after another.
 """
 
 from collections import Counter
@@ -16,17 +16,19 @@ _ADDING_PASSES = 3  # two gradients in, their sum out
 
 def gradients(program: Program) -> None:
     """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
-    num_slots = program.decisions.num_gradient_slots
+    decisions, num_slots = program.decisions, program.decisions.num_gradient_slots
+    adds_up, last = decisions.in_rounds, decisions.num_micro_batches - 1
     leaving: list[int] = []
     spilled: list[Task] = []
     for draft in program.spine:
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
-        if draft.tile == unit.unit.num_tiles - 1:  # its gradients are new; those of later tiles are added to them
+        is_first = draft.tile == unit.unit.num_tiles - 1 and not (adds_up and draft.micro_batch)
+        if is_first:  # its gradients are new; those of later tiles are added to them
             wait_for_slot(draft, leaving, num_slots)
         else:
-            draft.num_bytes = _ADDING_PASSES * program.decisions.precision.gradient_bytes * unit.num_params
-        if draft.tile:
+            draft.num_bytes = _ADDING_PASSES * decisions.precision.gradient_bytes * unit.num_params
+        if draft.tile or (adds_up and draft.micro_batch < last):
             continue
         ready = reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)

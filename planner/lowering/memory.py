@@ -116,6 +116,9 @@ def hold_leaving(
             made = scatter
         elif ranks > 1:
             continue
+        elif host and micro_batch not in unit.flushes:  # added up until the last one
+            summed = summed or made
+            continue
         if host:
             last = unit.flushes[micro_batch]
             hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, free_after.get(last.index, last))

@@ -49,7 +49,7 @@ def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size.
 
     If tiles pass a segment one after another, its units stay until the last tile: then a slot of the ring is one for
-    each unit of a segment.
+    each unit of a segment. So it is with micro-batches and a round of a pipeline.
 
     If a unit needs several units of one size at once (its own and another's weights, or those of two others), each of
     the others has a ring of its own. Units that the batch does not reach take the smallest slot that is large enough.
@@ -62,7 +62,7 @@ def assign_slots(program: Program) -> Slots:
     of_unit: dict[str, int] = {}
     sizes: list[_Size] = []
     for (size, _), ring in rings.items():
-        count = min(program.decisions.num_param_slots * _held_at_once(ring), len(ring))
+        count = min(program.decisions.num_param_slots * _held_at_once(program, ring), len(ring))
         of_unit |= {unit.name: len(sizes) + i % count for i, unit in enumerate(ring)}
         sizes += [size] * count
     unused = [unit for unit in program.units if unit.unit.is_unused and _moves(unit)]
@@ -75,8 +75,11 @@ def assign_slots(program: Program) -> Slots:
     return Slots(of_unit, *(zip(*sizes, strict=True) if sizes else ((), (), ())))
 
 
-def _held_at_once(ring: Iterable[LoweredUnit]) -> int:
-    """Return how many units of a ring stay in their slots while tiles pass their segment."""
+def _held_at_once(program: Program, ring: Iterable[LoweredUnit]) -> int:
+    """Return how many units of a ring stay in their slots while tiles pass their segment, or micro-batches a round."""
+    if len(program.rounds) > 1:
+        of_rounds = ({unit for segment in segments for unit in segment} for segments in program.rounds)
+        return max(len(units & {*ring}) for units in of_rounds)
     return max(Counter(unit.unit.segment for unit in ring if unit.unit.num_tiles > 1).values(), default=1)
 
 

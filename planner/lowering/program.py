@@ -94,6 +94,7 @@ class Program:
         units: the same units with their decisions.
         named: the lowered units by name.
         segments: the lowered units by segment, in forward order.
+        rounds: the segments of each round, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         drafts: all tasks, by key.
         spine: the tasks that the training loop reaches, in order.
         computing: the compute tasks of the spine.
@@ -129,6 +130,11 @@ class Program:
                 lowered.moved_bytes = lowered.unit.swap_bytes
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
+        self.rounds: list[list[list[LoweredUnit]]] = [[]]
+        for segment in self.segments:
+            if segment[0].unit.segment in decisions.round_starts:
+                self.rounds.append([])
+            self.rounds[-1].append(segment)
         self.drafts: list[Task] = []
         self.spine: list[Task] = []
         self.computing: list[Task] = []

@@ -10,6 +10,13 @@ from dependencies.
 The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
 Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
+
+[Note: Rounds] With ``pipeline_rounds`` of more than one, layers move from device to device: the model is dealt in as
+many chunks as stages and rounds make, chunk ``c`` to stage ``c mod p``, and each micro-batch comes to every stage once
+a round. All micro-batches pass a chunk before the stage turns to its next one (Lamy-Poirier, *Breadth-First Pipeline
+Parallelism*, 2023), but for the last round, which is 1F1B. So weights that a stage fetches come once for all
+micro-batches, to one device of a node: the host's memory is read once. Gradients add up on the device, and leave once.
+There are fewer bubbles: ``p - 1`` chunks wait, not ``p - 1`` stages.
 """
 
 import dataclasses
@@ -19,37 +26,45 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
-from planner.lowering.compute import one_f_one_b
+from planner.lowering.compute import turns
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
+from planner.models.choice import Choice
 from planner.models.operators import weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
-_Kind = tuple[Op, int]  # forward or backward, and the micro-batch
+_Kind = tuple[Op, int, int]  # forward or backward, the round, and the micro-batch
 
 
-def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
-    """Return the segments of every stage.
+def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[list[list[Unit]]]:
+    """Return the segments of every chunk.
 
-    Layers are divided as evenly as possible; the first stages may have one more. The embedding belongs to the first
-    stage, the head and the loss to the last.
+    Layers are divided as evenly as possible; the first chunks may have one more. The embedding belongs to the first
+    chunk, the head and the loss to the last. Chunk ``c`` is one of stage ``c mod num_stages``.
 
     Raises:
-        ValueError: there are fewer layers than stages.
+        ValueError: there are fewer layers than chunks.
     """
-    parts = segments(units)
+    parts, count = segments(units), num_stages * num_rounds
     layers = [i for i, part in enumerate(parts) if part[0].in_layer]
-    if len(layers) < num_stages:
+    if len(layers) < count:
+        rounds = f" in {num_rounds} rounds" if num_rounds > 1 else ""
         raise ValueError(
-            f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
-            f"most {len(layers)}"
+            f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages{rounds}; choose a pipeline_parallel "
+            f"of at most {len(layers) // num_rounds}"
         )
-    share, rest = divmod(len(layers), num_stages)
-    firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
+    share, rest = divmod(len(layers), count)
+    firsts = [layers[chunk * share + min(chunk, rest)] for chunk in range(1, count)]
     bounds = [0, *firsts, len(parts)]
     return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def of_stages(units: tuple[Unit, ...], choice: Choice) -> list[list[list[list[Unit]]]]:
+    """Return the chunks of every stage."""
+    chunks = deal(units, choice.pipeline_parallel, choice.pipeline_rounds)
+    return [chunks[stage :: choice.pipeline_parallel] for stage in range(choice.pipeline_parallel)]
 
 
 def stage_of(
@@ -67,11 +82,12 @@ def stage_of(
         whole model, and what this stage calls it. The last stage has a copy of weights that its head shares.
     """
     num_stages = decisions.pipeline_parallel
-    of_stages = [[unit for segment in dealt for unit in segment] for dealt in deal(units, num_stages)]
+    dealt = of_stages(units, decisions)
+    of_stage = [[unit for chunk in chunks for segment in chunk for unit in segment] for chunks in dealt]
     specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    homes = {spec.name: number for number, own in enumerate(of_stages) for unit in own for spec in unit.parameters}
+    homes = {spec.name: number for number, own in enumerate(of_stage) for unit in own for spec in unit.parameters}
     tied, own = {}, list[Unit]()
-    for number, unit in ((number, unit) for number, mine in enumerate(of_stages) for unit in mine):
+    for number, unit in ((number, unit) for number, mine in enumerate(of_stage) for unit in mine):
         for operator in unit.operators:
             for name in operator.shared_parameters:
                 if homes[name] != number and stage in {homes[name], number}:
@@ -80,7 +96,13 @@ def stage_of(
             own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
     chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)
-    more = {"units": chosen, "pipeline_parallel": 1, "num_forwards_ahead": ahead}
+    more = {
+        "units": chosen,
+        "pipeline_parallel": 1,
+        "pipeline_rounds": 1,
+        "num_forwards_ahead": ahead,
+        "round_starts": tuple(chunk[0][0].segment for chunk in dealt[stage][1:]),
+    }
     return tuple(own), decisions.model_copy(update=more), tied
 
 
@@ -116,20 +138,21 @@ def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ..
     return tuple(unit for stage in range(decisions.pipeline_parallel) for unit in stage_of(units, decisions, stage)[0])
 
 
-def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:
-    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, predecessors first."""
-    left = [deque(one_f_one_b(num_stages - stage, num_micro_batches)) for stage in range(num_stages)]
+def issue_order(num_stages: int, num_micro_batches: int, num_rounds: int = 1) -> Iterator[tuple[Op, int, int]]:
+    """Yield (forward or backward, chunk, micro-batch): the order within each stage, predecessors first."""
+    left = [deque(turns(num_stages - stage, num_micro_batches, num_rounds)) for stage in range(num_stages)]
     issued: set[tuple[Op, int, int]] = set()
     while any(left):
         for stage in range(num_stages):
             while left[stage]:
-                op, micro_batch = left[stage][0]
-                sender = stage - 1 if op is Op.FORWARD else stage + 1
-                if 0 <= sender < num_stages and (op, sender, micro_batch) not in issued:
+                op, turn, micro_batch = left[stage][0]
+                chunk = turn * num_stages + stage
+                sender = chunk - 1 if op is Op.FORWARD else chunk + 1
+                if 0 <= sender < num_stages * num_rounds and (op, sender, micro_batch) not in issued:
                     break
                 left[stage].popleft()
-                issued.add((op, stage, micro_batch))
-                yield op, stage, micro_batch
+                issued.add((op, chunk, micro_batch))
+                yield op, chunk, micro_batch
 
 
 def lower_stages(
@@ -175,7 +198,7 @@ class _Join:
     def __init__(self, programs: Sequence[Program], count: int) -> None:
         self._programs, self.count = programs, count
         self.parts: list[list[Task]] = []
-        self._chunks = [_chunks(program.ordered()) for program in programs]
+        self._parts = [_parts(program) for program in programs]
         self._exchanges: list[Task] = []
 
     def _draft(self, stage: int, lane: Lane, phase: Phase, unit: str, micro_batch: int, after: tuple[int, ...]) -> Task:
@@ -185,22 +208,23 @@ class _Join:
 
     def send(self, decisions: Decisions) -> None:
         """Bring the stages into one order, and send what each micro-batch has become to the next stage."""
-        num_stages = decisions.pipeline_parallel
+        num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
         sent: dict[tuple[Op, int, int], Task] = {}
-        for op, stage, micro_batch in issue_order(num_stages, decisions.num_micro_batches):
+        for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds):
             forward = op is Op.FORWARD
             step = 1 if forward else -1
-            part = self._chunks[stage].pop((op, micro_batch))
+            turn, stage = divmod(chunk, num_stages)
+            part = self._parts[stage].pop((op, turn, micro_batch))
             computing = [task for task in part if task.lane is Lane.COMPUTE]
-            if received := sent.get((op, stage - step, micro_batch)):
+            if received := sent.get((op, chunk - step, micro_batch)):
                 computing[0].after += (received.index,)
-            if 0 <= stage + step < num_stages:
+            if 0 <= chunk + step < num_stages * num_rounds:
                 lane = Lane.SEND if forward else Lane.SEND_BACK
                 last = computing[-1]
                 send = self._draft(stage, lane, last.phase, last.unit, micro_batch, (last.index,))
                 layer = next(unit.unit for unit in self._programs[stage].units if unit.unit.in_layer)
                 send.num_bytes = -(-layer.activation_output_bytes // decisions.tensor_parallel)
-                sent[op, stage, micro_batch] = send
+                sent[op, chunk, micro_batch] = send
                 part.append(send)
             self.parts.append(part)
 
@@ -223,20 +247,22 @@ class _Join:
     def tail(self) -> Iterable[Task]:
         """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
         before, behind = list[Task](), list[Task]()
-        for program, chunks in zip(self._programs, self._chunks, strict=True):
-            rest = chunks[None]
+        for program, parts in zip(self._programs, self._parts, strict=True):
+            rest = parts[None]
             count = rest.index(program.clip) if program.clip else 0
             before += rest[:count]
             behind += rest[count:]
         return itertools.chain(before, self._exchanges, behind)
 
 
-def _chunks(order: Sequence[Task]) -> dict[_Kind | None, list[Task]]:
+def _parts(program: Program) -> dict[_Kind | None, list[Task]]:
     """Return a stage's tasks up to the end of each forward and backward; ``None`` has the rest."""
-    ends: dict[_Kind, int] = {}  # none begins before another has ended
+    order, ends = program.ordered(), dict[_Kind, int]()  # none begins before another has ended
+    turn_of = {unit.name: turn for turn, parts in enumerate(program.rounds) for segment in parts for unit in segment}
     for position, task in enumerate(order):
         if task.lane is Lane.COMPUTE:
-            ends[Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD, task.micro_batch] = position
+            op = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
+            ends[op, turn_of[task.unit], task.micro_batch] = position
     found: dict[_Kind | None, list[Task]] = {}
     begin = 0
     for kind, position in ends.items():

@@ -19,6 +19,8 @@ class Choice(Frozen):
         data_parallel: ranks that share the model's data; each has one device.
         tensor_parallel: ranks that share every layer, per data-parallel rank; units are then one rank's share.
         pipeline_parallel: stages that share the layers, per data-parallel rank.
+        pipeline_rounds: times that each micro-batch comes to a stage, each time for other layers; see [Note: Rounds] in
+            :mod:`planner.lowering.stages`.
         expert_parallel: data-parallel ranks that share the experts of every layer.
         context_parallel: data-parallel ranks that share the tokens of every sequence; see [Note: Context parallelism]
             in :mod:`planner.models.formulas.context`.
@@ -40,6 +42,7 @@ class Choice(Frozen):
     data_parallel: Count = 1
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    pipeline_rounds: Count = 1
     expert_parallel: Count = 1
     context_parallel: Count = 1
     expert_units: Count = 1
@@ -86,4 +89,5 @@ class Choice(Frozen):
         """A short description."""
         degrees = ((name.removesuffix("_parallel"), getattr(self, name)) for name in DEGREES)
         spread = " x ".join(f"{name} {count}" for name, count in degrees if count > 1) or "one device"
+        spread += f" in {self.pipeline_rounds} rounds" if self.pipeline_rounds > 1 else ""
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"

@@ -260,9 +260,10 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
         parts.append(f"products of hidden layers in {decisions.precision.products}")
     if decisions.data_parallel > 1:
         parts.append(decisions.shared_in_words)
-    degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
-    degrees |= {"expert": decisions.expert_parallel, "context": decisions.context_parallel}
-    parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
+    degrees = {"tensor parallel": decisions.tensor_parallel, "pipeline parallel": decisions.pipeline_parallel}
+    degrees |= {"rounds": decisions.pipeline_rounds}
+    degrees |= {"expert parallel": decisions.expert_parallel, "context parallel": decisions.context_parallel}
+    parts += [f"{name} {count}" for name, count in degrees.items() if count > 1]
     return ", ".join(parts)
 
 

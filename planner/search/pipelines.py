@@ -5,16 +5,20 @@ flight, so more of their layers can keep activations in the same memory. If it d
 share of its state to the host, and then of its weights: as little as fits, by bisection.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
-from planner.lowering.stages import deal, stage_of
+from planner.graph import Unit
+from planner.lowering.stages import of_stages, stage_of
 from planner.placements import mixed
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
 _PARTS = 32
+_STREAMED = (6, 10, 14, 18)  # parts that are streamed, to be compared
+# What is raised after what: state that stays on a device takes the room that streamed state needs.
+_ORDERS = ("resident", "updated_there", "streamed", "kept"), ("streamed", "resident", "kept")
 
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
@@ -28,7 +32,7 @@ def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
 
 
 def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
-    """Yield candidates that fetch as few weights as fit, then update as little on the host, then keep activations."""
+    """Yield candidates that fetch as few weights as fit, then update on devices, or stream, then keep activations."""
 
     def score(shares: _Shares) -> Candidate:
         return scorer.score(_shared_out(setup, zero_stage, shares))
@@ -36,16 +40,29 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
     may_fetch = zero_stage in {0, 3}
     best = _Shares(resident=0 if may_fetch else _PARTS)
     yield (least := score(best))
-    if least.missing_bytes:
-        return
-    for field in _Shares._fields:
+    if least.missing_bytes:  # the host may lack what the devices have room for
+        shared = (_Shares(resident=share, updated_there=share) for share in range(1, _PARTS // 2))
+        if (found := next((shares for shares in shared if not score(shares).missing_bytes), None)) is None:
+            return
+        best = found
+    for fields in _ORDERS:
+        yield from _filled(best, fields, score)
+
+
+def _filled(best: "_Shares", fields: Sequence[str], score: Callable[["_Shares"], Candidate]) -> Iterator[Candidate]:
+    """Yield candidates that raise one share after another, each as far as fits, or as is fastest."""
+    for field in fields:
         if field == "updated_there" and best.resident < _PARTS:
             continue
+        if field == "streamed":  # the host updates the others meanwhile
+            ways = [best._replace(streamed=share) for share in (0, *_STREAMED)]
+            best = min((way for way in ways if not score(way).missing_bytes), key=lambda way: score(way).order)
+        else:
 
-        def fits(share: int, best: _Shares = best, field: str = field) -> bool:
-            return not score(best._replace(**{field: share})).missing_bytes
+            def fits(share: int, best: _Shares = best, field: str = field) -> bool:
+                return not score(best._replace(**{field: share})).missing_bytes
 
-        best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
+            best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
         yield score(best)
 
 
@@ -60,9 +77,10 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 class _Shares(NamedTuple):
-    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups updated there, layers kept."""
+    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups streamed or resident, layers kept."""
 
     resident: int
+    streamed: int = 0
     updated_there: int = 0
     kept: int = 0
 
@@ -76,7 +94,7 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
         stage = Setup(own, Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields}))
         mix = Mix(
             num_gpu=round(shares.updated_there * sum(stage.movable.values()) / _PARTS),
-            num_stream=0,
+            num_stream=round(shares.streamed * sum(stage.movable.values()) / _PARTS),
             num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
             num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
             zero_stage=zero_stage,
@@ -95,7 +113,8 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
     def score(num_layers: int) -> Candidate:
         return scorer.score(staged(setup, num_layers, zero_stage))
 
-    most = max(len(stage) for stage in deal(setup.units, setup.given.pipeline_parallel)) * setup.given.pipeline_parallel
+    dealt = of_stages(setup.units, setup.given)
+    most = max(len(_segments(stage)) for stage in dealt) * max(_num_in_flight(setup, 0), len(dealt))
     yield (everything := score(most))
     if everything.missing_bytes:
         yield (nothing := score(0))
@@ -103,16 +122,26 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
             yield score(_largest(lambda count: not score(count).missing_bytes, 0, most))
 
 
+def _segments(chunks: list[list[list[Unit]]]) -> list[list[Unit]]:
+    return [segment for chunk in chunks for segment in chunk]
+
+
+def _num_in_flight(setup: Setup, stage: int) -> int:
+    """Return the most micro-batches of which a stage holds the activations of a layer."""
+    given = setup.given
+    ahead = given.num_micro_batches if given.pipeline_rounds > 1 else given.pipeline_parallel - stage
+    return min(ahead, given.num_micro_batches)
+
+
 def staged(setup: Setup, num_layers: int, zero_stage: int) -> Decisions:
     """Return decisions in which each stage keeps as many activations as ``num_layers`` layers have in one micro-batch.
 
     A stage with several micro-batches in flight keeps those of fewer layers: its last ones.
     """
-    num_stages = setup.given.pipeline_parallel
     keep: set[str] = set()
-    for number, stage in enumerate(deal(setup.units, num_stages)):
-        layers = [segment[0].segment for segment in stage if segment[0].can_swap]
-        count = min(num_layers // min(num_stages - number, setup.given.num_micro_batches), len(layers))
+    for number, stage in enumerate(of_stages(setup.units, setup.given)):
+        layers = [segment[0].segment for segment in _segments(stage) if segment[0].can_swap]
+        count = min(num_layers // _num_in_flight(setup, number), len(layers))
         keep |= set(layers[len(layers) - count :])
     given = setup.given.model_copy(update={"zero_stage": zero_stage})
     units = {

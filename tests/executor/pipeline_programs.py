@@ -5,9 +5,11 @@ import functools
 import pytest
 import torch
 import training
-from training import Task, batches, grouped, make_model, make_optimizer, prepare, session_options
+import transformers
+from training import CONFIGS, Task, batches, grouped, make_model, make_optimizer, prepare, session_options
 from virtual.watch import watched
 
+from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.decisions import Decisions
 
@@ -34,6 +36,8 @@ def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
                 seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
+        is_tied = bool(optimizer.pipeline._tied)  # their gradients are added up off the plan
+        assert optimizer.session.num_left == (task.iterations if is_tied else 0)
     return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
 
 
@@ -85,12 +89,49 @@ def sent_bytes(_rank: int, _size: int, task: Task, decisions: Decisions) -> int:
     return found
 
 
+def train(optimizer, micro_batches):
+    """Run a step; return the losses."""
+    losses = optimizer.forward_backward(micro_batches)
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def around_training(rank: int, _size: int, task: Task, decisions: Decisions, folder):
+    """Evaluate, save weights and the optimizer's state, and go on, also with them in a model without values.
+
+    Return, of both: losses of an evaluation and of training behind it, and the weights then; and the state.
+    """
+    found, state = [], None
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(CONFIGS[task.family]()).to(task.dtype).train()
+    reader = rank % (decisions.num_devices // decisions.pipeline_parallel) // decisions.tensor_parallel
+    for model in (make_model(task), empty):
+        _, optimizer = prepare(task, decisions, model)
+        with optimizer.session as session:
+            first, *rest = steps(task, reader)
+            if state is None:
+                train(optimizer, first)
+                state = optimizer.state_dict()
+                save(optimizer, folder, dtype="float32")
+            else:
+                load(optimizer, folder)
+                optimizer.load_state_dict(state)
+            session.model.eval()
+            evaluated = optimizer.evaluate(rest[0])
+            session.model.train()
+            losses = [train(optimizer, micro_batches) for micro_batches in rest]
+            streamed = {name: values.clone() for name, values in session.stream_weights()}
+            found.append((evaluated, losses, streamed))
+    return *found, state
+
+
 REFUSED = {
     "model": "this process has one stage of it; call optimizer.forward_backward(batches)",
     "count": "1 micro-batches were given, but the plan has 2",
     "norm": "clip with optimizer.clip_grad_norm_()",
     "state": "call session.close() before model.state_dict()",
-    "save": "save the model after session.close()",
     "tiles": "--tiles segment cannot be executed beside pipeline stages",
 }
 
@@ -106,7 +147,5 @@ def refused(_rank: int, _size: int, task: Task, decisions: Decisions, kind: str)
             model(**micro_batches[0])
         if kind == "state":
             model.state_dict()
-        if kind == "save":
-            save(optimizer, "nowhere")
         optimizer.forward_backward(micro_batches[: 1 if kind == "count" else 2])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

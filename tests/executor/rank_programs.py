@@ -229,7 +229,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
 
     Return a digest of all state at the beginning, losses and norms, and a digest at the end.
     """
-    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
     outcomes, level = [], Level(folder, keep=100)
     with optimizer.session, Checkpoints(optimizer, level, on_outcome=outcomes.append, files=files) as checkpoints:
         if start:
@@ -237,16 +237,11 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 restore(optimizer, checkpoint)
         begin = _digest(optimizer)
         seen = []
-        torch.manual_seed(
-            11 + rank // decisions.tensor_parallel // decisions.context_parallel
-        )  # what is left to chance is a rank's own
-        for step, micro_batches in enumerate(
-            batches(task, rank // decisions.tensor_parallel // decisions.context_parallel)[start:], start + 1
-        ):
-            for tokens in micro_batches:
-                loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                seen.append(loss.item())
+        of_stage = rank % (decisions.num_devices // decisions.pipeline_parallel)
+        reader = of_stage // decisions.tensor_parallel // decisions.context_parallel
+        torch.manual_seed(11 + reader)  # what is left to chance is a rank's own
+        for step, micro_batches in enumerate(batches(task, reader)[start:], start + 1):
+            seen += optimizer.forward_backward([{"input_ids": each, "labels": each} for each in micro_batches])
             seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
@@ -302,7 +297,7 @@ def on_nodes(
 
 def _digest(optimizer) -> str:
     """Return a digest of all weights and state, whole."""
-    weights = optimizer.session.full_parameters()
+    weights = {name: values.clone() for name, values in optimizer.session.stream_weights()}
     held = [weights[name] for name in sorted(weights)]
     for state in optimizer.state_dict()["state"].values():
         held += [state[key] for key in sorted(state)]

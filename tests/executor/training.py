@@ -81,6 +81,7 @@ CONFIGS = {
     "small": lambda: transformers.GPT2Config(**_GPT2 | {"n_embd": 16, "n_layer": 1, "n_head": 1}, resid_pdrop=0.1),
     "llama": lambda: transformers.LlamaConfig(**_LLAMA),
     "llama-tied": lambda: transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "llama-deep": lambda: transformers.LlamaConfig(**_LLAMA | {"num_hidden_layers": 5}),
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16),
     "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "opt": lambda: transformers.OPTConfig(**_OPT, max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.1),
@@ -103,8 +104,14 @@ CONFIGS = {
     ),
     "llama-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED | {"num_key_value_heads": 2}),
     "llama-tied-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED, tie_word_embeddings=True),
+    "llama-tied-deep-shared": lambda: transformers.LlamaConfig(
+        **_LLAMA_SHARED | {"num_hidden_layers": 4}, tie_word_embeddings=True
+    ),
     "gpt2-still-shared": lambda: transformers.GPT2Config(
         **_GPT2 | {"vocab_size": 200, "n_head": 4}, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+    ),
+    "gpt2-deep-still-shared": lambda: transformers.GPT2Config(
+        **_GPT2 | {"vocab_size": 200, "n_head": 4, "n_layer": 7}, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
     ),
     "opt-still-shared": lambda: transformers.OPTConfig(
         **_OPT | _SHARED, max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.0

@@ -106,11 +106,14 @@ def replan(optimizer: OffloadedOptimizer, on_change: Callable[[], object] = lamb
         The result; ``str()`` of it is the result in words.
 
     Raises:
-        ValueError: too few complete iterations were recorded, or checkpoints are open when the plan changes.
+        ValueError: the plan has pipeline stages, too few complete iterations were recorded, or checkpoints are open
+            when the plan changes.
         StorageError: there is no room for the file; nothing has changed.
         OutOfMemoryError: there is not enough memory for the new plan; training can continue under the old one.
     """
     check_prepared(optimizer)
+    if optimizer.pipeline is not None:
+        raise ValueError("the plan has pipeline stages, for which no other plan is made; train on under it")
     session = optimizer.session
     found = plan_again(optimizer.plan, session.mean_timeline(), session.collectives.broadcast_text)
     after = found.after

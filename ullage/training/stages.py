@@ -1,13 +1,7 @@
 """What differs in training under a plan with pipeline stages, whose processes have one stage each."""
 
-from pathlib import Path
-from typing import cast
-
 import numpy as np
-from transformers import PreTrainedModel
 
-from executor.prepare import OffloadedOptimizer
-from executor.weights.folder import WeightsFolder
 from planner.plan.document import Plan, PlanError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op
@@ -27,23 +21,9 @@ def check_stages(plan: Plan, **asked: object) -> None:
     names = [name for name, is_asked in asked.items() if is_asked]
     if names and plan.decisions.pipeline_parallel > 1:
         raise PlanError(
-            f"--{names[0].replace('_', '-')} cannot be used with pipeline stages, which would each need its own; "
-            "leave it out, or plan with --parallel pipeline=1"
+            f"--{names[0]} cannot be used with pipeline stages, for which no other plan is made; leave it out, or plan "
+            "with --parallel pipeline=1"
         )
-
-
-def save_stages(optimizer: OffloadedOptimizer, folder: Path, *, is_first: bool) -> None:
-    """Close the session, which gives every process the weights of all stages, and save the model on one.
-
-    Raises:
-        OSError: the folder cannot be written; no folder has its name.
-    """
-    optimizer.session.close()
-    if is_first:
-        with WeightsFolder(folder) as new:
-            with new.naming():
-                cast("PreTrainedModel", optimizer.session.model).save_pretrained(new.path)
-            new.commit()
 
 
 def as_planned(timeline: Timeline, schedule: Schedule) -> Timeline:

@@ -2,12 +2,23 @@
 
 import pytest
 import torch
-from pipeline_programs import REFUSED, refused, sent_bytes, staged_on_gpu, trained_in_memory, trained_in_stages
+from pipeline_programs import (
+    REFUSED,
+    around_training,
+    refused,
+    sent_bytes,
+    staged_on_gpu,
+    trained_in_memory,
+    trained_in_stages,
+)
+from rank_programs import saved
+from safetensors.torch import load_file
 from training import Task, decide, uniform, units_of
 from virtual import NoVirtualGpuError, install
 
+from executor.checkpoint.format.reader import Checkpoint
 from planner.lowering import lower
-from planner.schedule.tasks import Op
+from planner.schedule.tasks import Lane, Op
 
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
 KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
@@ -27,6 +38,16 @@ STAGED = {
     "sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3}, OFF),
     "tensors": ("llama-shared", 3, 2, {"tensor_parallel": 2}, KEPT),
     "tensors, tied": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2}, OFF),
+    "rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, OFF),
+    "rounds, kept": ("gpt2-deep-still-shared", 3, 2, {"pipeline_rounds": 3}, KEPT),
+    "rounds, sharded": (
+        "llama-tied-deep-shared",
+        2,
+        2,
+        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
+        OFF,
+    ),
+    "rounds, tensors": ("llama-tied-deep-shared", 3, 2, {"pipeline_rounds": 2, "tensor_parallel": 2}, NVME),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {
@@ -71,31 +92,72 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize(("family", "choose"), [("llama-tied", OFF), ("qwen3", KEPT), ("llama", HOST)])
-def test_stages_do_not_depend_on_when_streams_run(processes, family, choose):
+@pytest.mark.parametrize(
+    ("family", "choose", "rounds"),
+    [("llama-tied", OFF, 1), ("qwen3", KEPT, 1), ("llama-deep", OFF, 2), ("llama-tied-deep-shared", HOST, 2)],
+)
+def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rounds):
     """On virtual GPUs, where gloo stands in for NCCL."""
     try:
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
     task = Task(family, torch.float32, 3, max_norm=0.5, iterations=3, schedule=False)
-    decisions = decide(task, choose, pipeline_parallel=2)
+    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds)
     losses, _ = trained_in_memory(task, 1)
     for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
         assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"pipeline_rounds": 2}, {"tensor_parallel": 2}], ids=str)
 def test_stages_send_what_is_planned(processes, degrees):
-    task = Task("llama-shared", torch.float32, 3, iterations=1)
+    task = Task("llama-tied-deep-shared", torch.float32, 3, iterations=1)
     decisions = decide(task, KEPT, pipeline_parallel=2, **degrees)
     planned = lower(units_of(task, decisions), decisions, asynchronous=False)
-    wanted = sum(task.num_bytes for task in planned.tasks if task.op is Op.SEND)
+    wanted = sum(task.num_bytes for task in planned.tasks if task.op is Op.SEND and task.lane is not Lane.COLLECTIVE)
     size = decisions.num_devices
     found = processes.call(size, sent_bytes, task, decisions)
     assert sum(found) == wanted * size // 2
     assert wanted > 0
+
+
+@pytest.mark.part(3)
+def test_what_stages_save_goes_on_in_any_stages(processes, tmp_path):
+    """All state is the same, whichever stage has which part of it; so is training, in the same stages."""
+    task = Task("llama-tied-shared", num_micro_batches=3, iterations=2)
+    there = decide(task, OFF, pipeline_parallel=2, data_parallel=2, zero_stage=3)
+    others = [
+        decide(task, NVME),
+        decide(task, KEPT, pipeline_parallel=2, tensor_parallel=2),
+        decide(task, AGAIN, pipeline_parallel=3),
+    ]
+    ends = {end for _, _, end in processes.call(4, saved, task, there, tmp_path)}
+    assert len(ends) == 1
+    for number, plan in enumerate(others):
+        found = processes.call(plan.num_devices, saved, task, plan, tmp_path / f"by {number}", 2, tmp_path)
+        assert {begin for begin, _, _ in found} == ends
+    again = processes.call(4, saved, task, there, tmp_path / "again", 1, tmp_path)
+    assert {end for _, _, end in again} == ends
+    alone = processes.call(1, saved, task, others[0], tmp_path / "alone", 1, tmp_path)
+    found = processes.call(4, saved, task, there, tmp_path / "back", 2, tmp_path / "alone")
+    assert {begin for begin, _, _ in found} == {alone[0][2]}
+    ways = [Checkpoint(folder / "step-00000002").manifest.tensors for folder in (tmp_path, tmp_path / "alone")]
+    assert ways[0].keys() == ways[1].keys()
+
+
+@pytest.mark.parametrize("degrees", [{"data_parallel": 2, "zero_stage": 3}, {"tensor_parallel": 2}], ids=str)
+def test_stages_evaluate_save_and_load(processes, tmp_path, degrees):
+    task = Task("llama-tied-shared", num_micro_batches=2, iterations=3)
+    decisions = decide(task, OFF, pipeline_parallel=2, **degrees)
+    for first, again, state in processes.call(4, around_training, task, decisions, tmp_path / "saved"):
+        assert first[:2] == again[:2]
+        evaluated, losses, weights = first
+        assert losses[0] == pytest.approx(evaluated, rel=1e-6)
+        assert all(torch.equal(values, again[2][name]) for name, values in weights.items())
+        assert weights.keys() == load_file(tmp_path / "saved/model.safetensors").keys()
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        assert sorted(state["state"]) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items())

@@ -19,7 +19,7 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.lowering import stages
-from planner.lowering.compute import one_f_one_b
+from planner.lowering.compute import turns
 from planner.lowering.stages import issue_order
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
@@ -161,7 +161,8 @@ def test_1f1b(num_stages: int, num_micro_batches: int) -> None:
             assert position[Op.FORWARD, stage, micro_batch] < i
     for stage in range(num_stages):
         mine = [(op, micro_batch) for op, other, micro_batch in order if other == stage]
-        assert mine == list(one_f_one_b(num_stages - stage, num_micro_batches))
+        wanted = turns(num_stages - stage, num_micro_batches)
+        assert mine == [(op, micro_batch) for op, _, micro_batch in wanted]
         held = list(itertools.accumulate(1 if op is Op.FORWARD else -1 for op, _ in mine))
         assert max(held) == min(num_stages - stage, num_micro_batches)
 

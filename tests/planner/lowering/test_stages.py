@@ -1,7 +1,7 @@
 """Pipelines of ours: the schedule of all stages has what each stage executes, and takes what textbooks say."""
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from amount import examples
@@ -27,7 +27,7 @@ PLACES = [(Place.GPU, "gpu"), (Place.CPU, "gpu"), (Place.CPU, "host"), (Place.ST
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[tuple[Unit, ...], Decisions, bool]:
-    units = small_units(draw(st.sampled_from(["demo-llama", "gpt2"])), draw(st.integers(3, 5)))
+    units = small_units(draw(st.sampled_from(["demo-llama", "gpt2"])), draw(st.integers(4, 7)))
     place, params = draw(st.sampled_from(PLACES))
     ranks = draw(st.sampled_from([1, 2]))
     zero_stage = 0 if ranks == 1 else draw(st.sampled_from([0, 1, 2, 3] if params == "gpu" else [0, 3]))
@@ -36,7 +36,8 @@ def pipelines(draw: st.DrawFn) -> tuple[tuple[Unit, ...], Decisions, bool]:
         place,
         params=params,
         activations=draw(st.sampled_from(["keep", "recompute"])),
-        pipeline_parallel=draw(st.integers(2, 3)),
+        pipeline_parallel=(stages := draw(st.integers(2, 3))),
+        pipeline_rounds=draw(st.integers(1, 2)) if stages == 2 else 1,
         num_micro_batches=draw(st.integers(1, 5)),
         data_parallel=ranks,
         zero_stage=zero_stage,
@@ -88,6 +89,40 @@ def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num
     timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
     work_s = 3.0 * num_micro_batches
     assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
+
+
+def test_in_rounds_weights_come_once_and_gradients_leave_once() -> None:
+    """However many micro-batches there are. The last two rounds' weights are still in the slots when backward comes."""
+    units = small_units("demo-llama", 8)
+    for num_micro_batches in (2, 5):
+        decisions = decide(
+            units, Place.CPU, params="host", activations="recompute", pipeline_parallel=2, pipeline_rounds=4
+        ).model_copy(update={"num_micro_batches": num_micro_batches})
+        tasks = lower(units, decisions, asynchronous=True).tasks
+        layers = {unit.name for unit in units if unit.in_layer}
+        fetched = Counter(task.unit for task in tasks if task.op is Op.FETCH and task.unit in layers)
+        last = {
+            unit.name for unit in units if unit.name.startswith(("layers.4.", "layers.5.", "layers.6.", "layers.7."))
+        }
+        assert fetched == {name: 1 if name in last else 2 for name in layers}
+        assert Counter(task.unit for task in tasks if task.op is Op.FLUSH) == dict.fromkeys({u.name for u in units}, 1)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 7))
+def test_with_rounds_the_bubble_is_that_of_chunks(num_stages: int, num_rounds: int, more: int) -> None:
+    """As above, of chunks of one layer each: p - 1 of them wait."""
+    units = small_units("demo-llama", num_stages * num_rounds)
+    count = num_stages + more
+    decisions = decide(
+        units, Place.GPU, pipeline_parallel=num_stages, pipeline_rounds=num_rounds, num_micro_batches=count
+    )
+    schedule = lower(units, decisions, asynchronous=True)
+    taking_s = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
+    prices = [Price(0.0, taking_s.get(t.op, 0.0) if t.unit.endswith(".mlp") else 0.0) for t in schedule.tasks]
+    timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
+    work_s = 3.0 * count * num_rounds
+    assert timeline.period_s(1) - work_s == pytest.approx(3.0 * (num_stages - 1), abs=1e-9)
 
 
 def reached(schedule: Schedule) -> dict[int, set[int]]:

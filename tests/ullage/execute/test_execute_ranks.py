@@ -12,6 +12,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 from forked import END_S, Forked, completed, environments, until_training
 from narrow import narrow_llama
 from transformers import AutoModelForCausalLM
@@ -31,6 +32,7 @@ from ullage.analysis.simulation import chosen_request
 from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
+from ullage.training.models import planned_model
 from ullage.training.processes import launch_line
 
 
@@ -85,13 +87,16 @@ def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
 
 
 def test_two_stages_train_one_model(tmp_path: Path) -> None:
-    """With updates on the host; and save it whole. The tasks of the first stage are compared with the plan's."""
+    """With updates on the host; save it whole, and go on. The tasks of the first stage are compared with the plan's."""
     (folder := tmp_path / "staged").mkdir()
     plan = planned(folder, pipeline_parallel=2)
     places = {place for unit in load_plan(plan).decisions.units.values() for place in unit.update}
     assert places == {Place.GPU, Place.CPU}
-    saved = tmp_path / "saved"
-    printed = json.loads(trained(plan, tmp_path / "out", "--iterations", "6", "--json", "--save", str(saved))[0])
+    saved, weights, checkpoints = tmp_path / "saved", tmp_path / "weights", f"{tmp_path / 'checkpoints'},every=4"
+    planned_model(load_plan(plan)).save_pretrained(weights)
+    words = ("--json", "--checkpoint-dir", checkpoints, "--weights", str(weights))
+    words += ("--save", f"{saved},dtype=bfloat16")
+    printed = json.loads(trained(plan, tmp_path / "out", "--iterations", "6", *words)[0])
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     run = load_run(tmp_path / "out" / "run.json")
@@ -101,12 +106,16 @@ def test_two_stages_train_one_model(tmp_path: Path) -> None:
     assert seen == {task.index for task in tasks if task.stage == 0 and task.op is not Op.SEND}
     assert printed["phases"].keys() >= {"forward", "backward", "iteration"}
     model = AutoModelForCausalLM.from_pretrained(saved)
-    assert all(values.isfinite().all() for values in model.state_dict().values())
+    assert all(values.isfinite().all() and values.dtype is torch.bfloat16 for values in model.state_dict().values())
+    words = ("--iterations", "8", "--resume", "--checkpoint-dir", checkpoints)
+    assert "step-00000006" in trained(plan, tmp_path / "more", *words)[1]
+    assert load_run(tmp_path / "more" / "run.json").data_position == 8 * 2 * 2
 
 
 def test_what_stages_cannot_do_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(tmp_path, pipeline_parallel=2)
-    for words in (("--checkpoint-dir", str(tmp_path / "there")), ("--replan", "--iterations", "30")):
+    elastic = ("--elastic", "--checkpoint-dir", str(tmp_path / "there"))
+    for words in (elastic, ("--replan", "--iterations", "30")):
         assert main(["execute", str(plan), *words]) == 2
         assert f"{words[0]} cannot be used with pipeline stages" in capsys.readouterr().err
 

@@ -44,7 +44,7 @@ from ullage.training.models import check_machine, prepared
 from ullage.training.out_of_memory import warning_of_retries
 from ullage.training.processes import Process, is_first_process
 from ullage.training.replanning import Replanned, replan
-from ullage.training.stages import as_planned, check_stages, save_stages
+from ullage.training.stages import as_planned, check_stages
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
 _FIRST_STEADY = 3
@@ -73,8 +73,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         SignalledError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     check_options(args)
-    asked = {"checkpoint_dir": args.checkpoint_dirs, "replan": args.replan, "weights": args.weights}
-    check_stages(plan, **asked, save_dtype="dtype" in args.save)
+    check_stages(plan, replan=args.replan, elastic=args.elastic)
     first_plan, levels, progress = plan, None, None
     if args.checkpoint_dirs:
         levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
@@ -204,9 +203,10 @@ def _train(
         record = None
         if losses:
             timeline = optimizer.session.timeline() if first is None else first
-            record = _record(process, optimizer, batches, losses, as_planned(timeline, optimizer.plan.schedule()))
+            schedule = optimizer.plan.schedule(takes_snapshots=saver is not None)
+            record = _record(process, optimizer, batches, losses, as_planned(timeline, schedule))
         signal = None if interruption is None else interruption.signal
-        not_saved = _save(args, process, optimizer, warn) if signal is None else None
+        not_saved = _save(args, optimizer, warn) if signal is None else None
         if saver is not None:
             saver.save(iteration)
             saver.close(waits=True, brings_down=True)
@@ -227,19 +227,14 @@ def _replan(optimizer: OffloadedOptimizer, saver: Saver | None) -> Replanned:
     return replanned
 
 
-def _save(
-    args: argparse.Namespace, process: Process, optimizer: OffloadedOptimizer, report: Callable[[str], None]
-) -> OSError | None:
+def _save(args: argparse.Namespace, optimizer: OffloadedOptimizer, report: Callable[[str], None]) -> OSError | None:
     """With ``--save``, save the model.
 
     Return why that failed: what was measured, and a last checkpoint, are worth keeping.
     """
     if args.save:
         try:
-            if optimizer.pipeline is not None:
-                save_stages(optimizer, args.save[""], is_first=process.is_first)
-            else:
-                save(optimizer, args.save[""], dtype=args.save.get("dtype"))
+            save(optimizer, args.save[""], dtype=args.save.get("dtype"))
         except OSError as error:
             return error
         report(f"model saved in {args.save['']}")
