@@ -277,9 +277,7 @@ def test_layers_that_the_loop_checkpoints_together_train_as_in_memory():
         positions = inner.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
 
         def layers(hidden):
-            for layer in inner.layers:
-                hidden = layer(hidden, position_embeddings=positions)
-            return hidden
+            return functools.reduce(lambda h, layer: layer(h, position_embeddings=positions), inner.layers, hidden)
 
         loss = model.lm_head(inner.norm(checkpoint(layers, hidden, use_reentrant=True))).square().mean()
         loss.backward()
