@@ -2,8 +2,8 @@
 
 Same model, sequences per step, types and machine; how a step is cut into micro-batches and shared by devices is each
 engine's choice. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16`` with a master copy in
-bf16. Of steps with more than eight of LLMQ's micro-batches, eight are planned: more of them only share the update. Each
-row says what bounds our iteration and how much of it products take: the rest is what other kernels, or none, could win.
+bf16. Each row says what bounds our iteration and how much of it products take: the rest is what other kernels, or none,
+could win.
 
 With a substring only runs whose name has it are planned again.
 """
@@ -25,7 +25,6 @@ from planner.plan.planning import InfeasibleError
 from ullage.output.formatting import binds
 
 OUTPUT = ROOT / "benchmarks" / "results" / "published_beside.json"
-MOST_MICRO_BATCHES = 8
 KERNELS = "transformers", "compiled"
 
 
@@ -37,7 +36,7 @@ def planned(run: dict[str, Any], kernels: str) -> Plan | None:
             hardware=run["hardware"],
             gpus=run["devices"],
             seq_len=run["seq_len"],
-            global_batch=run["devices"] * run["micro_batch"] * min(run["num_micro_batches"], MOST_MICRO_BATCHES),
+            global_batch=run["devices"] * run["micro_batch"] * run["num_micro_batches"],
             precision=Precision(weights="bf16", master="bf16"),
             products=run["products"],
             optimizer="adamw-bf16",

@@ -60,13 +60,16 @@ from executor.module.guarded_parameters import lifted
 from executor.module.own_checkpoints import passing_through
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
-from planner.graph import Unit
+from planner.graph import Unit, multiplied_in_fp8
 from planner.terms import AuditTime
 
 MOST_BYTES: Final = 1 << 30
 _TOLERANCES: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}
 _AT_ONCE: Final = 1 << 24  # values that are compared at a time: each takes 20 bytes beside the plan's own memory
 _LOOSEST: Final = 6e-2  # of bf16 and smaller types
+_LOOSEST_IN_FP8: Final = (
+    0.25  # of compiled products in fp8: a gradient that is rounded otherwise is a place of e5m2 off
+)
 _OUTSIDE: Final = (
     "its forward is not the same twice. Usual causes: random numbers or state that neither attributes nor variables of "
     "its functions lead to (an iterator, a file, variables of a library). Hold them as attributes, buffers or "
@@ -148,6 +151,8 @@ class Audit:
         self._own_forwards = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
         self._decisions = decisions
         self._compiles = compiles
+        in_fp8 = any(multiplied_in_fp8(operator) for unit in units for operator in unit.operators)
+        self._loosest = _LOOSEST_IN_FP8 if compiles and in_fp8 else _LOOSEST
         self._divides = decisions.divides_weights
         self._undivided = [
             (module, {name: vars(module)[name] for name in DIVIDED if name in vars(module)})
@@ -529,7 +534,7 @@ class Audit:
         relative = 0.0 if not off else off / largest if largest else float("inf")
         self._largest = max(self._largest, relative)
         kind = min(planned.dtype, plain.dtype, key=lambda dtype: dtype.itemsize)
-        if relative > _TOLERANCES.get(kind, _LOOSEST):
+        if relative > _TOLERANCES.get(kind, self._loosest):
             self._difference = self._difference or (
                 f"{what} differs from plain PyTorch's by {relative:.1%} of its largest value ({off:.3g} of "
                 f"{largest:.3g}); {causes}"

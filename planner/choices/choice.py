@@ -46,7 +46,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
             continue
         data = request.num_devices // (tensor * pipeline)
         for expert, sharing, rounds in itertools.product(
-            _expert_ways(request, data), _context_ways(request, data), _round_ways(request, pipeline)
+            _expert_ways(request, data, pipeline), _context_ways(request, data), _round_ways(request, pipeline)
         ):
             degrees = Choice(
                 data_parallel=data,
@@ -135,11 +135,11 @@ def _round_ways(request: Request, pipeline: int) -> list[int]:
     return list(dict.fromkeys((1, max(request.model.num_layers // pipeline, 1))))
 
 
-def _expert_ways(request: Request, data: int) -> list[int]:
+def _expert_ways(request: Request, data: int, pipeline: int) -> list[int]:
     model = request.model
     if request.expert_parallel:
         return [request.expert_parallel]
-    if request.global_batch is None or isinstance(model, CapturedModel) or not model.is_expert_model:
+    if pipeline > 1 or request.global_batch is None or isinstance(model, CapturedModel) or not model.is_expert_model:
         return [1]
     return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
 
@@ -208,8 +208,8 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
             f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
             f"share{rounds}; choose fewer"
         )
-    if degrees.pipeline_parallel > 1 and max(degrees.expert_parallel, degrees.context_parallel) > 1:
-        raise ModelConfigError("experts and sequences are not shared by ranks of a pipeline; choose one of both")
+    if degrees.pipeline_parallel > 1 and degrees.context_parallel > 1:
+        raise ModelConfigError("sequences are not shared by ranks of a pipeline; choose one of both")
 
 
 def _expert_units(model: Model, expert_parallel: int) -> int:

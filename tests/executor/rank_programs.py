@@ -218,7 +218,7 @@ def by_name(rank: int, size: int, program, task: Task, decisions: Decisions, *ar
     from executor.module import float8  # noqa: PLC0415 - needs torchao, and takes a second
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8, "_compiled_cast", lambda: float8._row_cast)
+        patch.setattr(float8, "_compiled", lambda function: function)
         patch.setattr(training, "make_model", make)
         patch.setitem(globals(), "make_model", make)
         return program(rank, size, task, decisions, *arguments)

@@ -1,6 +1,7 @@
 """Linear layers of captured models with their products in fp8, as if torchao had converted them."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfigError
@@ -42,12 +43,16 @@ def with_fp8_products(name: str, operators: Iterable[Operator], batch: Batch) ->
             "products=fp8"
         )
     result = []
+    cast: set[str] = set()  # inputs
     for operator in found:
         if (spec := chosen.get(weight_of(operator))) is None:
             result.append(operator)
             continue
+        given = float8.input_of(operator.path) + operator.name.removeprefix(operator.path)
+        convert = functools.partial(_converted, operator, spec, batch, shares=given in cast)
+        cast.add(given)
         has_bias = f"{spec.name.rpartition('.')[0]}.bias" in owners
-        with_casts, twin = (_converted(operator, spec, batch, has_bias, casts) for casts in (True, False))
+        with_casts, twin = (convert(has_bias=has_bias, casts_weights=casts) for casts in (True, False))
         result.append(dataclasses.replace(with_casts, fp8_twin=twin))
     return tuple(result)
 
@@ -70,25 +75,42 @@ def _can_convert(operator: Operator, weight: ParameterSpec) -> bool:
 
 
 def _converted(
-    operator: Operator, weight: ParameterSpec, batch: Batch, has_bias: bool, casts_weights: bool
+    operator: Operator, weight: ParameterSpec, batch: Batch, *, shares: bool, has_bias: bool, casts_weights: bool
 ) -> Operator:
-    """Return an operator with casts and products in fp8; without ``casts_weights``, its weight comes in fp8."""
+    """Return an operator with casts and products in fp8.
+
+    Args:
+        operator: a linear layer.
+        weight: its weight.
+        batch: the batch.
+        shares: whether another layer has cast its input.
+        has_bias: whether it has a bias.
+        casts_weights: whether it casts its weight, which comes in fp8 otherwise.
+    """
     (outputs, inputs), e = weight.shape, batch.dtype_bytes
-    rows = next(kernel.m for kernel in operator.forward if isinstance(kernel, Gemm))
+    place, product = next((i, kernel) for i, kernel in enumerate(operator.forward) if isinstance(kernel, Gemm))
+    rows = product.m
     output, input_gradient, weight_gradient = float8.products(
-        rows, inputs, outputs, e, bias=has_bias, casts_weights=casts_weights
+        rows,
+        inputs,
+        outputs,
+        e,
+        bias=has_bias,
+        casts_weights=casts_weights,
+        shares=shares,
+        trained=weight.is_trained,
     )
-    to_output = [((rows, outputs, inputs), output)]
     to_weight = [((outputs, inputs, rows), weight_gradient)] if weight.is_trained else []
-    again = len(operator.forward) - operator.num_skipped  # what a recomputation leaves out is at the end
-    kept, skipped = (_replaced(part, to_output) for part in (operator.forward[:again], operator.forward[again:]))
     emulated = batch.fp8_products == "emulated"
     beside = float8.casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
+    # A recomputation leaves out what is at the end; but a product in fp8 keeps what it has cast when it ends.
+    behind = len(operator.forward) - place - 1
+    num_skipped = min(operator.num_skipped, behind) + (has_bias and operator.num_skipped > behind)
     return dataclasses.replace(
         operator,
-        forward=kept + skipped,
+        forward=_replaced(operator.forward, [((rows, outputs, inputs), output)]),
         backward=_replaced(operator.backward, [*to_weight, ((rows, inputs, outputs), input_gradient)]),
-        num_skipped=len(skipped),
+        num_skipped=num_skipped,
         workspace_bytes=operator.workspace_bytes + beside,
     )
 

@@ -1,21 +1,23 @@
-"""Formulas of linear layers whose products are in fp8, as torchao's ``Float8Linear`` computes them.
+"""Formulas of linear layers whose products are in fp8, with the bits of torchao's ``Float8Linear``.
 
-Scales are dynamic, one for each tensor.
+Scales are dynamic, one for each tensor. To find one, a tensor is read; to cast it, it is read again, scaled, clamped
+and written in fp8. ``torch._scaled_mm`` reads both matrices along their inner side, and each tensor is in two of the
+three products, along another side in each. So, see [Note: Casts to fp8] in :mod:`executor.module.float8`:
 
-Each of the three products casts both of its matrices, even if an earlier one has cast the same
-tensor (``torchao.float8.float8_linear.matmul_with_hp_or_float8_args``); but the executor casts the output's gradient
-once for both products of backward, to the same bits. In a compiled block a tensor that several layers read is cast once
-too, which is not counted. One cast reads the tensor to find its largest
-value, and reads it again to scale it, clamp it and write it in fp8 (``hp_tensor_to_float8_dynamic``). The executor
-compiles it to these two passes. Run one by one, its operators move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``,
-``clamp``, ``to``), and then casts take longer than products in fp8 save.
+- The output's gradient is cast once and written in both layouts.
+- A weight is cast in rows for forward. Backward casts it in columns with the scale of forward.
+- Layers that read one input share its cast (:func:`input_of`). It is written in both layouts: rows for forward, and
+  columns, which backward keeps in place of the input. That of a captured layer is cast again in backward with the scale
+  of forward, because the input may be kept anyway.
+- SwiGLU on a GPU finds the largest values of its output and of its gradients while it writes them ([Note: Scales from
+  SwiGLU], in the same file).
 
-``torch._scaled_mm`` wants the first matrix in rows and the second in columns, so both products of backward copy what
-they use transposed (``float8_ops.preprocess_addmm``). It takes the reciprocals of both scales. Unlike in other lists,
-kernels on one value count, because there are 18 of them for each layer.
+Run one by one, the operators of a cast move 33 bytes a value (``abs``, ``max``, ``to``, ``mul``, ``clamp``, ``to``),
+and then casts take longer than products in fp8 save. Unlike in other lists, kernels on one value count: those that
+begin a maximum and that make a scale of it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Elementwise, Gemm, Kernels, Work, each
@@ -24,7 +26,22 @@ if TYPE_CHECKING:
     from planner.models.operators import Batch
 
 _GRAIN = 16
-_INVERSES: Kernels = (Elementwise(8, 2),)
+ZERO: Final = Elementwise(4)
+"""Begins a maximum."""
+_INVERSE: Kernels = (Elementwise(8),)  # of the scale of a weight that comes in fp8
+Found = Literal["input", "gradient"] | None
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_PARENTS = frozenset({"self_attn", "mlp"})
+
+
+def input_of(path: str) -> str:
+    """Return a name that is equal for all modules which read the same input as the module of a path.
+
+    They are known by the names that ``transformers`` gives them. If one reads another tensor after all, it casts that.
+    """
+    parent, _, name = path.rpartition(".")
+    siblings = next((names for names in _SIBLINGS if name in names), ())
+    return f"{parent}.{siblings[0]}" if siblings and parent.rpartition(".")[2] in _PARENTS else path
 
 
 def fits(inputs: int, outputs: int) -> bool:
@@ -82,76 +99,113 @@ def check_rows(rows: int) -> None:
         )
 
 
-def cast(elements: int, e: int) -> Kernels:
-    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8; see the module."""
-    largest = (*each(elements, e), Elementwise(4 + e))  # of each block, then of all
-    return (*largest, *each(elements, e + 1), Elementwise(4 + e))  # the last is the scale itself
+def cast(elements: int, e: int, num_layouts: int = 1, *, found: bool = False) -> Kernels:
+    """Return the kernels that cast a tensor of ``e`` bytes a value to fp8.
+
+    They find its largest value, unless what has written it ``found`` that; make the scale of it, and write.
+    """
+    largest = () if found else (ZERO, *each(elements, e))
+    return (*largest, Elementwise(12), *each(elements, e + num_layouts))
+
+
+def swiglu(elements: int, e: int) -> Work:
+    """Return SwiGLU in one kernel each way, which finds the largest values of what it writes. It saves both inputs."""
+    forward, backward = (ZERO, *each(elements, 3 * e)), (ZERO, ZERO, *each(elements, 5 * e))
+    return Work(forward, backward, 2 * elements * e, 2 * elements * e)
 
 
 def float8_linear(
-    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, emulated: bool = False, casts_weights: bool = True
+    rows: int,
+    inputs: int,
+    outputs: int,
+    e: int,
+    *,
+    bias: bool,
+    emulated: bool = False,
+    casts_weights: bool = True,
+    shares: bool = False,
+    found: Found = None,
 ) -> Work:
-    """Return ``y = x W (+ b)`` with products in fp8; it saves the bytes that any linear layer saves.
+    """Return ``y = x W (+ b)`` with products in fp8, which keeps its input in columns.
 
-    Workspace: see :func:`casts_bytes`. Without ``casts_weights`` the weight is there in fp8, with its scale.
+    Workspace: see :func:`casts_bytes`. Without ``casts_weights`` the weight is there in fp8, with its scale. If it
+    ``shares`` its input, another layer has cast that. Of what was ``found`` the largest value is known.
 
     Raises:
         ModelConfigError: the number of rows does not suit such products.
     """
     check_rows(rows)
-    forward, to_input, to_weight = products(rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights)
+    forward, to_input, to_weight = products(
+        rows, inputs, outputs, e, bias=bias, casts_weights=casts_weights, shares=shares, keeps=True, found=found
+    )
     backward = (*(each(rows * outputs, e) if bias else ()), *to_input, *to_weight)
-    beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights)
+    beside = casts_bytes(rows, inputs, outputs, e, emulated=emulated, casts_weights=casts_weights, keeps=True)
     return Work(forward, backward, workspace_bytes=e * rows * inputs + beside)
 
 
-def products(
-    rows: int, inputs: int, outputs: int, e: int, *, bias: bool, casts_weights: bool
+def products(  # noqa: PLR0913 - each is a fact of its own
+    rows: int,
+    inputs: int,
+    outputs: int,
+    e: int,
+    *,
+    bias: bool,
+    casts_weights: bool,
+    shares: bool = False,
+    keeps: bool = False,
+    trained: bool = True,
+    found: Found = None,
 ) -> tuple[Kernels, Kernels, Kernels]:
     """Return the kernels of a layer's three products, casts included; see :func:`float8_linear`.
+
+    Args:
+        rows: number of tokens.
+        inputs: width of the input.
+        outputs: width of the output.
+        e: bytes of a value that is not in fp8.
+        bias: whether the output gets a bias.
+        casts_weights: whether the weight is cast; otherwise it comes in fp8.
+        shares: whether another layer has cast the input.
+        keeps: whether backward has the input in columns.
+        trained: whether there is a gradient of the weight.
+        found: the tensor of which the largest value is known.
 
     Returns:
         Those of the output, of the gradient of the input, and of the gradient of the weight.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
-    weight = cast(w, e) if casts_weights else ()
     to_output = (
-        *cast(x, e),
-        *weight,
-        *_INVERSES,
+        *(() if shares else cast(x, e, 1 + (keeps and trained), found=found == "input")),
+        *(cast(w, e) if casts_weights else _INVERSE),
         Gemm(rows, outputs, inputs, fp8=True),
         *(each(y, 2 * e) if bias else ()),
     )
     to_input = (
-        *cast(y, e),
-        *weight,
-        *each(w, 2),  # in columns
-        *_INVERSES,
+        *cast(y, e, 1 + trained, found=found == "gradient"),
+        *each(w, e + 1 if casts_weights else 2),  # in columns
         Gemm(rows, inputs, outputs, fp8=True),
     )
     to_weight = (
-        *cast(x, e),
-        *each(y, 2),  # in rows
-        *each(x, 2),  # in columns
-        *_INVERSES,
+        *(() if keeps else each(x, e + 1)),  # in columns
         Gemm(outputs, inputs, rows, fp8=True),
     )
     return to_output, to_input, to_weight
 
 
-def casts_bytes(rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True) -> int:
+def casts_bytes(
+    rows: int, inputs: int, outputs: int, e: int, *, emulated: bool, casts_weights: bool = True, keeps: bool = False
+) -> int:
     """Return the most bytes that casts and their products take in backward, beside the gradient of ``x``.
 
-    They are the results of the casts for one product, and its copies. A product that is emulated takes more; forward's
-    product may then take the most.
+    They are the results of the casts. A product that is emulated takes more; forward's product may then take the most.
+    ``keeps``: the input is there in columns.
     """
     x, w, y = rows * inputs, inputs * outputs, rows * outputs
-    cast_w = w if casts_weights else 0
-    to_input, to_weight = y + w + cast_w, 2 * (x + y)
+    to_input, to_weight = 2 * y + w, y + (0 if keeps else x)
     if not emulated:
         return max(to_input, to_weight)
     return max(
-        x + cast_w + _emulation_bytes(rows, outputs, inputs, e),
+        x + (w if casts_weights else 0) + _emulation_bytes(rows, outputs, inputs, e) - e * x,  # not there in forward
         to_input + _emulation_bytes(rows, inputs, outputs, e),
         to_weight + _emulation_bytes(outputs, inputs, rows, e),
     )

@@ -111,8 +111,11 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
 def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     if part.kind in {"down", "mlp"}:
         # The last product of OPT is in no module that is compiled, and that of tensor-parallel ranks in no graph.
-        is_last = config.family != "opt" and batch.tensor_parallel == 1
-        return 1 if kernel_set(batch).runs_last and is_last else len(part.work.forward)
+        if kernel_set(batch).runs_last and config.family != "opt" and batch.tensor_parallel == 1:
+            return 1
+        # A product in fp8 saves what it has cast when it ends; then come its bias and the residual.
+        is_narrow = part.kind == "down" and _in_fp8(batch, config.ffn_hidden_size, config.hidden_size)
+        return 1 + config.mlp_bias if is_narrow else len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
     return 3 + converts + (batch.tensor_parallel > 1)
@@ -127,16 +130,56 @@ def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work
     return kernels.norm(rows, hidden, e, around=around) + kernels.call
 
 
-def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
-    """Return a projection of every token; see :func:`planner.models.formulas.work.linear`."""
+def linear(
+    batch: Batch,
+    inputs: int,
+    outputs: int,
+    *,
+    bias: bool,
+    beside: Iterable[int] = (),
+    found: float8.Found = None,
+) -> Work:
+    """Return a projection of every token; see :func:`planner.models.formulas.work.linear`.
+
+    ``beside``: outputs of the projections that read its input before it.
+    """
     rows, e = batch.num_tokens, batch.dtype_bytes
     fp8, casts_weights = batch.fp8_products, batch.casts_weights
-    return work.linear(rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights)
+    shares = any(float8.fits(inputs, others) for others in beside)
+    return work.linear(
+        rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights, shares=shares, found=found
+    )
+
+
+def _in_fp8(batch: Batch, inputs: int, outputs: int) -> bool:
+    return batch.fp8_products is not None and float8.fits(inputs, outputs)
+
+
+def _input_bytes(batch: Batch, inputs: int, *outputs: int) -> int:
+    """Return the bytes of an input that projections keep for backward: in fp8, in its own type, or both."""
+    narrow = [_in_fp8(batch, inputs, width) for width in outputs]
+    return batch.num_tokens * inputs * ((0 if all(narrow) else batch.dtype_bytes) + any(narrow))
+
+
+def _passed_on(batch: Batch, made: Work, inputs: int, outputs: int, *, needed: bool = False) -> Work:
+    """Return the work that makes a projection's input, of which it counts the bytes that backward keeps.
+
+    In fp8 the projection keeps a cast of its own. Then the input is kept no longer, unless it is ``needed``.
+    """
+    if needed or not _in_fp8(batch, inputs, outputs):
+        return made
+    kept_bytes = made.saved_bytes - batch.num_tokens * inputs * batch.dtype_bytes
+    return dataclasses.replace(made, saved_bytes=kept_bytes)
+
+
+def _keeping_cast(batch: Batch, made: Work, inputs: int, outputs: int) -> Work:
+    """Return a projection's work, with the cast of its input that it keeps in fp8."""
+    return work.with_memory(made, batch.num_tokens * inputs) if _in_fp8(batch, inputs, outputs) else made
 
 
 def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
     """Return the bytes that casts to fp8 take beside the gradients of a projection; 0 without them."""
-    if not batch.fp8_products or not float8.fits(inputs, outputs):
+    if not _in_fp8(batch, inputs, outputs):
         return 0
     return float8.casts_bytes(
         batch.num_tokens,
@@ -145,6 +188,7 @@ def _casts_bytes(batch: Batch, inputs: int, outputs: int) -> int:
         batch.dtype_bytes,
         emulated=batch.fp8_products == "emulated",
         casts_weights=batch.casts_weights,
+        keeps=True,
     )
 
 
@@ -206,9 +250,8 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterab
         (),
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
-    output = context.exchange(batch, rows * query * e, saves=True) + linear(
-        batch, query, hidden, bias=config.output_bias
-    )
+    project = _keeping_cast(batch, linear(batch, query, hidden, bias=config.output_bias), query, hidden)
+    output = context.exchange(batch, rows * query * e, saves=not _in_fp8(batch, query, hidden)) + project
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
     output += _residual(batch, hidden)
     yield Part(
@@ -235,7 +278,7 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     sent = rows * key * context.copies_of_keys(config, batch)
     exchange_key = context.exchange(batch, sent * e)
     q = linear(batch, hidden, query, bias=bias) + context.exchange(batch, rows * query * e)
-    k = linear(batch, hidden, key, bias=bias) + exchange_key
+    k = linear(batch, hidden, key, bias=bias, beside=(query,)) + exchange_key
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
     elif kernels.turned_back:  # rotary's gradients are turned back into the projection's layout
@@ -245,11 +288,12 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
         q += kernels.norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
         k += kernels.norm(sent // config.head_dim, config.head_dim, e, around=False) + share_norm
-    v = linear(batch, hidden, key, bias=bias) + exchange_key
+    v = linear(batch, hidden, key, bias=bias, beside=(query, key)) + exchange_key
     join = share + kernels.joins[3].work(rows * hidden, e)  # the input's gradients from q, k and v
     inside_bytes = rows * (query + 2 * key + hidden) * e + _casts_bytes(batch, hidden, query)
     inside_bytes = max(inside_bytes, context.exchange(batch, rows * query * e).workspace_bytes)
-    return work.with_memory(join + kernels.call + q + k + v, rows * hidden * e, inside_bytes)
+    saved_bytes = _input_bytes(batch, hidden, query, key)
+    return work.with_memory(join + kernels.call + q + k + v, saved_bytes, inside_bytes)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:
@@ -277,7 +321,8 @@ def attend(config: ModelConfig, batch: Batch) -> Work:
         scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0
         merged = config.family == "gpt2"
         return work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
-    return work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
+    made = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
+    return _passed_on(batch, made, config.query_size, config.hidden_size, needed=batch.context_parallel > 1)
 
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Part]:
@@ -289,21 +334,27 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Par
         modules = (*names.up_modules, names.down)
         yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, in_tiles=True)
         return
-    up = linear(batch, hidden, ffn, bias=config.mlp_bias)
+    # A GPU's SwiGLU between products in fp8 finds largest values for their casts.
+    finds = batch.fp8_products == "device" and config.mlp == "swiglu" and float8.fits(hidden, ffn)
+    up = linear(batch, hidden, ffn, bias=config.mlp_bias, found="gradient" if finds else None)
     if config.is_gated:
-        up = kernels.joins[2].work(rows * hidden, e) + up + up
+        second = linear(batch, hidden, ffn, bias=config.mlp_bias, beside=(ffn,), found="gradient" if finds else None)
+        up = kernels.joins[2].work(rows * hidden, e) + up + second
     if config.family != "opt":  # whose MLP is no module of its own
         up = kernels.call + up
     # Backward computes the gate's gradient after the up projection's. At that time three gradients are alive: that of
     # the gate's output, and one of the input from each of the two products.
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
-    up = work.with_memory(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
+    up = work.with_memory(sum_input_gradient(batch, hidden) + up, _input_bytes(batch, hidden, ffn), inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, product_bytes=up_bytes)
     activate = kernels.activations[config.mlp].work(rows * ffn, e)
+    activate = _passed_on(batch, activate, ffn, hidden, needed=config.mlp == "relu")
+    activate = float8.swiglu(rows * ffn, e) if finds else activate
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, ())
+    down = linear(batch, ffn, hidden, bias=config.mlp_bias, found="input" if finds else None)
     down = (
-        linear(batch, ffn, hidden, bias=config.mlp_bias)
+        _keeping_cast(batch, down, ffn, hidden)
         + sum_output(batch, hidden)
         + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden)

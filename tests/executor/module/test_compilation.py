@@ -85,6 +85,21 @@ def test_compiled_products_in_fp8_give_the_bits_of_the_same_in_memory():
     assert_same(executed(task, choose, PLAIN), in_memory(task, PLAIN, choose))
 
 
+@pytest.mark.parametrize(
+    ("products", "backend", "most"), [("tensorwise", PLAIN, 0.25), ("tensorwise", None, 0.06), ("", PLAIN, 0.06)]
+)
+def test_the_audit_of_compiled_products_in_fp8_allows_for_a_place_of_a_gradient(products, backend, most):
+    """Kernels that are cut otherwise round otherwise, and e5m2 has two bits behind the first."""
+    task = Task("llama", iterations=1, products=products)
+    _, optimizer = prepare(task, decide(task, uniform("gpu", "cpu")), compile_blocks=backend)
+    with optimizer.session as session:
+        one, audit = torch.ones(4, dtype=torch.bfloat16), session.audit
+        audit._compare("what", one * (1 + 0.9 * most), one, "")
+        assert not audit._difference
+        audit._compare("what", one * (1 + 1.2 * most), one, "")
+        assert "what differs" in audit._difference
+
+
 def test_losses_are_those_of_training_that_is_not_compiled():
     """In float32, to rounding: kernels that are cut otherwise round sums of at most 64 terms otherwise.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -118,16 +119,21 @@ def test_the_parts_that_ranks_bring_to_a_slot_are_all_weights_in_order(others: i
 
 
 def test_nothing_but_the_casts_of_weights_is_gone() -> None:
+    """In backward they were turned when they were cast, and are turned by a copy now. Scales come as they are."""
     for unit in small_units(in_fp8=True):
         if not unit.fp8_parameters:
             assert unit.fp8_twin is None
             continue
         assert unit.fp8_twin is not None
-        gone = [kernel for spec in unit.fp8_parameters for kernel in one_by_one(cast(spec.num_params, 2))]
-        for kernels, fewer in ((unit.forward, unit.fp8_twin.forward), (unit.backward, unit.fp8_twin.backward)):
-            assert sorted(map(repr, one_by_one(kernels))) == sorted(map(repr, [*one_by_one(fewer), *gone]))
+        sizes = [spec.num_params for spec in unit.fp8_parameters]
+        casts = Counter(kernel for size in sizes for kernel in one_by_one(cast(size, 2)))
+        turned, copied = (Counter(Elementwise(width * size) for size in sizes) for width in (3, 2))
+        forward, backward = (Counter(one_by_one(kernels)) for kernels in (unit.forward, unit.backward))
+        fewer, others = (Counter(one_by_one(kernels)) for kernels in (unit.fp8_twin.forward, unit.fp8_twin.backward))
+        assert forward + Counter({Elementwise(8): len(sizes)}) == fewer + casts
+        assert backward + copied == others + turned
         assert unit.fp8_twin.saved_bytes == unit.saved_bytes
-        assert unit.fp8_twin.workspace_bytes < unit.workspace_bytes
+        assert unit.fp8_twin.workspace_bytes == unit.workspace_bytes
         assert unit.fp8_twin.parameters == unit.parameters
 
 
