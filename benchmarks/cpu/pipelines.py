@@ -1,0 +1,100 @@
+"""How long pipelines take that two processes run, beside what is predicted.
+
+    python benchmarks/cpu/pipelines.py
+
+Two processes of one core each train a small Llama in fp32 over gloo, as two devices with little memory. First as
+data-parallel ranks: what their tasks take is what the profile is fitted to. Then in two stages, once and in rounds, as
+planned with that profile, which no pipeline has been fitted to. Every run is started as ``torchrun`` starts it.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.origin import origin, write_result
+from hwprofiles.profile import Fabric, HardwareProfile
+from hwprofiles.quantity import Provenance, Quantity
+from hwprofiles.registry import load_profile
+from planner.choices.request import Request
+from planner.decisions import FP32
+from planner.fitting.refit import refit
+from planner.models import resolve_model
+from planner.plan.planning import make_plan
+from ullage.analysis.runs import load_run
+
+NUM_LAYERS: Final = 8
+BATCH: Final = {"seq_len": 256, "micro_batch": 2, "num_micro_batches": 4}
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "in data-parallel ranks (fitted)": {"num_micro_batches": 2},
+    "in two stages": {"pipeline_parallel": 2},
+    "in two stages, in 2 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 2},
+    "in two stages, in 4 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 4},
+}
+DEVICE_BYTES: Final = 130_000_000
+_ITERATIONS: Final = 16
+_RESULT: Final = Path(__file__).parents[1] / "results" / "cpu_pipelines.json"
+
+
+def main() -> None:
+    """Run all ways and write the result."""
+    machine, rows = _two_devices(), list[dict[str, Any]]()
+    result = origin("torch", "numpy")
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": NUM_LAYERS})
+    for name, degrees in WAYS.items():
+        plan = make_plan(Request(model, machine, num_devices=2, precision=FP32, **BATCH | degrees))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "plan.json"
+            path.write_text(plan.to_json(), encoding="utf-8")
+            phases = _run(path)["phases"]
+            record = load_run(Path(folder) / "out" / "run.json")
+        if not rows:
+            steady = record.steady_iterations
+            machine = refit(plan.hardware, plan.units(), plan.decisions, record.timeline, steady).profile
+        row = {
+            "way": name,
+            "plan": str(plan),
+            **{phase: phases[phase] for phase in ("forward", "backward", "iteration")},
+        }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    write_result(_RESULT, result | {"rows": rows})
+
+
+def _two_devices() -> HardwareProfile:
+    """Return this machine as two devices of one core each; the fit replaces what is assumed."""
+    one = load_profile("epyc-turin-2c").with_device_memory(DEVICE_BYTES)
+    assumed = Provenance(origin="assumed", source="gloo over loopback")
+    fabric = Fabric(
+        bytes_per_s=Quantity(value=1e9, unit="bytes_per_s", provenance=assumed),
+        latency_s=Quantity(value=3e-4, unit="s", provenance=assumed),
+    )
+    more = {"name": "two-cores", "devices_per_node": 2, "intra_node": fabric.model_dump()}
+    return HardwareProfile.model_validate(one.model_dump() | more | {"topology": (*one.topology, ("host1", "dram"))})
+
+
+def _run(plan: Path) -> dict[str, Any]:
+    """Execute a plan in two processes; return what the first one prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["execute", str(plan), "--output-dir", str(plan.parent / "out"), "--iterations", str(_ITERATIONS), "--json"]
+    ranks = []
+    for rank in range(2):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        variables = os.environ | {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        command = [sys.executable, "-m", "ullage", *words, "--allow-other-machine"]
+        ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
+    printed = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("a process has failed; its own error says why")
+    found: dict[str, Any] = json.loads(printed[0])
+    return found
+
+
+if __name__ == "__main__":
+    main()
