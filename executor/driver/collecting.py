@@ -10,7 +10,7 @@ from executor.audit.audit import Audit
 from executor.driver.on_demand import OnDemand
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
-from executor.gradients import GradientError
+from executor.gradients import GradientError, OffloadedGradient
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guarded_parameters import LAST_HOOK
 from executor.packed import as_real
@@ -111,6 +111,10 @@ class Collector:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
         def collect(leaf: torch.Tensor) -> None:
+            if isinstance(leaf.grad, OffloadedGradient):  # autograd has added it to those so far, before any module
+                with self._backward:
+                    self._enter_backward()
+                return
             gradient, leaf.grad = leaf.grad, None
             if gradient is None:  # a hook of the user's has dropped it
                 return

@@ -180,9 +180,15 @@ class IterationDriver:
                 self._leave(error)
             if torch.is_grad_enabled():
                 check_second_order(self._units.values(), self._decisions)
-                if self._on_demand is None and (not self._stays or self.gradients.dropped(self._loop.iteration)):
+                expected = self._loop.expected()
+                is_late = expected is None or expected.op is Op.CLIP
+                changes = is_late or self.gradients.dropped(self._loop.iteration)
+                if self._on_demand is None and (changes or not self._stays):
                     self._leave(OutOfOrderError("backward makes a graph of its own (create_graph=True)"))
-                self._reopen()  # gradients may come before the next backward reaches a module
+                if self._on_demand is not None and self._has_run_back:
+                    self._enter_backward()  # its end shows the gradients so far again
+                else:
+                    self._reopen()  # gradients may come before the next backward reaches a module
                 if self._on_demand is not None:
                     self.visibility.show(unit)
             elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):

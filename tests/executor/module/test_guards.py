@@ -270,6 +270,31 @@ def test_checkpointing_that_begins_later_trains_as_in_memory(switch_on, reentran
         assert all(torch.equal(weights[name], weight) for name, weight in plain.named_parameters())
 
 
+def test_layers_that_the_loop_checkpoints_together_train_as_in_memory():
+    def in_parts(model):
+        inner, tokens = model.model, batches(TASK)[0, 0]
+        hidden = inner.embed_tokens(tokens)
+        positions = inner.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+
+        def layers(hidden):
+            return functools.reduce(lambda h, layer: layer(h, position_embeddings=positions), inner.layers, hidden)
+
+        loss = model.lm_head(inner.norm(checkpoint(layers, hidden, use_reentrant=True))).square().mean()
+        loss.backward()
+        return loss
+
+    plain = make_model(TASK)
+    reference = ReferenceOptimizer(make_optimizer(TASK, plain))
+    expected = in_parts(plain)
+    reference.step()
+    model, optimizer = prepare(TASK, decide(TASK, KEEP))
+    with optimizer.session as session:
+        assert in_parts(model) == expected
+        optimizer.step()
+        weights = session.full_parameters()
+        assert all(torch.equal(weights[name], weight) for name, weight in plain.named_parameters())
+
+
 @pytest.mark.parametrize(
     "use",
     [copy.deepcopy, copy.copy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],

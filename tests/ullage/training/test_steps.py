@@ -112,7 +112,7 @@ def once(model: Any, batch: Any) -> torch.Tensor:
 
 
 STEPS: dict[str, Step] = {
-    s.__name__: s for s in (three, losses, encoded, reference_behind, reference_before, mixed, remembered, taught, once)
+    s.__name__: s for s in (three, losses, encoded, taught, reference_before, mixed, remembered, reference_behind, once)
 }
 
 

@@ -265,9 +265,11 @@ def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss + gradient.square().sum()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    ("when", "planned"), [("in the loss", False), ("in backward", False), ("afterwards", False), ("afterwards", True)]
+)
 def test_gradients_of_gradients_that_no_plan_knows_train_as_in_memory_where_all_is_on_the_device(
-    accumulates: bool,
+    when: str, planned: bool
 ) -> None:
     trained = []
     x = torch.randn(8, 16)
@@ -278,14 +280,18 @@ def test_gradients_of_gradients_that_no_plan_knows_train_as_in_memory_where_all_
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if prepares:
-            model, optimizer = ullage.prepare(model, optimizer, (x,), hardware=load_profile("epyc-turin-2c"))
+            options = {"hardware": load_profile("epyc-turin-2c"), "step": with_penalty if planned else None}
+            model, optimizer = ullage.prepare(model, optimizer, x if planned else (x,), **options)
         for _ in range(3):
-            loss = model(x).square().mean() if accumulates else with_penalty(model, x)
-            loss.backward(create_graph=accumulates)
-            if accumulates:  # as optimizers of second order do
+            penalised = planned or when == "in the loss"
+            loss = with_penalty(model, x) if penalised else model(x).square().mean()
+            loss.backward(create_graph=when == "in backward", retain_graph=True)
+            if when == "in backward":  # as optimizers of second order do
                 with_penalty(model, x).backward()
                 at = x.clone().requires_grad_()
                 torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum().backward()
+            elif when == "afterwards":  # as GradNorm does, to weigh tasks
+                torch.autograd.grad(loss, model[-1].weight, create_graph=True)
             optimizer.step()
             optimizer.zero_grad()
         trained.append({name: weight.clone() for name, weight in model.state_dict().items()})
