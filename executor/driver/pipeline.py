@@ -37,14 +37,22 @@ class Begun(NamedTuple):
     """A micro-batch between its forward and its backward in a round.
 
     Attributes:
-        made: the loss; or what has been sent on, without values, which nothing needs any more.
+        loss: the loss; ``None`` but in the last chunk.
+        shape, dtype: of what was made, which is sent on and then needed no more.
         edge: what backward begins with; ``None`` in evaluation.
         received: what gets a gradient for the stage before; ``None`` in the first chunk.
     """
 
-    made: Tensor
+    loss: Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
     edge: GradientEdge | None
     received: Tensor | None
+
+
+def _begun(made: Tensor, received: Tensor | None, loss: Tensor | None = None) -> Begun:
+    edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
+    return Begun(loss, made.shape, made.dtype, edge, received)
 
 
 _ALONE = (
@@ -114,8 +122,8 @@ class Pipeline:
         for op, turn, micro_batch in turns(self._decisions.num_forwards_ahead, count, self._num_rounds):
             if op is Op.FORWARD:
                 begun[turn, micro_batch] = self._forward(turn, batches[micro_batch], loss, count)
-                if self._is_last(turn):
-                    found[micro_batch] = begun[turn, micro_batch].made
+                if (made := begun[turn, micro_batch].loss) is not None:
+                    found[micro_batch] = made
             else:
                 self._backward(turn, begun.pop((turn, micro_batch)))
         losses = self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
@@ -126,9 +134,8 @@ class Pipeline:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
         losses = [0.0] * len(batches)
         for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
-            begun = self._forward(turn, batch, loss, 1)
-            if self._is_last(turn):
-                losses[number] = float(begun.made)
+            if (made := self._forward(turn, batch, loss, 1).loss) is not None:
+                losses[number] = float(made)
         return self._on_all_stages(losses)
 
     def _is_last(self, turn: int) -> bool:
@@ -152,19 +159,17 @@ class Pipeline:
             with stage.in_round(turn):
                 if self._is_last(turn):
                     made = loss(self._model(**batch), batch) / count
-                    edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
-                    return Begun(made.detach(), edge, stage.received)
+                    return _begun(made, stage.received, loss=made.detach())
                 self._model(**{name: value for name, value in batch.items() if name != "labels"})
         finally:
             stage.receive = None
         assert stage.made is not None
         made, stage.made = stage.made, None
         self._send(Lane.SEND, links[self._number], made.detach(), 0)
-        edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
-        return Begun(made.to("meta"), edge, stage.received)
+        return _begun(made, stage.received)
 
     def _backward(self, turn: int, begun: Begun) -> None:
-        gradient = torch.ones_like(begun.made, device=self._backend.device)
+        gradient = torch.ones(begun.shape, dtype=begun.dtype, device=self._backend.device)
         if not self._is_last(turn):
             self._receive(self._ranks.back[self._number], gradient, 1)
         assert begun.edge is not None

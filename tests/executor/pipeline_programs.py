@@ -12,6 +12,8 @@ from virtual.watch import watched
 from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.decisions import Decisions
+from planner.schedule.tasks import Tier
+from planner.schedule.timeline import memory_use
 
 
 def steps(task: Task, reader: int):
@@ -125,6 +127,21 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, fol
             streamed = {name: values.clone() for name, values in session.stream_weights()}
             found.append((evaluated, losses, streamed))
     return *found, state
+
+
+def memory_of_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple[int, int]:
+    """Return the bytes on the device in the third step, as planned and measured."""
+    model, optimizer = prepare(task, decisions, record=True)
+    model.config.use_cache = False
+    with optimizer.session as session:
+        *before, metered = steps(task, 0)
+        for micro_batches in before:
+            train(optimizer, micro_batches)
+        with session.metered():
+            train(optimizer, metered)
+            session.synchronize()
+        planned = memory_use(session.timeline(), len(before))[Tier.GPU].peak_bytes
+        return planned, session.memory()[Tier.GPU].peak_bytes
 
 
 REFUSED = {

@@ -82,6 +82,11 @@ CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA),
     "llama-tied": lambda: transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "llama-deep": lambda: transformers.LlamaConfig(**_LLAMA | {"num_hidden_layers": 5}),
+    "llama-wide": lambda: transformers.LlamaConfig(
+        **_LLAMA
+        | {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 704}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16),
     "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "opt": lambda: transformers.OPTConfig(**_OPT, max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.1),
