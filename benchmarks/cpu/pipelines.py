@@ -2,9 +2,9 @@
 
     python benchmarks/cpu/pipelines.py
 
-Two processes of one core each train a small Llama in fp32 over gloo, as two devices with little memory. First as
-data-parallel ranks: what their tasks take is what the profile is fitted to. Then in two stages, once and in rounds, as
-planned with that profile, which no pipeline has been fitted to. Every run is started as ``torchrun`` starts it.
+Two processes of one core each train a small Llama in fp32 over gloo, as two devices with little memory: as
+data-parallel ranks, in two stages, and in rounds. The machine is calibrated first (``ullage calibrate``), with what the
+processes take to exchange data; nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
 """
 
 import json
@@ -17,20 +17,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.origin import origin, write_result
-from hwprofiles.profile import Fabric, HardwareProfile
-from hwprofiles.quantity import Provenance, Quantity
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.decisions import FP32
-from planner.fitting.refit import refit
 from planner.models import resolve_model
 from planner.plan.planning import make_plan
-from ullage.analysis.runs import load_run
 
 NUM_LAYERS: Final = 8
 BATCH: Final = {"seq_len": 256, "micro_batch": 2, "num_micro_batches": 4}
 WAYS: Final[dict[str, dict[str, Any]]] = {
-    "in data-parallel ranks (fitted)": {"num_micro_batches": 2},
+    "in data-parallel ranks": {"num_micro_batches": 2},
     "in two stages": {"pipeline_parallel": 2},
     "in two stages, in 2 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 2},
     "in two stages, in 4 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 4},
@@ -51,10 +48,6 @@ def main() -> None:
             path = Path(folder) / "plan.json"
             path.write_text(plan.to_json(), encoding="utf-8")
             phases = _run(path)["phases"]
-            record = load_run(Path(folder) / "out" / "run.json")
-        if not rows:
-            steady = record.steady_iterations
-            machine = refit(plan.hardware, plan.units(), plan.decisions, record.timeline, steady).profile
         row = {
             "way": name,
             "plan": str(plan),
@@ -66,34 +59,39 @@ def main() -> None:
 
 
 def _two_devices() -> HardwareProfile:
-    """Return this machine as two devices of one core each; the fit replaces what is assumed."""
-    one = load_profile("epyc-turin-2c").with_device_memory(DEVICE_BYTES)
-    assumed = Provenance(origin="assumed", source="gloo over loopback")
-    fabric = Fabric(
-        bytes_per_s=Quantity(value=1e9, unit="bytes_per_s", provenance=assumed),
-        latency_s=Quantity(value=3e-4, unit="s", provenance=assumed),
-    )
-    more = {"name": "two-cores", "devices_per_node": 2, "intra_node": fabric.model_dump()}
-    return HardwareProfile.model_validate(one.model_dump() | more | {"topology": (*one.topology, ("host1", "dram"))})
+    """Calibrate this machine, and return it as two devices of one core each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "two-cores.json"
+        subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(path)], check=True)
+        _in_two_processes("calibrate", "--only", "fabric", "--output", str(path))
+        found = load_profile(str(path)).with_device_memory(DEVICE_BYTES)
+    topology = found.topology if found.devices_per_node == 2 else (*found.topology, ("host1", "dram"))
+    return HardwareProfile.model_validate(found.model_dump() | {"devices_per_node": 2, "topology": topology})
 
 
 def _run(plan: Path) -> dict[str, Any]:
     """Execute a plan in two processes; return what the first one prints."""
+    output, count = str(plan.parent / "out"), str(_ITERATIONS)
+    words = ("execute", str(plan), "--output-dir", output, "--iterations", count, "--json", "--allow-other-machine")
+    found: dict[str, Any] = json.loads(_in_two_processes(*words))
+    return found
+
+
+def _in_two_processes(*words: str) -> str:
+    """Run a command of ``ullage`` in two processes; return what the first one prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["execute", str(plan), "--output-dir", str(plan.parent / "out"), "--iterations", str(_ITERATIONS), "--json"]
     ranks = []
     for rank in range(2):
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
         variables = os.environ | {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, "-m", "ullage", *words, "--allow-other-machine"]
+        command = [sys.executable, "-m", "ullage", *words]
         ranks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True))
     printed = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise SystemExit("a process has failed; its own error says why")
-    found: dict[str, Any] = json.loads(printed[0])
-    return found
+    return printed[0]
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
 ALLOWED = {
     "hwprofiles/files.py": "the one place",
     "hwprofiles/calibrate/disk.py": "a probe of drives: a file of its own, without a name while it is used",
+    "executor/driver/pipeline.py": "state for other stages, into memory",
     "hwprofiles/calibrate/saving.py": "a probe of torch.save, into memory",
     "executor/memory/nvme_files.py": "state while training, and on its way between two plans, in files without others",
     "executor/checkpoint/files/system_calls.py": "checkpoints: one method per system call",
@@ -72,7 +73,6 @@ ALLOWED = {
     "executor/weights/folder.py": "weights for transformers: a new folder, which appears whole",
     "executor/weights/saving.py": "configurations and tokenizers, into such a folder",
     "ullage/training/exporting.py": "a configuration, into such a folder",
-    "ullage/training/stages.py": "a model that was trained in stages, into such a folder",
     "ullage/this_machine/profile.py": "the profile of another machine makes room for this one's",
     "ullage/training/elastic.py": "iterations of a run, a line each, to which the next start adds",
     "ullage/training/text.py": "memory maps that are only read",
