@@ -57,6 +57,7 @@ class Unit:
         fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
             if it also has frozen ones.
         fp8_twin: the same unit where these come in fp8, so that it does not cast them.
+        entry_bytes: what a forward that begins here, in a pipeline, makes before, and keeps for backward: rotations.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Unit:
     can_swap: bool = False
     fp8_parameters: tuple[ParameterSpec, ...] = ()
     fp8_twin: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
+    entry_bytes: int = 0
 
     @property
     def call(self) -> int:

@@ -86,6 +86,8 @@ def stage_of(
     of_stage = [[unit for chunk in chunks for segment in chunk for unit in segment] for chunks in dealt]
     specs = {spec.name: spec for unit in units for spec in unit.parameters}
     homes = {spec.name: number for number, own in enumerate(of_stage) for unit in own for spec in unit.parameters}
+    rotations = sum(o.saved_bytes for unit in units for o in unit.operators if o.kind == "rotary")
+    entries = {chunk[0][0].name for chunk in dealt[stage]} - {units[0].name}
     tied, own = {}, list[Unit]()
     for number, unit in ((number, unit) for number, mine in enumerate(of_stage) for unit in mine):
         for operator in unit.operators:
@@ -93,7 +95,8 @@ def stage_of(
                 if homes[name] != number and stage in {homes[name], number}:
                     tied[name] = name if stage == homes[name] else weight_of(operator)
         if number == stage:
-            own.append(_owning(unit, {name: specs[name] for name in tied if homes[name] != stage}))
+            made = _owning(unit, {name: specs[name] for name in tied if homes[name] != stage})
+            own.append(dataclasses.replace(made, entry_bytes=rotations) if unit.name in entries else made)
     chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)
     more = {

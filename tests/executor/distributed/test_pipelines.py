@@ -113,11 +113,10 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
 
 @pytest.mark.parametrize(("choose", "rounds"), [(OFF, 3), (KEPT, 3), (AGAIN, 1)])
 def test_stages_hold_what_is_planned(processes, choose, rounds):
-    """But for rotations, which each forward makes anew; they are small in models that are not."""
     task = Task("llama-wide", torch.float32, 4, iterations=3)
     decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds, subgroup_params=200_000)
     for planned, measured in processes.call(2, memory_of_stage, task, decisions):
-        assert 0.9 * planned < measured < 1.02 * planned
+        assert 0.9 * planned < measured < 1.005 * planned
 
 
 @pytest.mark.parametrize("degrees", [{"pipeline_rounds": 2}, {"tensor_parallel": 2}], ids=str)
