@@ -537,6 +537,15 @@ def on_demand() -> Iterator[tuple[str, ...]]:
         yield name, f"{row['step_s']:.2f} s", times(row["over_fsdp2"]), left, f"{row['most_off']:.1e}"
 
 
+def pipelines() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_pipelines.json")["rows"]:
+        yield (
+            row["way"],
+            *(f"{row['iteration'][key]:.2f} s" for key in ("measured", "predicted")),
+            *(percent(row[phase]["error"], 1, "+") for phase in ("iteration", "forward", "backward")),
+        )
+
+
 RUNS = ("ample", "tight")
 
 
@@ -601,6 +610,7 @@ TABLES = (
     mutation,
     programs,
     on_demand,
+    pipelines,
     audit_cost,
     audited,
 )
