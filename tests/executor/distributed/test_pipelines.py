@@ -60,6 +60,13 @@ EIGHT = {
         {"data_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
         HOST,
     ),
+    "three stages in rounds": (
+        "llama-wide",
+        3,
+        3,
+        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
+        OFF,
+    ),
     "three stages": ("llama-tied-shared", 4, 3, {"data_parallel": 2, "zero_stage": 2}, AGAIN),
 }
 
