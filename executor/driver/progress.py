@@ -12,6 +12,7 @@ from executor.driver.runtime import Runtime
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.compute import AGAIN
+from planner.lowering.program import rounds_of
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op, Task
 
@@ -63,11 +64,10 @@ class Progress:
         self.first = next(unit for unit in units if not unit.is_unused)
         self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._firsts = {next(group).name for _, group in itertools.groupby(units, key=lambda unit: unit.call)}
-        starts = [next(unit.name for unit in units if unit.segment == start) for start in decisions.round_starts]
-        self._firsts.update(starts)
-        self._round_firsts = {self._first, *starts}
-        turns = itertools.accumulate(unit.name in starts for unit in units)
-        self._rounds = {unit.name: turn for unit, turn in zip(units, turns, strict=True)}
+        self._rounds = dict(zip((unit.name for unit in units), rounds_of(units, decisions), strict=True))
+        starts = {next(names) for turn, names in itertools.groupby(self._rounds, self._rounds.__getitem__) if turn}
+        self._firsts |= starts
+        self._round_firsts = {self._first} | starts
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._unbroken = unbroken

@@ -108,13 +108,12 @@ def _of_all(of_ranks: Sequence[Mapping[str, Any]], session: Session) -> dict[str
 
 def _with_copies(optimizer: OffloadedOptimizer, manifest: Manifest) -> Manifest:
     """Return a manifest that has copied weights (:attr:`executor.options.Options.copies`) under their names here."""
+    copies = optimizer.session.options.copies
+    if not copies:
+        return manifest
     kinds = {parameter.kind for _, parameter in optimizer.session.runtime.state.by_name.values()}
     keys = {MASTER, *SCALES.values()}.union(*(optimizer.buffers_of(kind) for kind in kinds))
-    wanted = {
-        tensor_name(name, key): tensor_name(copy, key)
-        for copy, name in optimizer.session.options.copies.items()
-        for key in keys
-    }
+    wanted = {tensor_name(name, key): tensor_name(copy, key) for copy, name in copies.items() for key in keys}
     found = {
         wanted[whole] + own.removeprefix(whole): record
         for own, record in manifest.tensors.items()

@@ -78,8 +78,7 @@ def assign_slots(program: Program) -> Slots:
 def _held_at_once(program: Program, ring: Iterable[LoweredUnit]) -> int:
     """Return how many units of a ring stay in their slots while tiles pass their segment, or micro-batches a round."""
     if len(program.rounds) > 1:
-        of_rounds = ({unit for segment in segments for unit in segment} for segments in program.rounds)
-        return max(len(units & {*ring}) for units in of_rounds)
+        return max(Counter(unit.turn for unit in ring).values())
     return max(Counter(unit.unit.segment for unit in ring if unit.unit.num_tiles > 1).values(), default=1)
 
 

@@ -36,6 +36,7 @@ class LoweredUnit:
         activations: the decision on its activations.
         name, num_params: the unit's own.
         stage: its pipeline stage.
+        turn: its round in that stage, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         forwards, backwards: its compute tasks, in the order in which they run; see :meth:`there` and :meth:`back`.
         agains: tasks that recompute activations just before its backward, if any, likewise.
         offloads, reloads: copies of its activations, if any, likewise.
@@ -56,6 +57,7 @@ class LoweredUnit:
     name: str
     num_params: int
     stage: int
+    turn: int = 0
     moved_bytes: int | None = None
     forwards: list[Task] = dataclasses.field(default_factory=list)
     backwards: list[Task] = dataclasses.field(default_factory=list)
@@ -94,7 +96,7 @@ class Program:
         units: the same units with their decisions.
         named: the lowered units by name.
         segments: the lowered units by segment, in forward order.
-        rounds: the segments of each round, see [Note: Rounds] in :mod:`planner.lowering.stages`.
+        rounds: the segments of each round.
         drafts: all tasks, by key.
         spine: the tasks that the training loop reaches, in order.
         computing: the compute tasks of the spine.
@@ -122,19 +124,16 @@ class Program:
                 unit.name,
                 unit.num_params,
                 stage,
+                turn,
             )
-            for unit, stage in zip(model, stages, strict=False)
+            for unit, stage, turn in zip(model, stages, rounds_of(model, decisions), strict=False)
         ]
         for lowered in self.units:
             if decided[lowered.name].offloads:
                 lowered.moved_bytes = lowered.unit.swap_bytes
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
-        self.rounds: list[list[list[LoweredUnit]]] = [[]]
-        for segment in self.segments:
-            if segment[0].unit.segment in decisions.round_starts:
-                self.rounds.append([])
-            self.rounds[-1].append(segment)
+        self.rounds = [list(group) for _, group in itertools.groupby(self.segments, key=lambda each: each[0].turn)]
         self.drafts: list[Task] = []
         self.spine: list[Task] = []
         self.computing: list[Task] = []
@@ -219,6 +218,12 @@ class Program:
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
         return numbered(self.ordered(), len(self.drafts), self.held, description)
+
+
+def rounds_of(units: Sequence[Unit], decisions: Decisions) -> list[int]:
+    """Return the number of the round that each unit of a stage is in."""
+    starts = decisions.round_starts
+    return list(itertools.accumulate(int(unit.is_first and unit.segment in starts) for unit in units))
 
 
 def numbered(order: list[Task], count: int, held: Sequence[Held], description: str) -> Schedule:

@@ -261,11 +261,10 @@ class _Join:
 def _parts(program: Program) -> dict[_Kind | None, list[Task]]:
     """Return a stage's tasks up to the end of each forward and backward; ``None`` has the rest."""
     order, ends = program.ordered(), dict[_Kind, int]()  # none begins before another has ended
-    turn_of = {unit.name: turn for turn, parts in enumerate(program.rounds) for segment in parts for unit in segment}
     for position, task in enumerate(order):
         if task.lane is Lane.COMPUTE:
             op = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
-            ends[op, turn_of[task.unit], task.micro_batch] = position
+            ends[op, program.named[task.unit].turn, task.micro_batch] = position
     found: dict[_Kind | None, list[Task]] = {}
     begin = 0
     for kind, position in ends.items():
