@@ -64,6 +64,10 @@ class ModuleCallbacks(Protocol):
         """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
 
     @property
+    def micro_batch(self) -> int:
+        """The micro-batch of the latest planned forward."""
+
+    @property
     def tile(self) -> int:
         """The tile of sequences that passes its segment now."""
 

@@ -145,8 +145,6 @@ def _check_stages(decisions: Decisions, options: Options) -> None:
         "several calls of the model in a step (step=)": len(options.calls) > 1,
         "--tiles segment": decisions.segment_tile_sequences,
         "--parallel context": decisions.context_parallel > 1,
-        # Several micro-batches are in flight, whose activations would need a room each.
-        "offloaded activations": decisions.num_micro_batches > 1 and any(u.offloads for u in decisions.units.values()),
     }
     if what := next((name for name, is_asked in refused.items() if is_asked), None):
         raise ValueError(

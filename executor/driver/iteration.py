@@ -313,6 +313,11 @@ class IterationDriver:
         return self.progress.call
 
     @property
+    def micro_batch(self) -> int:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        return self.progress.micro_batch
+
+    @property
     def tile(self) -> int:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         return self.progress.tile
@@ -529,9 +534,9 @@ class IterationDriver:
             self.gradients.check_fresh(self._loop.iteration)
             self._begin_updates()
 
-    def _backward_ended(self, micro_batch: int) -> None:
+    def _backward_ended(self, micro_batch: int, turn: int) -> None:
         if self._on_demand is None:  # else more may come for other forwards
-            self._runtime.offloaded.drop_all()
+            self._runtime.offloaded.drop(micro_batch, turn)
         self._has_run_back = True
         self._audit.end_micro_batch()
         self.visibility.show("")

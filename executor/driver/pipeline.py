@@ -40,19 +40,19 @@ class Begun(NamedTuple):
         loss: the loss; ``None`` but in the last chunk.
         shape, dtype: of what was made, which is sent on and then needed no more.
         edge: what backward begins with; ``None`` in evaluation.
-        received: what gets a gradient for the stage before; ``None`` in the first chunk.
+        gradients: takes the gradient for the stage before; ``None`` in the first chunk.
     """
 
     loss: Tensor | None
     shape: torch.Size
     dtype: torch.dtype
     edge: GradientEdge | None
-    received: Tensor | None
+    gradients: list[Tensor] | None
 
 
-def _begun(made: Tensor, received: Tensor | None, loss: Tensor | None = None) -> Begun:
+def _begun(made: Tensor, gradients: list[Tensor] | None, loss: Tensor | None = None) -> Begun:
     edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
-    return Begun(loss, made.shape, made.dtype, edge, received)
+    return Begun(loss, made.shape, made.dtype, edge, gradients)
 
 
 _ALONE = (
@@ -153,20 +153,20 @@ class Pipeline:
     def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> Begun:
         """Run the forward of a micro-batch, of so many, in a round."""
         stage, links = self.stage, self._ranks.forward
-        stage.received = stage.made = None
+        stage.gradients = stage.made = None
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:
             with stage.in_round(turn):
                 if self._is_last(turn):
                     made = loss(self._model(**batch), batch) / count
-                    return _begun(made, stage.received, loss=made.detach())
+                    return _begun(made, stage.gradients, loss=made.detach())
                 self._model(**{name: value for name, value in batch.items() if name != "labels"})
         finally:
             stage.receive = None
         assert stage.made is not None
         made, stage.made = stage.made, None
         self._send(Lane.SEND, links[self._number], made.detach(), 0)
-        return _begun(made, stage.received)
+        return _begun(made, stage.gradients)
 
     def _backward(self, turn: int, begun: Begun) -> None:
         gradient = torch.ones(begun.shape, dtype=begun.dtype, device=self._backend.device)
@@ -174,9 +174,9 @@ class Pipeline:
             self._receive(self._ranks.back[self._number], gradient, 1)
         assert begun.edge is not None
         torch.autograd.backward(begun.edge, gradient)
-        if begun.received is not None:
-            assert begun.received.grad is not None
-            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], begun.received.grad, 1)
+        if begun.gradients is not None:
+            (received,) = begun.gradients
+            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received, 1)
 
     def _own(self, values: Tensor) -> Tensor:
         """Return the part of flat values that this tensor-parallel rank sends: all ranks have all of them."""

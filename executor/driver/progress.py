@@ -27,12 +27,13 @@ class Progress:
 
     Args:
         backward_begins: called when the backward of a planned micro-batch begins, before its first task is issued.
-        backward_ended: called with the micro-batch when its backward has ended; with the last one, if the iteration has
-            left the plan.
+        backward_ended: called with the micro-batch and the round when their backward has ended; with the last
+            micro-batch, if the iteration has left the plan.
         unbroken: a context for the end of a backward.
 
     Attributes:
         task: the compute task that runs; ``None`` outside forward and backward, and off the plan.
+        micro_batch: that of the latest planned call.
         tile: the tile of sequences that passes its segment; 0 outside of tiles.
         first: the first unit that the batch reaches.
         num_called: number of calls that have begun since the first one of a micro-batch.
@@ -47,11 +48,11 @@ class Progress:
         decisions: Decisions,
         *,
         backward_begins: Callable[[int], None],
-        backward_ended: Callable[[int], None],
+        backward_ended: Callable[[int, int], None],
         unbroken: contextlib.AbstractContextManager[object],
     ) -> None:
         self.task: Task | None = None
-        self.tile = 0
+        self.micro_batch = self.tile = 0
         self.has_left = False
         self._loop = loop = runtime.loop
         self._machine, self._backend = runtime.machine, runtime.backend
@@ -119,8 +120,9 @@ class Progress:
         """The user's step calls the model, or a part of it."""
         self.num_called = 0 if self.begins else self.num_called + 1
         expected = self._loop.expected()
-        is_planned = expected is not None and expected.op is Op.FORWARD and not self.has_left
-        self._call = self._call_of[expected.unit] if is_planned and expected is not None else 1
+        self._call = 1
+        if expected is not None and expected.op is Op.FORWARD and not self.has_left:
+            self._call, self.micro_batch = self._call_of[expected.unit], expected.micro_batch
 
     def note_other_shape(self, shape: tuple[int, ...]) -> None:
         """A forward of the plan begins with a batch of another shape; leave the iteration out of comparisons.
@@ -291,7 +293,7 @@ class Progress:
             self._watching_end = False
             # Where a module checkpoints by itself, with use_reentrant=True, a node of one backward runs another.
             self._goes_on = torch._C._current_autograd_node() is not None
-            self._backward_ended(self._num_micro_batches - 1)
+            self._backward_ended(self._num_micro_batches - 1, 0)
             return
         assert self.task is not None
         micro_batch, turn = self.task.micro_batch, self._rounds[self.task.unit]
@@ -302,7 +304,7 @@ class Progress:
         ):
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
-        self._backward_ended(micro_batch)
+        self._backward_ended(micro_batch, turn)
         self._watching_end = False
         self._left.clear()
         self.task = None  # last: until then, no step is allowed

@@ -29,7 +29,7 @@ from executor.memory.recompute_cache import (
 )
 from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.lowering.activations import OffloadRooms, room_name
+from planner.lowering.activations import OffloadRooms
 from planner.schedule.tasks import Lane, MemoryClass
 
 
@@ -41,6 +41,7 @@ class OffloadedActivations:
         storage: takes the file for activations on NVMe.
 
     Attributes:
+        rooms: the rooms of a run of a segment, and their names.
         file: activations on NVMe, one record per unit; ``None`` if there are none.
 
     Raises:
@@ -58,7 +59,7 @@ class OffloadedActivations:
         backend: Backend,
     ) -> None:
         self._backend = backend
-        rooms = OffloadRooms(units, decisions)
+        self.rooms = rooms = OffloadRooms(units, decisions)
         self._room = {
             name: host.take(f"{name} activations", MemoryClass.ACTIVATIONS, num_bytes, torch.uint8)
             for name, num_bytes in rooms.on_host.items()
@@ -97,8 +98,9 @@ class OffloadedActivations:
                 tensors.
             args: arguments of the forward.
         """
-        segment = SegmentActivations(names, callbacks.tile)
-        self._segments |= dict.fromkeys((room_name(name, segment.tile) for name in names), segment)
+        micro_batch, tile = callbacks.micro_batch, callbacks.tile
+        segment = SegmentActivations({name: self.rooms.name(name, micro_batch, tile) for name in names}, micro_batch)
+        self._segments |= dict.fromkeys(segment.rooms.values(), segment)
         offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
@@ -129,13 +131,12 @@ class OffloadedActivations:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes
 
-    def offload(self, unit: str, tile: int = 0) -> None:
-        """Copy a unit's activations, of one tile, to the host, free them on the device, and wait until that is done.
+    def offload(self, unit: str, name: str) -> None:
+        """Copy a unit's activations to a room, free them on the device, and wait until that is done.
 
         Raises:
             ActivationError: a tensor was modified in place before it was copied.
         """
-        name = room_name(unit, tile)
         segment, room = self._segments[name], self._room[name]
         _assign(segment, unit, len(room))
         tensors = list(segment.offloaded(unit))
@@ -170,23 +171,23 @@ class OffloadedActivations:
 
         Those of an earlier run stay away: their memory on the host is another run's.
         """
-        first = room_name(next(iter(segment.products_of)), segment.tile)
-        for unit in tuple(segment.away) if self._segments.get(first) is segment else ():
-            if (name := room_name(unit, segment.tile)) in self._on_nvme:
-                self.recall(name)
-            self._reload(segment, unit)
+        for unit in tuple(segment.away):
+            if self._segments[name := segment.rooms[unit]] is segment:
+                if name in self._on_nvme:
+                    self.recall(name)
+                self._reload(segment, unit)
 
     def recall(self, name: str) -> None:
         """Read offloaded activations from NVMe into host memory; ``name`` is that of their room."""
         assert self.file is not None
         self.file.read(name, whole_blocks(self._room[name]))
 
-    def reload(self, unit: str, tile: int = 0) -> None:
+    def reload(self, unit: str, name: str) -> None:
         """Copy activations back to the device. Their memory there is freed when backward has used them."""
-        self._reload(self._segments[room_name(unit, tile)], unit)
+        self._reload(self._segments[name], unit)
 
     def _reload(self, segment: SegmentActivations, unit: str) -> None:
-        room = self._room[room_name(unit, segment.tile)]
+        room = self._room[segment.rooms[unit]]
         for tensor in segment.offloaded(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
             self._backend.copy(flat.view(torch.uint8), room[tensor.start : tensor.start + tensor.num_bytes])
@@ -195,9 +196,17 @@ class OffloadedActivations:
         segment.away.discard(unit)
 
     def drop_all(self) -> None:
-        """Free all tensors at the end of backward, including those of segments without gradients."""
+        """Free all tensors, including those of segments without gradients."""
         for segment in self._segments.values():
             segment.drop()
+
+    def drop(self, micro_batch: int, turn: int) -> None:
+        """Free all tensors of a micro-batch whose backward in a round has ended, see :meth:`drop_all`."""
+        name, turn_of = self.rooms.name, self.rooms.turn_of
+        for segment in self._segments.values():
+            first = next(iter(segment.rooms))
+            if turn_of[first] == turn and name(first, segment.micro_batch) == name(first, micro_batch):
+                segment.drop()
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -161,7 +161,8 @@ class SegmentActivations:
     """The activations of one run of a segment's forward.
 
     Attributes:
-        tile: which tile of sequences ran.
+        rooms: its units in forward order, each with the name of its memory on the host.
+        micro_batch: which one ran.
         inputs: tensors that the segment was called with.
         products: in the order in which they ran.
         products_of: the same, by the unit that ran them.
@@ -171,11 +172,11 @@ class SegmentActivations:
         is_dropped: whether the backward that was to use them has ended.
     """
 
-    def __init__(self, names: Sequence[str], tile: int = 0) -> None:
-        self.tile = tile
+    def __init__(self, rooms: Mapping[str, str], micro_batch: int = 0) -> None:
+        self.rooms, self.micro_batch = rooms, micro_batch
         self.inputs: list[SavedTensor] = []
         self.products: list[Product] = []
-        self.products_of: dict[str, list[Product]] = {name: [] for name in names}
+        self.products_of: dict[str, list[Product]] = {name: [] for name in rooms}
         self.position = 0
         self.moved: set[str] = set()
         self.away: set[str] = set()

@@ -36,8 +36,8 @@ class Stage:
         num_stages: stages, of which each has every so many chunks.
 
     Attributes:
-        received: the hidden states that the latest forward began with, which get a gradient; ``None`` if it began with
-            the batch.
+        gradients: of the hidden states that the latest forward began with, when its backward has ended; ``None`` if it
+            began with the batch.
         made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
         receive: see :data:`Receive`. Set it before a forward.
         homes: all of the model's parameters, each with its shape, and the first stage that has it. Those that this
@@ -48,7 +48,7 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, chunks: Sequence[Sequence[list[Unit]]], number: int, num_stages: int) -> None:
-        self.received: Tensor | None = None
+        self.gradients: list[Tensor] | None = None
         self.made: Tensor | None = None
         self.receive: Receive | None = None
         self._model, self._undo = model, list[Callable[[], None]]()
@@ -138,10 +138,12 @@ class Stage:
         assert self.receive is not None
         name = next(iter(kwargs), "")
         given = args[0] if args else kwargs[name]
-        self.received = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-        self.receive(self.received)
-        self.received.requires_grad_(torch.is_grad_enabled())
-        return ((self.received, *args[1:]), kwargs) if args else ((), kwargs | {name: self.received})
+        values = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+        self.receive(values)
+        self.gradients = []
+        anchor = torch.ones(0, device="cpu", requires_grad=True)
+        received = _Received.apply(anchor, values, self.gradients)  # type: ignore[no-untyped-call]
+        return ((received, *args[1:]), kwargs) if args else ((), kwargs | {name: received})
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         self.made = output if isinstance(output, Tensor) else output[0]
@@ -166,6 +168,20 @@ class Stage:
         while self._taken:
             module, name, parameter = self._taken.pop()
             module.register_parameter(name, parameter)
+
+
+class _Received(torch.autograd.Function):
+    """Begins a graph with what was received. It keeps the gradient alone, so that the values may leave the device."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient)
+        return None, None, None
 
 
 class _StandIn(nn.Module):

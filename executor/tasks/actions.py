@@ -18,7 +18,6 @@ from executor.tasks.gradients import GradientTasks
 from executor.tasks.snapshots import Snapshots
 from executor.tasks.updates import UpdateTasks
 from planner.decisions import Decisions
-from planner.lowering.activations import room_name
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
@@ -57,6 +56,10 @@ class Actions:
         self._deferred: list[Task] = []
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
         self.updates = UpdateTasks(state, decisions, backend, team, None if ranks is None else ranks.matrices)
+
+        def room(task: Task) -> str:
+            return offloaded.rooms.name(task.unit, task.micro_batch, task.tile)
+
         self._by_op: dict[Op, Callable[[Task, int], None]] = {
             Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
             Op.FETCH: lambda task, _iteration: self.fetch(state.units[task.unit]),
@@ -69,11 +72,11 @@ class Actions:
             Op.CAST: lambda task, _iteration: self.cast(state.units[task.unit]),
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: lambda task, _iteration: state.nvme.swap_out((task.unit, task.piece)),
-            Op.OFFLOAD: lambda task, _iteration: offloaded.offload(task.unit, task.tile),
+            Op.OFFLOAD: lambda task, _iteration: offloaded.offload(task.unit, room(task)),
             Op.SPILL: self.gradients.spill,
-            Op.EVICT: lambda task, _iteration: offloaded.evict(room_name(task.unit, task.tile)),
-            Op.RECALL: lambda task, _iteration: offloaded.recall(room_name(task.unit, task.tile)),
-            Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit, task.tile),
+            Op.EVICT: lambda task, _iteration: offloaded.evict(room(task)),
+            Op.RECALL: lambda task, _iteration: offloaded.recall(room(task)),
+            Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit, room(task)),
         }
 
         if collectives is not None:

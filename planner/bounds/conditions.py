@@ -55,7 +55,8 @@ def conditions(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = Fa
         soft: minimise the fraction by which memory is overrun instead of the time; see :data:`OVERRUN`.
     """
     if setup.given.pipeline_parallel > 1:
-        return pipelined(setup, cost, limit_s, soft=soft)
+        program = pipelined(setup, cost, limit_s)
+        return _softened(program) if soft else program
     program = _conditions(setup, cost)
     if limit_s != NEVER_S:
         program = program.within({n: (low, limit_s) for n, (low, high) in program.boxes.items() if high == NEVER_S})
@@ -82,7 +83,7 @@ def _conditions(setup: Setup, cost: CostModel) -> LinearProgram:
 def memory_conditions(setup: Setup, cost: CostModel) -> LinearProgram:
     """Return the conditions on memory alone; the objective is the fraction by which it is overrun."""
     if setup.given.pipeline_parallel > 1:
-        return pipelined(setup, cost, NEVER_S, soft=True)
+        return conditions(setup, cost, NEVER_S, soft=True)
     placement = Placement(setup, cost, NEVER_S)
     Memory(placement)
     return _softened(placement.program)

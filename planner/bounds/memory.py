@@ -32,7 +32,8 @@ class Memory:
     def _memory(self) -> None:
         capacity = capacities(self.on.cost)
         device_bytes = float(capacity[Tier.GPU])
-        activations = offloaded(self.on.program, self.on.segments, device_bytes)
+        passages = [(segment, segment[0].num_tiles) for segment in self.on.segments[:-1]]
+        activations = offloaded(self.on.program, passages, device_bytes)
         self._device_memory(device_bytes, Sum(*((activations[tier], 1.0) for tier in activations if tier is Tier.GPU)))
         host, nvme = (
             Sum(*((activations[tier], device_bytes) for tier in activations if tier is where))
@@ -45,7 +46,7 @@ class Memory:
             name = unit.name
             for place in (Place.CPU, Place.STREAM):
                 host[f"{name}:{place}"] += self.on.given.placed_state_bytes_per_param(unit) * shard
-            host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
+            host[weights_or_gradients(self.on, unit)] += float(self.on.weight_bytes * shard)
             fp8 = self.on.given.fp8_if_moved(unit)
             host.plus(self.on.fetched(unit), float(fp8.host_bytes if fp8 else 0))
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
@@ -63,29 +64,6 @@ class Memory:
             if capacity[tier] and held:
                 room = Sum((ROOM[tier], 1.0))
                 self.on.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
-
-    def _weights_or_gradients(self, unit: Unit) -> str:
-        """Return the share of a unit's parameters whose weight or gradient is on the host [Note: In place]."""
-        program, name = self.on.program, unit.name
-        served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
-        gradients = self.on.leaves(unit)
-        if f"{name}:spill" in program.boxes:
-            gradients[f"{name}:spill"] -= 1.0
-        there = program.variable(f"{name}:there", 0.0, 2.0)
-        if not self.on.given.precision.weight_in_state:
-            if self.on.repeats > 1:
-                gradients.plus(served)
-            weights = Sum((f"{name}:upload", 1.0)).plus(served)
-            program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
-            if f"{name}:spill" in program.boxes and f"{name}:onnvme" in program.boxes:
-                elsewhere = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
-                program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), elsewhere)
-        elif f"{name}:spill" in program.boxes:  # the host has weights of state on NVMe, and gradients of other state
-            elsewhere = Sum((f"{name}:onnvme", -1.0)) if f"{name}:onnvme" in program.boxes else Sum()
-            elsewhere = elsewhere.plus(self.on.leaves(unit))
-            program.at_least(f"{name}: weights of state on NVMe", Sum((there, 1.0)), elsewhere)
-        program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
-        return there
 
     def _state_buffers(self, unit_bytes: float) -> str:
         """Return the bytes of host buffers for state on NVMe, as multiples of ``unit_bytes``: at least one subgroup."""
@@ -112,7 +90,7 @@ class Memory:
         held_always = self._always(scale)
         always = program.variable("always held", 0.0, program.highest(held_always))
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
-        before = [Sum().plus(self._saved_activations(segment), scale) for segment in self.on.segments]
+        before = [Sum().plus(saved_activations(self.on, segment), scale) for segment in self.on.segments]
         saved = self.on.chain("activations", before)
         resident = self.on.chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.on.units))
         state = (Sum().plus(self.on.state_out(unit), scale) if unit.num_params else Sum() for unit in self.on.units)
@@ -206,13 +184,38 @@ class Memory:
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 
-    def _saved_activations(self, segment: Sequence[Unit]) -> Sum:
-        """Return the bytes of a segment's activations while a later one computes backward."""
-        num_tiles, name = float(segment[0].num_tiles), segment[0].segment
-        saved = num_tiles * sum(unit.saved_bytes for unit in segment)
-        held = Sum(("", saved))
-        for way, _ in AGAIN:
-            if (variable := f"{name}:{way}") in self.on.program.boxes:
-                rest = num_tiles * segment[0].activation_output_bytes if way == "recompute" else 0.0
-                held[variable] = rest - saved
-        return held
+
+def weights_or_gradients(on: Placement, unit: Unit) -> str:
+    """Return the share of a unit's parameters whose weight or gradient is on the host [Note: In place]."""
+    program, name = on.program, unit.name
+    served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
+    gradients = on.leaves(unit)
+    if f"{name}:spill" in program.boxes:
+        gradients[f"{name}:spill"] -= 1.0
+    there = program.variable(f"{name}:there", 0.0, 2.0)
+    if not on.given.precision.weight_in_state:
+        if on.repeats > 1:
+            gradients.plus(served)
+        weights = Sum((f"{name}:upload", 1.0)).plus(served)
+        program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
+        if f"{name}:spill" in program.boxes and f"{name}:onnvme" in program.boxes:
+            elsewhere = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
+            program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), elsewhere)
+    elif f"{name}:spill" in program.boxes:  # the host has weights of state on NVMe, and gradients of other state
+        elsewhere = Sum((f"{name}:onnvme", -1.0)) if f"{name}:onnvme" in program.boxes else Sum()
+        elsewhere = elsewhere.plus(on.leaves(unit))
+        program.at_least(f"{name}: weights of state on NVMe", Sum((there, 1.0)), elsewhere)
+    program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
+    return there
+
+
+def saved_activations(on: Placement, segment: Sequence[Unit]) -> Sum:
+    """Return the bytes of a segment's activations while a later one computes backward."""
+    num_tiles, name = float(segment[0].num_tiles), segment[0].segment
+    saved = num_tiles * sum(unit.saved_bytes for unit in segment)
+    held = Sum(("", saved))
+    for way, _ in AGAIN:
+        if (variable := f"{name}:{way}") in on.program.boxes:
+            rest = num_tiles * segment[0].activation_output_bytes if way == "recompute" else 0.0
+            held[variable] = rest - saved
+    return held

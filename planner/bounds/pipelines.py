@@ -1,144 +1,140 @@
 """Necessary conditions on pipelines: the twin of :mod:`.conditions` for pipeline stages.
 
-Layers are divided evenly among stages, and activations stay on the devices. Which segments are recomputed is open, and
-so is where weights and state are. Two conditions hold for every stage s of p:
+Layers are divided evenly among stages. Everything else is open, as without stages, and the variables are the same. With
+rounds, the weights of a chunk serve all micro-batches at a time, and its gradients leave once. These conditions hold
+for every stage s of p:
 
-- *work*: its first forward waits for the forwards of the chunks before its first one, and their backwards follow its
-  last backward. In between it computes all its micro-batches. Its host issues their kernels.
-- *windows*: with clipping, no update starts before all gradients are there. After the last unit of a stage is updated,
-  its forward comes, and only then any backward of the stage: each micro-batch passes all of the stage before. So the
-  updates of a stage, and the copies of streamed state to it, come before all of its backwards.
+- *work*: an iteration lasts at least as long as any lane or resource of a rank needs for its work, with what is sent to
+  other stages. The first forward of stage s waits for the forwards of the chunks before its first one, and their
+  backwards follow its last backward. In between it computes all its micro-batches.
+- *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
+  stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
+  chunk of the stage, there and back, and only then comes the first backward of the stage. After its last one, the last
+  micro-batch passes the chunks before its first one.
 - *memory*: in the order of :func:`planner.lowering.compute.turns`, it holds the activations of ``min(p - s,
   micro-batches)`` micro-batches of its last round when its first backward begins, and all of the rounds before; and
-  state that is updated there. The host of all of a node's ranks holds the rest.
+  weights and state that are resident. Between the passages of two micro-batches it holds the weights that it keeps in
+  slots from one to the next; with rounds, from forward to backward, so at the first backward. The host of all of a
+  node's ranks holds the rest.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
-from planner.bounds.loads import Load, Loads, label
-from planner.bounds.program import OVERRUN, ROOM, TIME, LinearProgram, Sum
+from planner.bounds.loads import Load, label
+from planner.bounds.memory import saved_activations, weights_or_gradients
+from planner.bounds.placement import AGAIN, Placement
+from planner.bounds.program import ROOM, TIME, LinearProgram, Sum
+from planner.bounds.storage import offloaded
+from planner.bounds.windows import returning
+from planner.bounds.work import load_of
 from planner.costs.model import CostModel
-from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.stages import deal
-from planner.models.kernels import Kernels, num_kernels
-from planner.schedule.tasks import Lane, Tier
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.setup import Setup
 from planner.simulate.prediction import capacities
 
-Chunk = list[list[Unit]]
+Chunk = Sequence[Sequence[Unit]]
 
 
-def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool) -> LinearProgram:
+def pipelined(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
     """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`."""
-    program = LinearProgram(OVERRUN if soft else TIME)
-    program.variable(TIME, 0.0, limit_s)
-    overrun = Sum((program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
-    for name in ROOM.values():
-        program.variable(name, 1.0, 1.0)
-    num_stages = setup.given.pipeline_parallel
-    dealt = deal(setup.units, num_stages, setup.given.pipeline_rounds)
-    for chunk in dealt:
-        for segment in chunk:
-            if segment[0].can_swap:
-                program.variable(f"{segment[0].segment}:recompute")
-    repeats = setup.given.num_micro_batches
-    lanes = {lane: [_pass(chunk, cost, lane) for chunk in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
-    loads = Loads(cost, setup.given)
-    room = {tier: Sum((ROOM[tier], 1.0)).plus(overrun) for tier in (Tier.GPU, Tier.HOST)}
-    for number in range(num_stages):
-        for lane, passes in lanes.items():
-            needs = _all(passes[number::num_stages], repeats)
-            for before in passes[:number] if lane is Lane.COMPUTE else ():  # a host issues before its device may begin
-                needs.plus(before)
-            program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
-        chunks = dealt[number::num_stages]
-        _updates_and_memory(program, loads, setup, number, chunks, room)
-    return program
+    given = setup.given
+    on = Placement(setup, cost, limit_s, repeats=1 if given.pipeline_rounds > 1 else None)
+    chunks = deal(setup.units, given.pipeline_parallel, given.pipeline_rounds)
+    for number in range(given.pipeline_parallel):
+        _work_and_windows(on, chunks, number)
+        _memory(on, chunks[number :: given.pipeline_parallel], number)
+    return on.program
 
 
-def _updates_and_memory(
-    program: LinearProgram, loads: Loads, setup: Setup, number: int, chunks: list[Chunk], room: Mapping[Tier, Sum]
-) -> None:
-    """Add the conditions on a stage's windows and memory."""
-    cost, given, repeats = loads.cost, setup.given, setup.given.num_micro_batches
-    units = [unit for chunk in chunks for part in chunk for unit in part if unit.num_params]
-    updates = _updates(program, loads, units, setup)
-    in_flight = [*[repeats] * (len(chunks) - 1), min(setup.given.pipeline_parallel - number, repeats)]
-    held, on_host = Sum(), Sum()
-    for chunk, count in zip(chunks, in_flight, strict=True):
-        held.plus(_saved_activations(chunk), float(count))
-    for unit in units:
-        state_bytes, weight_bytes = (
-            each * given.placed_params(unit)
-            for each in (given.placed_state_bytes_per_param(unit), given.precision.weight_bytes)
-        )
-        there = state_bytes + (0 if given.precision.master_is_weight else weight_bytes)
-        held.plus(Sum((f"{unit.name}:{Place.GPU}", there)))
-        # And gradients, or weights whose place they take.
-        on_host.plus(Sum((f"{unit.name}:{Place.CPU}", state_bytes + weight_bytes)))
-        on_host.plus(Sum((f"{unit.name}:{Place.STREAM}", state_bytes)))
-    capacity = capacities(cost)
-    needs = Sum().plus(held, 1.0 / capacity[Tier.GPU])
-    program.at_least(f"memory: device of stage {number} at its first backward", room[Tier.GPU], needs)
-    needs = Sum().plus(on_host, cost.ranks_per_node / capacity[Tier.HOST])
-    program.at_least(f"memory: host of stage {number}", room[Tier.HOST], needs)
-    backwards = _all([_pass(chunk, cost, Lane.COMPUTE, forward=False) for chunk in chunks], repeats)
-    for key, load in updates.items() if setup.given.clip else ():
-        needs = Sum().plus(load, 1.0 / loads.capacity[key]).plus(backwards)
+def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> None:
+    """Add the conditions on a stage's work, and on the time from the updates to its backwards."""
+    count, num_stages = on.given.num_micro_batches, on.given.pipeline_parallel
+    own, before, behind = chunks[number::num_stages], chunks[:number], chunks[len(chunks) - num_stages + number + 1 :]
+    segments = [segment for chunk in own for segment in chunk]
+    total = load_of(on, segments)
+    _sent(on, total, segments, number, len(own))
+    for key, load in total.items():
+        needs = Sum().plus(load, 1.0 / on.loads.capacity[key])
+        if key is Lane.COMPUTE:
+            needs.plus(_passing(on, before, backward_only=False))
+        on.program.at_least(f"work: {label(key)} of stage {number}", Sum((TIME, 1.0)), needs)
+    if not on.given.clip:
+        return
+    rest = _passing(on, own, backward_only=True, times=count).plus(_passing(on, before, backward_only=True))
+    rest.plus(_passing(on, behind, backward_only=False))
+    updates: Load = defaultdict(Sum)
+    for unit in (unit for segment in segments for unit in segment):
+        for key, load in returning(on, unit).items():
+            updates[key].plus(load, 1.0 / on.loads.capacity[key])
+    for key, needs in updates.items():
         name = f"window: updates by {label(key)} before the backwards of stage {number}"
-        program.at_least(name, Sum((TIME, 1.0)), needs)
+        on.program.at_least(name, Sum((TIME, 1.0)), needs.plus(rest))
 
 
-def _all(passes: Iterable[Sum], repeats: int) -> Sum:
-    """Return the sum of passes of all micro-batches."""
+def _sent(on: Placement, total: Load, segments: Chunk, number: int, num_rounds: int) -> None:
+    """Add what a stage sends to others."""
+    count, last = on.given.num_micro_batches, on.given.pipeline_parallel - 1
+    layer = next(segment[0] for segment in segments if segment[0].in_layer)
+    num_bytes = -(-layer.activation_output_bytes // on.given.tensor_parallel)
+    for lane, end in ((Lane.SEND, last), (Lane.SEND_BACK, 0)):
+        send = Task(0, lane, Op.SEND, Phase.FORWARD, stage=number, num_bytes=num_bytes)
+        on.loads.charge(total, send, Sum(("", float(count * (num_rounds - (number == end))))))
+
+
+def _passing(on: Placement, chunks: Iterable[Chunk], *, backward_only: bool, times: int = 1) -> Sum:
+    """Return the seconds that one micro-batch needs to pass chunks, one after another; or so many of them, each."""
     found = Sum()
-    for own in passes:
-        found.plus(own, float(repeats))
+    for segment in (segment for chunk in chunks for segment in chunk):
+        ways = [("", Op.BACKWARD)] if backward_only else [("", Op.FORWARD), ("", Op.BACKWARD)]
+        ways += [(name, op) for way, op in AGAIN if (name := f"{segment[0].segment}:{way}") in on.program.boxes]
+        for name, op in ways:
+            found[name] += times * sum(on.loads.computing(unit, op)[Lane.COMPUTE][""] for unit in segment)
     return found
 
 
-def _updates(program: LinearProgram, loads: Loads, units: list[Unit], setup: Setup) -> Load:
-    """Add variables for where units are updated; return the load of updates, and of bringing streamed state."""
-    total: Load = defaultdict(Sum)
-    places = [place for place in Place if place is not Place.NVME or setup.storage == "nvme"]
-    for unit in units:
-        of = {place: (program.variable(f"{unit.name}:{place}"), 1.0) for place in places}
-        program.at_least(f"{unit.name}: updated somewhere", Sum(*of.values()), Sum(("", 1.0)), equal=True)
-        if unit.forward:
-            on_device = (Place.GPU, Place.STREAM)
-            loads.update(total, unit, Lane.GPU_UPDATE, Sum(*(of[place] for place in on_device)))
-            loads.update(total, unit, Lane.CPU, Sum(*(of[place] for place in places if place not in on_device)))
-            streamed_bytes = setup.given.placed_state_bytes_per_param(unit) * setup.given.placed_params(unit)
-            loads.copy(total, Resource.LINK_DOWN, streamed_bytes, Sum(of[Place.STREAM]))
-    return total
+def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> None:
+    """Add the conditions on a stage's memory."""
+    given, capacity = on.given, capacities(on.cost)
+    device_bytes, count = float(capacity[Tier.GPU]), given.num_micro_batches
+    in_flight = [*[count] * (len(chunks) - 1), min(given.pipeline_parallel - number, count)]
+    passages = [(segment, times) for chunk, times in zip(chunks, in_flight, strict=True) for segment in chunk]
+    resident, host = _resident(on, [unit for segment, _ in passages for unit in segment])
+    at_first = Sum().plus(resident)
+    for segment, times in passages:
+        at_first.plus(saved_activations(on, segment), float(times))
+    there = offloaded(on.program, passages, device_bytes, f" of stage {number}")
+    for tier, held in ((Tier.GPU, at_first), (Tier.HOST, host)):
+        held.plus(Sum((there[tier], device_bytes)) if there else {})
+    between = Sum().plus(resident)
+    for unit in (unit for segment, _ in passages for unit in segment):
+        kept = {name: times for gap, times in on.gaps() if (name := f"{unit.name}:kept {gap}") in on.program.boxes}
+        scale = unit.stored_bytes(on.weight_bytes) / sum(times for _, times in on.gaps())
+        (at_first if given.pipeline_rounds > 1 else between).plus(kept, scale)
+    rows = [("device of stage {} at its first backward", Tier.GPU, at_first, 1.0)]
+    if given.pipeline_rounds == 1:
+        rows.append(("device of stage {} between micro-batches", Tier.GPU, between, 1.0))
+    rows.append(("host of stage {}", Tier.HOST, host, float(on.cost.ranks_per_node)))
+    for name, tier, held, ranks in rows:
+        needs = Sum().plus(held, ranks / capacity[tier])
+        on.program.at_least(f"memory: {name.format(number)}", Sum((ROOM[tier], 1.0)), needs)
 
 
-def _pass(chunk: Chunk, cost: CostModel, lane: Lane, *, forward: bool = True) -> Sum:
-    """Return the seconds that a chunk of one micro-batch, backward and forward, occupies a device or its host."""
-
-    def takes_s(kernels: Kernels) -> float:
-        if lane is Lane.COMPUTE:
-            return cost.compute_s(kernels)
-        # A CPU issues and computes in turn.
-        return cost.profile.device.issue_s.value * num_kernels(kernels) if cost.asynchronous else 0.0
-
-    found = Sum()
-    for segment in chunk:
-        found[""] += sum(takes_s(unit.forward) * forward + takes_s(unit.backward) for unit in segment)
-        if segment[0].can_swap:
-            found[f"{segment[0].segment}:recompute"] += sum(takes_s(unit.recompute) for unit in segment)
-    return found
-
-
-def _saved_activations(chunk: Chunk) -> Sum:
-    """Return the bytes of one micro-batch's activations."""
-    found = Sum()
-    for segment in chunk:
-        saved = float(sum(unit.saved_bytes for unit in segment))
-        found[""] += saved
-        if segment[0].can_swap:
-            found[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes - saved
-    return found
+def _resident(on: Placement, units: Iterable[Unit]) -> tuple[Sum, Sum]:
+    """Return the bytes that a stage always holds on a device, and on its host."""
+    device, host, weight_bytes = Sum(), Sum(), on.weight_bytes
+    saved_bytes = on.given.resident_weight_bytes_per_param
+    for unit in (unit for unit in units if unit.num_weights):
+        own = on.own_bytes(unit) if on.given.gathers(unit) else unit.stored_bytes(weight_bytes)
+        device.plus(Sum(("", 1.0)).plus(on.away(unit), -1.0), own)
+        if not unit.num_params:
+            continue
+        shard, state_bytes = on.given.placed_params(unit), on.given.placed_state_bytes_per_param(unit)
+        device[f"{unit.name}:{Place.GPU}"] += (state_bytes - saved_bytes) * shard
+        for place in (Place.CPU, Place.STREAM):
+            host[f"{unit.name}:{place}"] += state_bytes * shard
+        host[weights_or_gradients(on, unit)] += float(weight_bytes * shard)
+    return device, host

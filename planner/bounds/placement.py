@@ -22,6 +22,8 @@ class Placement:
         setup: the decisions that are compared.
         cost: prices of tasks, and the machine.
         limit_s: an upper limit on the iteration time.
+        repeats: how often all weights are used, forward and backward, and gradients leave; by default once for each
+            micro-batch.
 
     Attributes:
         program: the program, with the rows on decisions; other classes add theirs.
@@ -29,13 +31,13 @@ class Placement:
         position: the position of every unit, by name.
     """
 
-    def __init__(self, setup: Setup, cost: CostModel, limit_s: float) -> None:
+    def __init__(self, setup: Setup, cost: CostModel, limit_s: float, repeats: int | None = None) -> None:
         self.units, self.given, self.storage = setup.units, setup.given, setup.storage
         self.cost, self.limit_s = cost, limit_s
         self.segments = segments(setup.units)
         self.position = {unit.name: i for i, unit in enumerate(setup.units)}
         self.weight_bytes = self.given.precision.weight_bytes
-        self.repeats = self.given.num_micro_batches
+        self.repeats = repeats or self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
         self.program = LinearProgram(TIME)
         self.program.variable(TIME, 0.0, limit_s)
@@ -62,7 +64,9 @@ class Placement:
         places = [place for place in Place if self.stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
-        if Place.NVME in places and self.repeats == 1:  # gradients that accumulate stay on the host meanwhile
+        if (
+            Place.NVME in places and self.given.num_micro_batches == 1
+        ):  # gradients that accumulate stay on the host meanwhile
             spill = Sum((program.variable(f"{name}:spill"), 1.0))
             program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
         away = Sum() if self.given.regathers(unit) else self._may_be_away(unit)
@@ -137,7 +141,7 @@ class Placement:
 
     def passes(self, unit: Unit) -> float:
         """Return how often a unit computes in an iteration: its kernels and activations are those of one tile."""
-        return float(self.repeats * unit.num_tiles)
+        return float(self.given.num_micro_batches * unit.num_tiles)
 
     def stores(self, nvme: bool) -> bool:
         """Return whether the setup allows this storage: NVMe, or the host."""

@@ -9,7 +9,7 @@ when updates may begin, at most the buffers' bytes of state have been read, and 
 buffers' bytes are still to be written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.bounds.program import LinearProgram, Sum
 from planner.graph import Unit
@@ -18,11 +18,20 @@ from planner.schedule.tasks import Tier
 STATE_BUFFERS = "state in host buffers"
 
 
-def offloaded(program: LinearProgram, segments: Sequence[Sequence[Unit]], unit_bytes: float) -> dict[Tier, str]:
-    """Add variables for the offloaded activations on each tier, in multiples of ``unit_bytes``; return them by tier."""
+def offloaded(
+    program: LinearProgram, passages: Iterable[tuple[Sequence[Unit], int]], unit_bytes: float, where: str = ""
+) -> dict[Tier, str]:
+    """Add variables for the offloaded activations on each tier, in multiples of ``unit_bytes``; return them by tier.
+
+    Args:
+        program: the program to extend.
+        passages: segments, each with the number of times that its activations are there.
+        unit_bytes: the unit of the variables.
+        where: ends the names of variables and rows.
+    """
     everything, evicted = Sum(), Sum()
-    for segment in segments[:-1]:
-        moved = segment[0].num_tiles * sum(unit.swap_bytes for unit in segment) / unit_bytes
+    for segment, count in passages:
+        moved = count * sum(unit.swap_bytes for unit in segment) / unit_bytes
         for way, sums in (("offload", (everything,)), ("evict", (everything, evicted))):
             if (name := f"{segment[0].segment}:{way}") in program.boxes:
                 for terms in sums:
@@ -31,8 +40,10 @@ def offloaded(program: LinearProgram, segments: Sequence[Sequence[Unit]], unit_b
         return {}
     tiers = (Tier.GPU, Tier.HOST, *((Tier.NVME,) if evicted else ()))
     high = program.highest(everything)
-    found = {tier: program.variable(f"offloaded activations on {tier}", 0.0, high) for tier in tiers}
-    program.at_least("offloaded activations are somewhere", Sum(*((name, 1.0) for name in found.values())), everything)
+    found = {tier: program.variable(f"offloaded activations on {tier}{where}", 0.0, high) for tier in tiers}
+    program.at_least(
+        f"offloaded activations are somewhere{where}", Sum(*((name, 1.0) for name in found.values())), everything
+    )
     if evicted:
-        program.at_least("evicted activations alone are on NVMe", evicted, Sum((found[Tier.NVME], 1.0)))
+        program.at_least(f"evicted activations alone are on NVMe{where}", evicted, Sum((found[Tier.NVME], 1.0)))
     return found

@@ -30,7 +30,7 @@ class Windows:
 
     def _windows(self) -> None:
         leaving = [self._leaving(unit) for unit in self.on.units]
-        returning = [self._returning(unit) for unit in self.on.units]
+        returned = [returning(self.on, unit) for unit in self.on.units]
         forward_s, backward_s, again = [], [], []
         for unit in self.on.units:
             num_tiles = float(unit.num_tiles)
@@ -57,7 +57,7 @@ class Windows:
 
         ends, beginnings = (_spread(len(self.on.units), most) for most in (_NUM_ENDS, _NUM_BEGINNINGS))
         if not self.on.given.clip:
-            both = [_added(out, back) for out, back in zip(leaving, returning, strict=True)]
+            both = [_added(out, back) for out, back in zip(leaving, returned, strict=True)]
             spans = self._longest("update", both, ends)
             self._through_nvme(spans)
             for i, span in spans.items():
@@ -66,7 +66,7 @@ class Windows:
             return
         nothing: Load = {}
         coming = [nothing, *(self._coming(unit) for unit in self.on.units[:-1])]  # copies for the next backward
-        after = self._longest("update", returning, ends)
+        after = self._longest("update", returned, ends)
         before = self._longest("leave", leaving, beginnings, coming)
         self._through_nvme(after)
         self._written_before_backward(before, between)
@@ -107,19 +107,6 @@ class Windows:
             self.on.loads.copy(load, Resource.LINK_UP, num_bytes, self.on.leaves(unit))
             if self.on.given.replicas(unit) > 1:
                 self.on.loads.scatter(load, unit, Sum(("", 1.0)))
-        return load
-
-    def _returning(self, unit: Unit) -> Load:
-        """Return the load of the update, and of moving its result to where it is used next."""
-        load: Load = defaultdict(Sum)
-        if unit.num_params:
-            self.on.updates(load, unit)
-            num_bytes = self.on.weight_bytes * self.on.given.placed_params(unit)
-            self.on.loads.copy(load, Resource.LINK_DOWN, num_bytes, Sum((f"{unit.name}:upload", 1.0)))
-            if unit.forward:
-                self.on.comes(load, unit)
-            if (self.on.given.gathers(unit) and unit.forward) or self.on.given.regathers(unit):
-                self.on.gathered(load, unit)
         return load
 
     def _longest(
@@ -254,6 +241,20 @@ class Windows:
         """Return the bytes of streamed state of units 0 to ``last`` that do not fit beside the share ``held``."""
         memory = float(capacities(self.on.cost)[Tier.GPU])
         return Sum((f"streamed, 0 to {last}", memory), (STATE_SLOT, -memory), ("", -memory)).plus(held, memory)
+
+
+def returning(on: Placement, unit: Unit) -> Load:
+    """Return the load of a unit's update, and of moving its result to where it is used next."""
+    load: Load = defaultdict(Sum)
+    if unit.num_params:
+        on.updates(load, unit)
+        num_bytes = on.weight_bytes * on.given.placed_params(unit)
+        on.loads.copy(load, Resource.LINK_DOWN, num_bytes, Sum((f"{unit.name}:upload", 1.0)))
+        if unit.forward:
+            on.comes(load, unit)
+        if (on.given.gathers(unit) and unit.forward) or on.given.regathers(unit):
+            on.gathered(load, unit)
+    return load
 
 
 def _added(one: Load, other: Load) -> Load:

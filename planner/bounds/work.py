@@ -1,6 +1,7 @@
 """Conditions on work: an iteration lasts at least as long as each lane and resource needs for its work."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from planner.bounds.loads import Load, label
 from planner.bounds.placement import AGAIN, Placement
@@ -13,14 +14,22 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 
 def work(on: Placement) -> None:
     """Add the conditions on work to a placement's program."""
+    for key, load in load_of(on, on.segments).items():
+        terms = Sum().plus(load, 1.0 / on.loads.capacity[key])
+        on.program.at_least(f"work: {label(key)}", Sum((TIME, 1.0)), terms)
+
+
+def load_of(on: Placement, segments: Sequence[Sequence[Unit]]) -> Load:
+    """Return the load of an iteration of some segments: all that their lanes and resources do."""
     total: Load = defaultdict(Sum)
-    for unit in on.units:
+    units = [unit for segment in segments for unit in segment]
+    for unit in units:
         every = Sum(("", on.passes(unit)))
         _pass(on, total, unit, Op.FORWARD, every)
         _pass(on, total, unit, Op.BACKWARD, every)
         _casts(on, total, unit)
         _work_of(on, total, unit)
-    for segment in on.segments:
+    for segment in segments:
         for way, op in AGAIN:
             if (name := f"{segment[0].segment}:{way}") not in on.program.boxes:
                 continue
@@ -33,12 +42,10 @@ def work(on: Placement) -> None:
                 if way == "evict":
                     on.loads.storage(total, Resource.NVME_WRITE, unit.swap_bytes, by)
                     on.loads.storage(total, Resource.NVME_READ, unit.swap_bytes, by)
-    num_tensors = sum(len(unit.parameters) for unit in on.units)
+    num_tensors = sum(len(unit.parameters) for unit in units)
     step = Task(0, Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors)
     on.loads.charge(total, step, Sum(("", 1.0)))
-    for key, load in total.items():
-        terms = Sum().plus(load, 1.0 / on.loads.capacity[key])
-        on.program.at_least(f"work: {label(key)}", Sum((TIME, 1.0)), terms)
+    return total
 
 
 def _pass(on: Placement, total: Load, unit: Unit, op: Op, by: Sum) -> None:

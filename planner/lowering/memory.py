@@ -374,10 +374,7 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
 
 
 def _offload_rooms(program: Program) -> None:
-    """Hold the memory for offloaded activations: one buffer per unit and tile, or a ring if they go on to NVMe.
-
-    The buffers serve all micro-batches: forward of the next one begins when all are free.
-    """
+    """Hold the memory for offloaded activations: rooms, or a ring if they go on to NVMe."""
     rooms = OffloadRooms(program.model, program.decisions)
     for name, num_bytes in rooms.on_host.items():
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, num_bytes, name)

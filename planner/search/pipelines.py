@@ -2,7 +2,8 @@
 
 Everything is on the devices if that fits, and only recomputation is open. Later stages have fewer micro-batches in
 flight, so more of their layers can keep activations in the same memory. If it does not fit, every stage moves the same
-share of its state to the host, and then of its weights: as little as fits, by bisection.
+share of its state to the host, and then of its weights: as little as fits, by bisection. Where activations may leave
+the devices, plans compete in which more or fewer layers offload theirs in place of recomputing them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from planner.setup import Mix, Setup
 
 _PARTS = 32
 _STREAMED = (6, 10, 14, 18)  # parts that are streamed, to be compared
+_LEFT = (4, 8, 16, 24, _PARTS)  # parts of the layers whose activations leave, likewise
+_COMPARED = {"streamed": _STREAMED, "left": _LEFT}
 # What is raised after what: state that stays on a device takes the room that streamed state needs.
 _ORDERS = ("resident", "updated_there", "streamed", "kept"), ("streamed", "resident", "kept")
 
@@ -28,6 +31,12 @@ def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
     if best.missing_bytes:
         zero_stages = (0, *setup.zero_stages) if setup.given.data_parallel > 1 else (0,)
         best = best_of([best, *(found for stage in zero_stages for found in _offloaded(setup, scorer, stage))])
+    elif setup.storage != "never":
+        on_devices, seen = _Shares(_PARTS, updated_there=_PARTS), best.decisions.zero_stage
+        least = scorer.score(_shared_out(setup, seen, on_devices))
+        if not least.missing_bytes:
+            found = _filled(on_devices, ("left", "kept"), lambda shares: scorer.score(_shared_out(setup, seen, shares)))
+            best = best_of([best, least, *found])
     return best
 
 
@@ -46,7 +55,8 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
             return
         best = found
     for fields in _ORDERS:
-        yield from _filled(best, fields, score)
+        for leaving in ((), ("left",)) if setup.storage != "never" else ((),):
+            yield from _filled(best, (*fields[:-1], *leaving, fields[-1]), score)
 
 
 def _filled(best: "_Shares", fields: Sequence[str], score: Callable[["_Shares"], Candidate]) -> Iterator[Candidate]:
@@ -54,8 +64,8 @@ def _filled(best: "_Shares", fields: Sequence[str], score: Callable[["_Shares"],
     for field in fields:
         if field == "updated_there" and best.resident < _PARTS:
             continue
-        if field == "streamed":  # the host updates the others meanwhile
-            ways = [best._replace(streamed=share) for share in (0, *_STREAMED)]
+        if field in _COMPARED:  # the host updates the others meanwhile, and links have other things to do
+            ways = [best, *(best._replace(**{field: share}) for share in _COMPARED[field])]
             best = min((way for way in ways if not score(way).missing_bytes), key=lambda way: score(way).order)
         else:
 
@@ -77,12 +87,16 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 class _Shares(NamedTuple):
-    """Parts of a stage, of :data:`_PARTS`: units with resident weights, subgroups streamed or resident, layers kept."""
+    """Parts of a stage, of :data:`_PARTS`.
+
+    These are units with resident weights, subgroups streamed or resident, layers with activations kept or offloaded.
+    """
 
     resident: int
     streamed: int = 0
     updated_there: int = 0
     kept: int = 0
+    left: int = 0
 
 
 def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
@@ -96,6 +110,7 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
             num_gpu=round(shares.updated_there * sum(stage.movable.values()) / _PARTS),
             num_stream=round(shares.streamed * sum(stage.movable.values()) / _PARTS),
             num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
+            num_offload=round(shares.left * len(stage.swappable) / _PARTS),
             num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
             zero_stage=zero_stage,
         )

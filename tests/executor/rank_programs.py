@@ -482,8 +482,8 @@ def left(rank: int, _size: int, task: Task, decisions: Decisions):
         activations, group = session.runtime.offloaded, session.runtime.ranks.tensor
         leave, all_reduce = activations.offload, group.all_reduce
 
-        def leaving(unit: str, tile: int) -> None:
-            leave(unit, tile)
+        def leaving(unit: str, room: str) -> None:
+            leave(unit, room)
             segment = activations._segments[unit]
             moved[unit] = sum(tensor.num_bytes for tensor in segment.offloaded(unit))
             again.extend(str(product.function) for product in segment.products_of[unit] if not product.is_offloaded)

@@ -230,6 +230,17 @@ def pipelines(draw: st.DrawFn) -> Case:
     return Case(model, num_layers, decided, draw(st.booleans()))
 
 
+@st.composite
+def in_stages(draw: st.DrawFn) -> Case:
+    """Return a random case of ours whose layers are shared by stages, perhaps in rounds, with anything anywhere."""
+    model, num_stages, num_rounds = draw(st.sampled_from(MODELS)), draw(st.integers(2, 3)), draw(st.integers(1, 2))
+    num_layers = num_stages * num_rounds + draw(st.integers(0, 2))
+    drawn = draw(decisions(small_units(model, num_layers), ours=True))
+    given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "update_start": "step"}
+    given |= {"num_micro_batches": draw(st.integers(1, 5))}
+    return Case(model, num_layers, Decisions.model_validate(dict(drawn) | given), draw(st.booleans()))
+
+
 def random_prices(schedule: Schedule, seed: int) -> tuple[list[Price], dict[Resource, float]]:
     """Return prices that mean nothing: very short, very long and zero durations, shared resources or none."""
     rng = np.random.default_rng(seed)

@@ -14,7 +14,6 @@ from walked import NUM_ITERATIONS, Ordered, WalkedMemory
 
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.lowering.activations import room_name
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
 from ullage.rivals.decisions import HostUpdate
@@ -69,7 +68,7 @@ class Walk(WalkedMemory):
         """What leaves the device is gone from there."""
         place = ("activations", task.unit, task.micro_batch, task.tile)
         self.expect(self.read(place), self.node[0], "activations of iteration")
-        self.write(("host activations", task.unit, task.micro_batch, task.tile), self.node[0])
+        self.write(("host activations", self._room(task)), (self.node[0], task.micro_batch))
         self.write(place, None)
         self._enter_passage(task)
 
@@ -85,28 +84,30 @@ class Walk(WalkedMemory):
         self._pass_on(task, "host activations", "products")
         self._leave_passage(task)
 
+    def _room(self, task: Task) -> str:
+        return self.room_of(task.unit, task.micro_batch, task.tile)
+
     def _enter_passage(self, task: Task) -> None:
         """What only passes through the host goes into its segment's slot."""
-        if (room := room_name(task.unit, task.tile)) in self.passage:
+        if (room := self._room(task)) in self.passage:
             place = ("passage", self.passage[room], self.position[task.unit])
             self.write(place, (task.unit, task.micro_batch, task.tile))
 
     def _leave_passage(self, task: Task) -> None:
-        if (room := room_name(task.unit, task.tile)) in self.passage:
+        if (room := self._room(task)) in self.passage:
             place = ("passage", self.passage[room], self.position[task.unit])
             self.expect(self.read(place), (task.unit, task.micro_batch, task.tile), "in the slot")
 
     def _pass_on(self, task: Task, source: str, target: str) -> None:
-        place = (source, task.unit, task.micro_batch, task.tile)
-        self.expect(self.read(place), self.node[0], f"{source} of iteration")
-        self.write((target, task.unit, task.micro_batch, task.tile), self.node[0])
+        place, moved = (source, self._room(task)), (self.node[0], task.micro_batch)
+        self.expect(self.read(place), moved, f"{source} of iteration and micro-batch")
+        self.write((target, self._room(task)), moved)
         self.write(place, None)
 
     def _remake(self, task: Task) -> None:
         self._weights(task)
-        self.expect(
-            self.read(("products", task.unit, task.micro_batch, task.tile)), self.node[0], "products of iteration"
-        )
+        wanted = self.node[0], task.micro_batch
+        self.expect(self.read(("products", self._room(task))), wanted, "products of iteration and micro-batch")
         self.write(("activations", task.unit, task.micro_batch, task.tile), self.node[0])
 
     def _backward(self, task: Task) -> None:
@@ -186,6 +187,8 @@ class Walk(WalkedMemory):
         iteration = self.node[0]
         if unit in self.replicated:
             return self.read(("shard", unit, iteration, micro_batch), frozenset())
+        if self.decisions.in_rounds:  # all of them leave together
+            return frozenset().union(*(self._complete(unit, each) for each in range(micro_batch + 1)))
         return self._complete(unit, micro_batch)
 
     def _complete(self, unit: str, micro_batch: int) -> frozenset[int]:
@@ -207,7 +210,7 @@ class Walk(WalkedMemory):
 
     def _flush(self, task: Task) -> None:
         self.flushes[self.node[0], task.unit, task.micro_batch].append(self.node)
-        self._arrive(task.unit, self._new(task), adds=task.micro_batch > 0)
+        self._arrive(task.unit, self._new(task), adds=task.micro_batch > 0 and not self.decisions.in_rounds)
 
     def _overwrite(self, task: Task) -> None:
         """Copy the device's sum to a buffer on the host; after the last micro-batch also to the gradients."""
@@ -416,7 +419,8 @@ class Walk(WalkedMemory):
             if task.op is Op.BACKWARD:
                 backward.setdefault((task.unit, task.micro_batch), task.index)
         for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
-            start = (iteration, backward[unit, micro_batch])
+            new = 0 if self.decisions.in_rounds else micro_batch  # later ones are added to these
+            start = (iteration, backward[unit, new])
             earlier = (node for key, node in leaving[:i] if not self._together(key, (iteration, unit, micro_batch)))
             waiting = [node for node in earlier if not self.ordered(node, start)]
             if len(waiting) >= self.decisions.num_gradient_slots:
@@ -424,7 +428,9 @@ class Walk(WalkedMemory):
                 self.found.append(f"ahead: {self._name(start)} may start while gradients wait for {names}")
 
     def _together(self, one: tuple[int, str, int], other: tuple[int, str, int]) -> bool:
-        """Return whether two gradients are made while tiles pass one segment."""
+        """Return whether two gradients are made while tiles pass one segment, or micro-batches one round."""
         (iteration, unit, micro_batch), tiled = one, self.units[other[1]]
+        if self.decisions.in_rounds and iteration == other[0] and self.turn_of[unit] == self.turn_of[other[1]]:
+            return True
         same = (iteration, micro_batch) == (other[0], other[2]) and self.units[unit].segment == tiled.segment
         return same and tiled.num_tiles > 1

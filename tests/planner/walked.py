@@ -56,7 +56,8 @@ class WalkedMemory:
         self.on_device = path is GradientPath.ON_DEVICE
         self.units = {unit.name: unit for unit in units}
         self.slot_of = slots(units, decisions).of_unit
-        self.passage = OffloadRooms(units, decisions).slot_of
+        rooms = OffloadRooms(units, decisions)
+        self.passage, self.room_of, self.turn_of = rooms.slot_of, rooms.name, rooms.turn_of
         self.spill_room = SpillRooms(units, decisions).room_of if path is GradientPath.ONCE else {}
         self.position = {unit.name: i for segment in segments(units) for i, unit in enumerate(segment)}
         self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}

@@ -23,6 +23,7 @@ from planner.schedule.tasks import Lane, Op
 
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
 KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
+LEAVING, ON_DRIVES = uniform("host", "cpu", "offload"), uniform("gpu", "cpu", "offload-nvme")
 
 # the model, micro-batches, stages, and ranks of each
 STAGED = {
@@ -49,6 +50,23 @@ STAGED = {
         OFF,
     ),
     "rounds, tensors": ("llama-tied-deep-shared", 3, 2, {"pipeline_rounds": 2, "tensor_parallel": 2}, NVME),
+    "activations on the host": ("llama-tied", 5, 3, {}, LEAVING),
+    "activations on the host, in rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, LEAVING),
+    "activations on drives": ("gpt2-still-shared", 4, 2, {}, ON_DRIVES),
+    "activations on drives, in rounds, sharded": (
+        "llama-tied-deep-shared",
+        3,
+        2,
+        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
+        ON_DRIVES,
+    ),
+    "activations on the host, tensors": (
+        "llama-tied-deep-shared",
+        3,
+        2,
+        {"pipeline_rounds": 2, "tensor_parallel": 2},
+        LEAVING,
+    ),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {
@@ -102,7 +120,14 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("family", "choose", "rounds"),
-    [("llama-tied", OFF, 1), ("qwen3", KEPT, 1), ("llama-deep", OFF, 2), ("llama-tied-deep-shared", HOST, 2)],
+    [
+        ("llama-tied", OFF, 1),
+        ("qwen3", KEPT, 1),
+        ("qwen3", LEAVING, 1),
+        ("llama-deep", OFF, 2),
+        ("llama-deep", ON_DRIVES, 2),
+        ("llama-tied-deep-shared", HOST, 2),
+    ],
 )
 def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rounds):
     """On virtual GPUs, where gloo stands in for NCCL."""
@@ -118,7 +143,7 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
         assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.parametrize(("choose", "rounds"), [(OFF, 3), (KEPT, 3), (AGAIN, 1)])
+@pytest.mark.parametrize(("choose", "rounds"), [(OFF, 3), (KEPT, 3), (AGAIN, 1), (LEAVING, 1), (LEAVING, 3)])
 def test_stages_hold_what_is_planned(processes, choose, rounds):
     task = Task("llama-wide", torch.float32, 4, iterations=3)
     decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds, subgroup_params=200_000)

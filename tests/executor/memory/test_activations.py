@@ -50,9 +50,9 @@ def offload(session, watch):
     activations = session.runtime.offloaded
     leave = activations.offload
 
-    def watched(unit, tile):
+    def watched(unit, room):
         watch(unit, False)
-        leave(unit, tile)
+        leave(unit, room)
         watch(unit, True)
 
     activations.offload = watched
@@ -168,7 +168,7 @@ class Alone:
 
     unit = "layers.0.attn"
     on_demand = False
-    tile = 0
+    micro_batch = tile = 0
 
     def __init__(self, room_bytes: int = 1 << 20):
         found = [unit for unit in model_units("llama") if unit.segment == "layers.0"]
@@ -187,8 +187,8 @@ class Alone:
             return checkpoint(compute, *given, use_reentrant=False, context_fn=modes)
 
     def away_and_back(self):
-        self.activations.offload(self.unit)
-        self.activations.reload(self.unit)
+        self.activations.offload(self.unit, self.unit)
+        self.activations.reload(self.unit, self.unit)
 
     def made_again(self):
         return [p.function for p in self.activations._segments[self.unit].products_of[self.unit] if not p.is_offloaded]
@@ -302,7 +302,7 @@ def test_changes_that_would_be_lost_are_reported():
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(ActivationError, match=r"an input of layers.0.attn was changed in place .* change a copy"):
-        alone.activations.offload(alone.unit)
+        alone.activations.offload(alone.unit, alone.unit)
 
     fickle, runs = Alone(), []
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 from amount import ALL, examples
-from cases import Case, cases, decide, small_units
+from cases import Case, cases, decide, in_stages, small_units
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from machines import machine, quantity, rate
@@ -187,6 +187,12 @@ def test_nor_is_one_in_breadth_order(case: Case, profile: HardwareProfile) -> No
     event(f"{case.num_tiles} tiles, {check(case.units, case.decisions, profile):.1f} of the period")
 
 
+@settings(SLOW, max_examples=300 if ALL else 20)
+@given(in_stages(), machines())
+def test_nor_is_one_in_stages(case: Case, profile: HardwareProfile) -> None:
+    event(f"{check(case.units, case.decisions, profile):.1f} of the period")
+
+
 SPEEDS = ({"flop_per_s": 1e16, "issue_s": 1e-9}, {"flop_per_s": 1e14}, {"flop_per_s": 3e12, "cpu_params_per_s": 1e9})
 OURS = {"num_param_slots": 2, "zero_stage": 3}
 
@@ -208,6 +214,21 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         decisions = decide(units, place, recompute=recompute, params=params, **OURS, **options, **starts)
         # What is streamed need not leave the device before, but ours does, once for each micro-batch.
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
+
+
+@pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_bounds_of_plain_stages_hold_and_are_near(speed, rounds, activations):
+    """Conditions that count more copies, sends or memory than there are would fail here."""
+    units = small_units("demo-llama", 6)
+    given = {"pipeline_parallel": 2, "pipeline_rounds": rounds, "num_micro_batches": 6, "activations": activations}
+    shares = []
+    for place, params in itertools.product((Place.GPU, Place.CPU, Place.STREAM), ("gpu", "host")):
+        if (place, params) != (Place.GPU, "host"):
+            profile = machine(devices_per_node=4, via_host_link=True, **{"cpu_params_per_s": 2e8, **speed})
+            shares.append(check(units, decide(units, place, params=params, **given), profile))
+    assert min(shares) > 0.45
 
 
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])

@@ -5,15 +5,16 @@ from collections import Counter, defaultdict
 
 import pytest
 from amount import examples
-from cases import decide, small_units
+from cases import Case, decide, in_stages, small_units
+from hazards import violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from walked import ordered_by_rules
 
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
-from planner.decisions import Decisions, Place
-from planner.graph import Unit
+from planner.decisions import Place
 from planner.lowering import lower, stages
 from planner.lowering.stages import stage_of
 from planner.models.kernels import flop
@@ -21,30 +22,6 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import memory_use
 from planner.simulate.machine import run, run_until_steady
-
-PLACES = [(Place.GPU, "gpu"), (Place.CPU, "gpu"), (Place.CPU, "host"), (Place.STREAM, "host"), (Place.NVME, "nvme")]
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> tuple[tuple[Unit, ...], Decisions, bool]:
-    units = small_units(draw(st.sampled_from(["demo-llama", "gpt2"])), draw(st.integers(4, 7)))
-    place, params = draw(st.sampled_from(PLACES))
-    ranks = draw(st.sampled_from([1, 2]))
-    zero_stage = 0 if ranks == 1 else draw(st.sampled_from([0, 1, 2, 3] if params == "gpu" else [0, 3]))
-    decisions = decide(
-        units,
-        place,
-        params=params,
-        activations=draw(st.sampled_from(["keep", "recompute"])),
-        pipeline_parallel=(stages := draw(st.integers(2, 3))),
-        pipeline_rounds=draw(st.integers(1, 2)) if stages == 2 else 1,
-        num_micro_batches=draw(st.integers(1, 5)),
-        data_parallel=ranks,
-        zero_stage=zero_stage,
-        clip=draw(st.booleans()),
-        overlap_next_forward=draw(st.booleans()),
-    )
-    return units, decisions, draw(st.booleans())
 
 
 def is_between(task: Task) -> bool:
@@ -56,10 +33,10 @@ def alike(task: Task) -> Task:
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(pipelines())
-def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: tuple[tuple[Unit, ...], Decisions, bool]):
+@given(in_stages())
+def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: Case):
     """In the same order, with the same dependencies, and besides them only those on other stages."""
-    units, decisions, asynchronous = case
+    units, decisions, asynchronous = case.units, case.decisions, case.asynchronous
     whole = lower(units, decisions, asynchronous=asynchronous)
     for stage in range(decisions.pipeline_parallel):
         own_units, decided, _ = stage_of(units, decisions, stage)
@@ -123,6 +100,16 @@ def test_with_rounds_the_bubble_is_that_of_chunks(num_stages: int, num_rounds: i
     timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
     work_s = 3.0 * count * num_rounds
     assert timeline.period_s(1) - work_s == pytest.approx(3.0 * (num_stages - 1), abs=1e-9)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(in_stages())
+def test_stages_are_safe_under_any_timing(case: Case) -> None:
+    """Whatever is in flight: activations of several micro-batches leave and come back, each to its own room."""
+    for stage in range(case.decisions.pipeline_parallel):
+        own, decided, _ = stage_of(case.units, case.decisions, stage)
+        schedule = lower(own, decided, asynchronous=case.asynchronous)
+        assert violations(schedule, own, decided, ordered_by_rules(schedule)) == []
 
 
 def reached(schedule: Schedule) -> dict[int, set[int]]:

@@ -258,6 +258,26 @@ def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     assert found.iteration_s <= times[1]
 
 
+@pytest.mark.parametrize("num_rounds", [1, 3])
+@pytest.mark.parametrize("room", [0.4, 1.0])
+def test_a_pipeline_offloads_activations_where_that_is_faster_than_to_recompute_them(num_rounds, room) -> None:
+    units = small_units("demo-llama", 6)
+    setup = Setup(units, Sharding(pipeline_parallel=2, pipeline_rounds=num_rounds, num_micro_batches=8))
+    slow = {"devices_per_node": 2, "issue_s": 1e-9, "flop_per_s": 1e12}
+    free = Scorer(units, 64, CostModel(machine(**slow), units, setup.given))
+    gpu_bytes = room * 1.01 * free.predict(staged(setup, 0, 0)).memory[Tier.GPU].peak_bytes
+    scorer = Scorer(units, 64, CostModel(machine(**slow, gpu_bytes=gpu_bytes), units, setup.given))
+    without = search_pipeline(setup, scorer)
+    assert not without.missing_bytes
+    leaving = dataclasses.replace(setup, storage="activations")
+    found = search_pipeline(leaving, scorer)
+    assert any(map(found.decisions.offloads, found.decisions.units))
+    assert found.iteration_s < 0.97 * without.iteration_s
+    solution = solve(conditions(leaving, scorer.cost, 1e9))
+    assert solution is not None
+    assert solution.value <= found.iteration_s * (1 + 1e-9)
+
+
 HALVES = Pattern("halves", lambda degrees: 2 if degrees.data_parallel % 2 == 0 else 1)
 
 
