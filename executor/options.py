@@ -40,6 +40,7 @@ class Options:
         calls: paths of the modules that a step of the user's loop calls, if these are not the model alone, once.
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
+        is_captured: whether the model may be any, so that a pipeline checks where it is cut.
         num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
         copies: weights that an earlier stage has too, and whose state it saves: the name there, by the name here.
     """
@@ -58,6 +59,7 @@ class Options:
     calls: tuple[str, ...] = ()
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
+    is_captured: bool = False
     num_stages: int = 1
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -119,7 +119,8 @@ def _of_stage(
     number = dist.get_rank() // (decisions.num_devices // num_stages)
     own, decided, tied = stage_of(units, decisions, number)
     with contextlib.ExitStack() as failing:
-        stage = Stage(model, deal(units, num_stages, decisions.pipeline_rounds), number, num_stages)
+        chunks = deal(units, num_stages, decisions.pipeline_rounds)
+        stage = Stage(model, chunks, number, num_stages, is_captured=options.is_captured)
         failing.callback(stage.undo)
         there = {id(parameter) for parameter in model.parameters()}
         groups = [group["params"] for group in optimizer.param_groups]

@@ -117,6 +117,7 @@ class Pipeline:
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
+        self.stage.check(batches[0])
         begun: dict[tuple[int, int], Begun] = {}
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns(self._decisions.num_forwards_ahead, count, self._num_rounds):

@@ -8,15 +8,17 @@ makes is sent on.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.module.binding import segment_module, unit_modules
+from executor.module.cuts import Part, check_cuts, on_meta, without_values
 from executor.module.empty import give_values
 from executor.module.naming import Naming
 from planner.graph import Unit
@@ -34,6 +36,7 @@ class Stage:
         chunks: the segments of every chunk, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         number: this process's stage.
         num_stages: stages, of which each has every so many chunks.
+        is_captured: whether the model may be any, so that :meth:`check` says whether it can be cut.
 
     Attributes:
         gradients: of the hidden states that the latest forward began with, when its backward has ended; ``None`` if it
@@ -47,7 +50,15 @@ class Stage:
         BindingError: the model's layers are not modules of their own.
     """
 
-    def __init__(self, model: nn.Module, chunks: Sequence[Sequence[list[Unit]]], number: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chunks: Sequence[Sequence[list[Unit]]],
+        number: int,
+        num_stages: int,
+        *,
+        is_captured: bool = False,
+    ) -> None:
         self.gradients: list[Tensor] | None = None
         self.made: Tensor | None = None
         self.receive: Receive | None = None
@@ -65,6 +76,7 @@ class Stage:
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
+        self._twin = (without_values(model), [_part(parts, model) for parts in chunks]) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
         around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
@@ -72,10 +84,16 @@ class Stage:
         for module, chunk in (layers | around).items():
             for parameter in module.parameters():
                 homes[parameter] = min(homes.get(parameter, num_stages), chunk % num_stages)
+        apart = _around_layers(model, inside | around.keys()) if is_captured else {}
+        owner = {spec.name: chunk_of[u.name] % num_stages for u in units for spec in (*u.parameters, *u.frozen)}
+        homes |= {parameter: owner.get(path, 0) for path, (_, _, parameter) in apart.items() if parameter not in homes}
         self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
         own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
+        for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
+            self._take(module, name, parameter)
+            vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
         for module in (layers | around).keys() - own.keys():
-            self._replace(module)
+            self._replace(module, shapes=is_captured and module not in layers)
         stand_ins = {module: _StandIn(module) for module in own} if len(chunks) > num_stages else {}
         self._places = [
             (parent._modules, name, child, stand_ins[child], own[child])
@@ -91,6 +109,12 @@ class Stage:
                 self._undo.append(there[-1].register_forward_hook(self._end).remove)
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
         self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """Check once that a captured model can be cut, see :func:`executor.module.cuts.check_cuts`."""
+        if self._twin is not None:
+            check_cuts(*self._twin, batch)
+            self._twin = None
 
     @contextlib.contextmanager
     def in_round(self, turn: int) -> Iterator[None]:
@@ -125,14 +149,17 @@ class Stage:
             for inner, name, _ in self._taken:
                 inner._parameters[name] = None
 
-    def _replace(self, module: nn.Module) -> None:
-        """Take a module's weights, and let it hand on what it is given."""
-        forward = _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
+    def _replace(self, module: nn.Module, *, shapes: bool) -> None:
+        """Take a module's weights, and let it hand on what it is given; or return ``shapes`` like its own."""
+        forward = _like(module) if shapes else _stands_for(module)
         self._undo.append(replace_attribute(module, "forward", forward))
         for inner in module.modules():
             for name, parameter in list(inner.named_parameters(recurse=False)):
-                inner._parameters[name] = None
-                self._taken.append((inner, name, parameter))
+                self._take(inner, name, parameter)
+
+    def _take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        module._parameters[name] = None
+        self._taken.append((module, name, parameter))
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self.receive is not None
@@ -167,6 +194,7 @@ class Stage:
             self._undo.pop()()
         while self._taken:
             module, name, parameter = self._taken.pop()
+            vars(module).pop(name, None)
             module.register_parameter(name, parameter)
 
 
@@ -193,10 +221,53 @@ class _StandIn(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         vars(self)["_stands_for"] = module  # not as a child
-        self.forward = _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
+        self.forward = _stands_for(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stands_for"], name)
+
+
+def _around_layers(model: nn.Module, others: Collection[nn.Module]) -> dict[str, tuple[nn.Module, str, nn.Parameter]]:
+    """Return the parameters of all but some modules: of what contains layers. By path: the module, and its name."""
+    return {
+        f"{path}.{name}" if path else name: (module, name, parameter)
+        for path, module in model.named_modules()
+        if module not in others
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
+    """Return the layers and parameters of a chunk, by name."""
+    paths = {module: path for path, module in model.named_modules()}
+    units = [unit for part in parts for unit in part]
+    names = {spec.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
+    names.update(name for unit in units for name in unit.shared_parameters)
+    return Part([paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names))
+
+
+def _stands_for(module: nn.Module) -> Callable[..., Any]:
+    return _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
+
+
+def _like(module: nn.Module) -> Callable[..., Any]:
+    """Return what stands for any module: zeros of the shapes of its outputs, which take no memory."""
+    twin = without_values(module)
+
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        with torch.no_grad():
+            made = twin(*on_meta(args), **on_meta(kwargs))
+        return tree_map(
+            lambda leaf: (
+                torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            made,
+        )
+
+    return zeros
 
 
 def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:

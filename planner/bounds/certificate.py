@@ -105,7 +105,7 @@ def computing_s(variant: Variant) -> float:
 
 def _computing(variant: Variant) -> dict[str, float]:
     """Return the bound that each condition on computing and issuing proves alone, if nothing is recomputed."""
-    given, cost = variant.setup.given, variant.cost
+    given, cost, lanes = variant.setup.given, variant.cost, (Lane.COMPUTE, Lane.LAUNCH)
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
         passes = [
@@ -113,10 +113,11 @@ def _computing(variant: Variant) -> dict[str, float]:
             for unit in variant.setup.units
             for op in (Op.FORWARD, Op.BACKWARD)
         ]
-        lanes = (Lane.COMPUTE, Lane.LAUNCH)
         return {f"work: {lane}": sum(count * load[lane][""] for count, load in passes) for lane in lanes}
     program = conditions(variant.setup, cost, NEVER_S)
-    return {row.name: row.least for row in program.rows if row.name.startswith("work: ")}
+    return {
+        row.name: row.least for row in program.rows if row.name.startswith(tuple(f"work: {lane} " for lane in lanes))
+    }
 
 
 def _by_computing(variant: Variant, setup: Setup) -> Proof:

@@ -83,7 +83,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
 
 def _check_captured(request: Request, model: CapturedModel) -> None:
     """Check that the request does not need a captured model at another degree or batch size."""
-    for kind in ("tensor", "pipeline", "expert", "context"):
+    for kind in ("tensor", "expert", "context"):
         if (getattr(request, f"{kind}_parallel") or 1) > 1:
             masked = any(spec.name == "attention_mask" for spec in model.inputs) and ":" not in model.factory
             remedy = "leave out the mask (batches masked), or that" if masked else "leave it out"
@@ -91,6 +91,11 @@ def _check_captured(request: Request, model: CapturedModel) -> None:
                 f"{kind}_parallel {getattr(request, f'{kind}_parallel')}: {model.name} was captured whole, so ranks "
                 f"cannot share its layers; {remedy}"
             )
+    if (request.pipeline_parallel or 1) > 1 and (model.calls or model.second_order or model.written):
+        raise ValueError(
+            f"pipeline_parallel {request.pipeline_parallel}: {model.name} does more in a step than one forward and "
+            "backward, or writes to its weights, so it cannot be cut into stages; leave it out"
+        )
 
 
 def _ways(request: Request) -> tuple[list[int], list[int]]:

@@ -18,6 +18,7 @@ from planner.choices.tiles import (
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
+from planner.lowering.stages import check_cut
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
@@ -156,7 +157,7 @@ def _captured(request: Request, tried: tuple[Choice, ...]) -> tuple[Choice, ...]
     reasons: list[ModelConfigError] = []
     for choice in tried:
         try:
-            _units(request.model, request.batch(choice))
+            check_cut(_units(request.model, request.batch(choice)), choice)
         except ModelConfigError as error:
             reasons.append(error)
         else:

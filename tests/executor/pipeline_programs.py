@@ -6,9 +6,11 @@ import pytest
 import torch
 import training
 import transformers
+from torch.nn import LayerNorm, Linear
 from training import CONFIGS, Task, batches, grouped, make_model, make_optimizer, prepare, session_options
 from virtual.watch import watched
 
+import ullage
 from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.decisions import Decisions
@@ -69,6 +71,68 @@ def trained_in_memory(task: Task, num_readers: int):
         optimizer.step()
         optimizer.zero_grad()
     return seen, {name: values.detach() for name, values in model.named_parameters()}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = LayerNorm(width), Linear(width, 3 * width), Linear(3 * width, width)
+        self.scale = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x, mask):
+        return x + self.scale * self.down(torch.nn.functional.gelu(self.up(self.norm(x * mask))))
+
+
+class Own(torch.nn.Module):
+    """A model that nobody knows, with weights of its own around its layers; ``crosses`` says what else crosses cuts."""
+
+    def __init__(self, crosses: str = "", width: int = 32):
+        super().__init__()
+        self.crosses, self.patch = crosses, torch.nn.Conv1d(4, width, 2, 2)
+        self.positions = torch.nn.Parameter(torch.zeros(8, width))
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(5))
+        self.norm, self.head = LayerNorm(width), Linear(width, 6)
+        if crosses == "weights":
+            self.blocks[3].up.weight = self.blocks[1].up.weight
+
+    def forward(self, signal, wanted):
+        first = x = self.patch(signal).transpose(1, 2) + self.positions
+        mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask)
+            if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
+                x = x + first if number == 2 else 2 * x
+        return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
+
+
+def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
+    """Train a model of the user's own: prepared in stages, and in memory. Return losses and weights of both."""
+    torch.manual_seed(5)
+    plain, model = Own(crosses), Own(crosses)
+    model.load_state_dict(plain.state_dict())
+    random, wanted = torch.Generator().manual_seed(3), torch.arange(6) % 6
+    steps = [
+        [{"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted} for _ in range(3)] for _ in range(3)
+    ]
+    theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model))
+    given = {"hardware": "epyc-turin-2c", "num_micro_batches": 3, "pipeline": size, "audit": "off"}
+    model, ours = ullage.prepare(model, ours, steps[0][0], **given, **options)
+    losses, wanted_losses = [], []
+    with ours.session:
+        for batches in steps:
+            losses += ours.forward_backward(batches, lambda output, _batch: output)
+            ours.clip_grad_norm_(0.5)
+            ours.step()
+            ours.zero_grad()
+    for batches in steps:
+        for batch in batches:
+            (loss := plain(**batch)).div(len(batches)).backward()
+            wanted_losses.append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    found = {name: values.detach().clone() for name, values in model.named_parameters()}
+    return losses, wanted_losses, found, {name: values.detach() for name, values in plain.named_parameters()}, ours.plan
 
 
 def sent_bytes(_rank: int, _size: int, task: Task, decisions: Decisions) -> int:

@@ -74,6 +74,8 @@ class Options(TypedDict, total=False):
         device_memory: bytes of each device, or a text like ``"8GB"``. Default: the free memory, without what the plans
             of other prepared models take.
         num_micro_batches: micro-batches of one step. Default: 1.
+        pipeline: stages that share the layers, each on devices of its own. Then ``optimizer.forward_backward(batches)``
+            takes the place of forward and backward. Default: 1.
         clip: whether your loop clips gradients by their norm. Default: ``True``.
         precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
         storage: what may be offloaded beside optimizer state and parameters. Default: activations; with a
@@ -96,6 +98,7 @@ class Options(TypedDict, total=False):
     hardware: str | HardwareProfile
     device_memory: int | str
     num_micro_batches: int
+    pipeline: int
     clip: bool
     precision: Dtype
     storage: Storage
@@ -146,6 +149,7 @@ def plan_here(
                 seq_len=captured.seq_len,
                 micro_batch=captured.micro_batch,
                 num_micro_batches=options.get("num_micro_batches", 1),
+                pipeline_parallel=options.get("pipeline"),
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
                 clip=options.get("clip", True) or bool(entry.whole),  # which reads all gradients at the step

@@ -211,6 +211,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
+        is_captured=captured is not None,
         report=print_line if is_first_process() else lambda _line: None,
         **own,
     )

@@ -6,6 +6,7 @@ from pipeline_programs import (
     REFUSED,
     around_training,
     memory_of_stage,
+    own_model,
     refused,
     sent_bytes,
     staged_on_gpu,
@@ -115,6 +116,33 @@ def test_stages_train_as_one_process(processes, family, count, stages, degrees, 
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
 def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, count, stages, degrees, choose):
     check(eight_processes, family, count, stages, degrees, choose)
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"device_memory": "250kB"})], ids=["kept", "offloaded"])
+def test_a_model_of_the_users_own_trains_in_stages(processes, size, options):
+    for losses, wanted, found, weights, plan in processes.call(size, own_model, "", options, timeout_s=100.0):
+        assert plan.decisions.pipeline_parallel == size
+        updates = {place for unit in plan.decisions.units.values() for place in unit.update}
+        assert ("cpu" in updates) == bool(options)
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert found.keys() == weights.keys()
+        for name, values in weights.items():
+            assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize(
+    ("crosses", "message"),
+    [
+        ("skip", "depends on positions of another stage, beside what the layer before blocks.2 returns"),
+        ("scaled", "blocks.4 is not given what the layer before it has returned"),
+        ("weights", "share weights, but would be in stages"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(processes, crosses, message):
+    processes.begin(3, own_model, crosses, {})
+    assert [str(e) for e in processes.results(3) if message not in str(e)] == []
 
 
 @pytest.mark.part(2)

@@ -1,0 +1,120 @@
+"""Checks where a model of the user's own is cut into the stages of a pipeline, on a copy that has no values.
+
+A stage runs the model's own forward, in which all but its own layers hand on what they are given
+(:mod:`executor.module.stages`). That is right where the output of one layer is the input of the next, and is all that
+crosses a cut. The copy runs on the meta device, with a graph that begins anew at each cut: whatever later layers or
+losses still reach of an earlier stage crosses beside it. What a forward computes without gradients is not seen.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from executor.callbacks import nodes
+from executor.distributed.shards import BindingError
+
+_REMEDY = "so the model cannot be cut there; prepare it without pipeline="
+
+
+class Part(NamedTuple):
+    """A chunk of a model: paths of its layers, in order, and names of the parameters that it uses."""
+
+    layers: Sequence[str]
+    parameters: frozenset[str]
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """Return a copy on the meta device, whose parameters all get gradients."""
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in module.buffers()}
+    for each in module.parameters():
+        empty = torch.empty_like(each, device="meta")
+        memo[id(each)] = nn.Parameter(empty, requires_grad=each.is_floating_point())
+    return copy.deepcopy(module, memo)
+
+
+def on_meta(value: Any) -> Any:
+    """Return a value with tensors on the meta device in place of its own."""
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+
+
+def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> None:
+    """Check that one tensor crosses each cut, and nothing else.
+
+    Args:
+        twin: the model, see :func:`without_values`.
+        parts: its chunks, in order.
+        batch: keyword arguments of the model.
+
+    Raises:
+        BindingError: naming what cannot be cut.
+    """
+    watch = _Watch(parts)
+    for path in (path for part in parts for path in part.layers):
+        layer = twin.get_submodule(path)
+        layer.register_forward_pre_hook(functools.partial(watch.begin, path), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(watch.end, path), with_kwargs=True)
+    try:
+        with torch.enable_grad():
+            output = twin(**on_meta(dict(batch)))
+    except BindingError:
+        raise
+    except Exception as error:
+        raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
+    if watch.seen != [path for part in parts for path in part.layers]:
+        raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
+    ends = [[watch.ended[count - 1]] for count in itertools.accumulate(len(part.layers) for part in parts)]
+    ends[-1] = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    names: dict[int, set[str]] = {}
+    for name, parameter in twin.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    for number, (part, roots) in enumerate(zip(parts, ends, strict=True)):
+        leaves = [getattr(node, "variable", None) for node in nodes(*(root.grad_fn for root in roots))]
+        for leaf in (leaf for leaf in leaves if leaf is not None and leaf is not watch.begun.get(number)):
+            found = names.get(id(leaf), {"a tensor"})
+            if not part.parameters & found:
+                raise BindingError(
+                    f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
+                    f"beside what the layer before {part.layers[0]} returns, {_REMEDY}"
+                )
+
+
+class _Watch:
+    """Hooks of the layers, which begin a graph at each cut.
+
+    Attributes:
+        seen: paths of the layers that have run.
+        begun: by chunk, the tensor with which its graph begins.
+        ended: what each layer has returned.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.seen: list[str] = []
+        self.begun: dict[int, Tensor] = {}
+        self.ended: list[Tensor] = []
+        self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
+
+    def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a graph, if a chunk begins with this layer."""
+        self.seen.append(path)
+        if not (number := self._firsts.get(path)):
+            return None
+        name = next(iter(kwargs), "")
+        given = args[0] if args else kwargs.get(name)
+        if not self.ended or given is not self.ended[-1]:
+            raise BindingError(f"{path} is not given what the layer before it has returned, {_REMEDY}")
+        self.begun[number] = leaf = self.ended[-1].detach().requires_grad_()
+        return ((leaf, *args[1:]), kwargs) if args else ((), kwargs | {name: leaf})
+
+    def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Check what a layer returns."""
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in (given, output)]
+        if alike[1] is None or alike[0] != alike[1]:
+            raise BindingError(f"{path} does not return one tensor like the one that it is given first, {_REMEDY}")
+        self.ended.append(output)
