@@ -6,7 +6,7 @@ knows nothing of the formulas in :mod:`planner.checkpoints.interval`: it goes fr
 the newest checkpoint that is left.
 
 How often machines fail is from a run on 16,384 H100: 419 interruptions that nobody had planned in 54 days, 78 % of
-them by hardware ("The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4). A quarter of the GPUs has a quarter of them.
+them by hardware ("The Llama 3 Herd of Models", arXiv 2407.21783, section 3.3.4). A quarter of the GPUs has a quarter.
 """
 
 import bisect
