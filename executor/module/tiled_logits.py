@@ -194,7 +194,7 @@ class TiledLogits(LazyRows):
                 self._whole = recipe.after_head(head.compute(head.linear, head.linear, in_values(recipe.hidden)))
         return self._whole
 
-    def loss(self, losses: RowLosses, targets: Tensor, count: Tensor | None = None) -> Tensor:
+    def loss(self, losses: RowLosses, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
         """Return the loss of each row of logits ``[rows, vocabulary]``, or their sum over ``count``, in tiles.
 
         Raises:
@@ -202,15 +202,16 @@ class TiledLogits(LazyRows):
         """
         head, recipe = self._recipe.head, self._recipe
         with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-            if isinstance(recipe.hidden, SharedHidden):
-                rows = recipe.hidden.row_by_row(functools.partial(self._of_rows, losses=losses), targets)
-            elif count is None or head.num_tokens is None or _in_half(recipe.hidden):
-                rows = self._of_rows(recipe.hidden, targets, losses=losses)
-            else:
-                return self._of_rows(recipe.hidden, targets, count, losses=losses)
+            hidden, of_rows = recipe.hidden, functools.partial(self._of_rows, losses=losses)
+            if count is not None and head.num_tokens is not None and not _in_half(hidden):
+                at_once = functools.partial(of_rows, count=count)
+                return hidden.summed(at_once, targets) if isinstance(hidden, SharedHidden) else at_once(hidden, targets)
+            rows = hidden.row_by_row(of_rows, targets) if isinstance(hidden, SharedHidden) else of_rows(hidden, targets)
         return rows if count is None else rows.sum() / count
 
-    def _of_rows(self, hidden: Tensor, targets: Tensor, count: Tensor | None = None, *, losses: RowLosses) -> Tensor:
+    def _of_rows(
+        self, hidden: Tensor, targets: Tensor, *, losses: RowLosses, count: Tensor | int | None = None
+    ) -> Tensor:
         head, kept = self._recipe.head, self._recipe._replace(hidden=self._recipe.hidden.new_empty(0))
 
         def plain(hidden: Tensor) -> Tensor:
@@ -278,7 +279,7 @@ class _SumOfLosses(torch.autograd.Function):
         targets: Tensor,
         recipe: _Recipe,
         losses: RowLosses,
-        count: Tensor,
+        count: Tensor | int,
     ) -> Tensor:
         outer = torch.ones((), dtype=TiledLogits(recipe).dtype, device=hidden.device) / count
         rows, made = _differentiated(ctx, hidden, targets, outer.expand(len(hidden)), recipe, losses)
@@ -390,9 +391,10 @@ def _cross_entropy(logits: TiledLogits, _func: object, *args: Any, **kwargs: Any
     return logits.loss(functools.partial(functional.cross_entropy, reduction="none", **options), targets, count)
 
 
-def _row_losses(logits: TiledLogits, _func: object, _self: object, targets: Tensor, losses: RowLosses) -> Tensor:
-    """See :func:`executor.distributed.vocabulary.row_losses`."""
-    return logits.loss(losses, targets)
+def _summed(logits: TiledLogits, _func: object, _self: object, targets: Tensor, *args: Any) -> Tensor:
+    """See :func:`executor.distributed.vocabulary.summed`."""
+    losses, count = args
+    return logits.loss(losses, targets, count)
 
 
 TiledLogits.handlers = CHOOSING | {
@@ -404,5 +406,5 @@ TiledLogits.handlers = CHOOSING | {
     "detach": _detach,
     "argmax": _argmax,
     "cross_entropy": _cross_entropy,
-    "row_losses": _row_losses,
+    "summed": _summed,
 }

@@ -132,7 +132,8 @@ def test_a_captured_head_is_as_formulas_have_it() -> None:
     assert flop(theirs.forward) == flop(ours.forward)
     assert flop(theirs.backward) == flop(ours.backward)
     assert theirs.saved_bytes == pytest.approx(ours.saved_bytes, rel=0.01)
-    assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
+    gradient_bytes = 2 * model.lm_head.weight.numel()  # which a captured head has in backward
+    assert theirs.workspace_bytes + gradient_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
 
 
 @pytest.mark.part(3)
