@@ -125,6 +125,29 @@ def draw_loss_curves() -> None:
     figure.savefig(HERE / "loss_curves.svg", metadata={"Date": None})
 
 
+def draw_month() -> None:
+    """Draw what failures take of a month, expected and simulated, over the time between them."""
+    rows = json.loads((LIMITS / "planning_month.json").read_text(encoding="utf-8"))["rows"]
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for way, colour in (("file system", "second"), ("chosen", "first")):
+        of = [row for row in rows if row["way"] == way]
+        hours = [row["mtbf_h"] for row in of]
+        axes.plot(hours, [100 * row["expected"] for row in of], color=COLOUR[colour], lw=1, label=f"{way}, expected")
+        axes.plot(hours, [100 * row["simulated"] for row in of], "o", ms=4, color=COLOUR[colour], label="simulated")
+        if way == "chosen":
+            between = ([100 * row[end] for row in of] for end in ("from", "to"))
+            axes.fill_between(hours, *between, color=COLOUR[colour], alpha=0.2, lw=0, label="9 of 10 months")
+    axes.set(xscale="log", yscale="log", xlabel="hours between failures of the job", ylabel="% of the time lost")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(HERE / "month.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_limits(question: str, label: str, xlim: tuple[float, float]) -> None:
     """Draw the largest model or the longest sequence that fits, on each machine and with each technique."""
     found = json.loads((LIMITS / f"planning_{question}.json").read_text(encoding="utf-8"))["rows"]
@@ -210,6 +233,7 @@ def main() -> None:
     draw_simulated()
     draw_growth()
     draw_loss_curves()
+    draw_month()
     draw_limits("largest", "parameters", (5e8, 5e13))
     draw_limits("longest", "tokens", (5e3, 1e7))
     draw_published()

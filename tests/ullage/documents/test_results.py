@@ -202,6 +202,16 @@ def peers() -> Iterator[tuple[str, ...]]:
         )
 
 
+def month() -> Iterator[tuple[str, ...]]:
+    rows = result("planning_month.json")["rows"]
+    for chosen, alone in zip(rows[::2], rows[1::2], strict=True):
+        levels = ", ".join(f"{level} every {every}" for level, every in chosen["levels"].items())
+        months = f"{100 * chosen['from']:.2f} to {percent(chosen['to'], 2)}"
+        lost = (percent(row[how], 2) for row in (chosen, alone) for how in ("expected", "simulated"))
+        of_chosen = itertools.islice(lost, 2)
+        yield f"{chosen['mtbf_h']:.1f} h", levels, *of_chosen, months, *lost
+
+
 def gpu_rates() -> Iterator[tuple[str, ...]]:
     lines = result("gpu_probe.json")["lines"]
 
@@ -591,6 +601,7 @@ TABLES = (
     checkpoint_engines_predicted,
     elastic,
     elastic_levels,
+    month,
     gpu_rates,
     gpu_programs,
     gpu_updates,
