@@ -68,6 +68,8 @@ def check_cut(units: tuple[Unit, ...], choice: Choice) -> None:
     Raises:
         ModelConfigError: there are too few layers, or stages other than the first and the last share weights.
     """
+    if choice.pipeline_parallel == 1:
+        return
     try:
         dealt = of_stages(units, choice)
     except ValueError as error:
