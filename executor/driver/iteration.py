@@ -15,7 +15,7 @@ from executor.audit.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
-from executor.driver.on_demand import OnDemand, check_second_order, why_not
+from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
@@ -78,6 +78,7 @@ class IterationDriver:
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
+        self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
@@ -179,7 +180,8 @@ class IterationDriver:
                 self._begin()
                 self._leave(error)
             if torch.is_grad_enabled():
-                check_second_order(self._units.values(), self._decisions)
+                if not self._stays:
+                    check_second_order(self._decisions)
                 expected = self._loop.expected()
                 is_late = expected is None or expected.op is Op.CLIP
                 changes = is_late or self.gradients.dropped(self._loop.iteration)
@@ -190,7 +192,9 @@ class IterationDriver:
                 else:
                     self._reopen()  # gradients may come before the next backward reaches a module
                 if self._on_demand is not None:
+                    self._runtime.keep_all(self.visibility)
                     self.visibility.show(unit)
+                    hook_saved_weights(self.visibility, self._hooked)
             elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
             else:
@@ -565,6 +569,8 @@ class IterationDriver:
         self.progress.end_early()
         self._on_demand.flush_rest()
         self._on_demand = None
+        self._hooked.clear()
+        self._runtime.end_on_demand()
         self._runtime.offloaded.drop_all()
 
     def _end_after(self, num_complete: int) -> None:
