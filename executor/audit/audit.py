@@ -342,6 +342,9 @@ class Audit:
             return forward(*args, **kwargs)
         if any(isinstance(leaf, LazyRows) for leaf in leaves):
             return self._watch_tiled(case, forward(*args, **kwargs))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            case.why_not = "a transform of torch.func runs it"
+            return forward(*args, **kwargs)
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
         }
