@@ -40,6 +40,7 @@ class IterationDriver:
 
     Attributes:
         collector: takes gradients from autograd.
+        entry: the optimizer's kernels and state.
         attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
@@ -72,7 +73,7 @@ class IterationDriver:
         self._last_left = -1
         self._runtime = runtime
         self._decisions = decisions
-        self._entry, self._groups = entry, groups
+        self.entry, self._groups = entry, groups
         self._of_parameter = {id(s.whole): (s.name, s.whole_shape) for s in runtime.state.shards().values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._model_trains = False  # a training forward is under way
@@ -434,7 +435,7 @@ class IterationDriver:
         if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
         for group in self._groups:
-            self._entry.rule(group)  # raises ValueError for one that cannot be executed
+            self.entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
         self.gradients.set_zeros(self._loop.iteration)
         with self._clipping:
@@ -611,7 +612,7 @@ class IterationDriver:
         updates, rules = {}, []
         numbers = itertools.count()
         for group in self._groups:  # as the user has them now
-            rule = self._entry.rule(group)
+            rule = self.entry.rule(group)
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if id(parameter) not in self._of_parameter:  # of another module

@@ -27,7 +27,8 @@ TRIED = {
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": (
-        "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class", "parameters_of_the_loss",
+        "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
+        "parameters_of_the_loss", "group_added_later",
     ),
 }
 # fmt: on

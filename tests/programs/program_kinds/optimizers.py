@@ -202,3 +202,21 @@ for each in (
     with_torch("Adagrad", eps=1e-4),
 ):
     program(each)
+
+
+@program
+def group_added_later(ullage) -> Trained:
+    """A part of the model joins the optimizer after two steps, by add_param_group."""
+    made = model()
+    optimizer = torch.optim.AdamW(made[2:].parameters(), lr=1e-2, eps=1e-4)
+    made, optimizer = ullage.prepare(made, optimizer, x(0))
+    losses = []
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": list(made[:2].parameters()), "lr": 5e-3})
+        loss = made(*x(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    return losses, made
