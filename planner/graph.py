@@ -141,9 +141,10 @@ class Unit:
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[int, int, bool, int], ...]:
-        """For each operator, in forward order: saved bytes, workspace, whether it is a bank of experts, gradients."""
+        """For each operator's backward: saved bytes, workspace, whether it is a bank of experts, gradients."""
         return tuple(
-            (o.saved_bytes, o.workspace_bytes, o.kind == "experts", len(o.parameter_names)) for o in self.operators
+            (o.saved_bytes, 0 if o.differentiates else o.workspace_bytes, o.kind == "experts", len(o.parameter_names))
+            for o in self.operators
         )
 
     @functools.cached_property

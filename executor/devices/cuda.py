@@ -275,7 +275,7 @@ class CudaBackend:
             target.copy_(values, non_blocking=True)
 
     def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
-        """Copy to pinned buffers; a thread adds from there, see [Note: Sums] in :mod:`executor.devices.sums`."""
+        """Copy to pinned buffers; a thread adds from there, see :mod:`executor.devices.sums`."""
         if self._sums is None:
             self._sums = HostSums(self.empty(NUM_BUFFERS * BUFFER_BYTES, on_device=False), team.num_threads)
         self._sums.add(sums, lambda: _Event(self._pool, self._stream()).wait)

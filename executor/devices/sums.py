@@ -1,6 +1,6 @@
 """Adds gradients of several micro-batches up in host memory, behind the copies that bring them from a GPU.
 
-[Note: Sums] A copy brings a part of a gradient into one of a few pinned buffers, and a thread adds it to the sum from
+A copy brings a part of a gradient into one of a few pinned buffers, and a thread adds it to the sum from
 there, while the next parts are copied: to the sum itself the GPU cannot add. So the lane of the copies is done as soon
 as the last part is on its way, and the device's memory with it; it waits only where all buffers are full. Whoever reads
 a sum on the host calls :meth:`HostSums.settle` first. Copies to memory that is not pinned would take twice as long.

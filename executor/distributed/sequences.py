@@ -11,7 +11,7 @@ from executor.distributed.groups import Group
 from executor.distributed.lazy_rows import CHOOSING, LazyRows
 
 RowByRow = Callable[[Tensor, Tensor], Tensor]
-"""Maps hidden states ``[rows, width]`` and targets ``[rows]`` to a number for each row, ``[rows]``."""
+"""Maps hidden states ``[rows, width]`` and targets ``[rows]`` to a number for each row, or to one."""
 
 
 @final
@@ -92,6 +92,13 @@ class SharedHidden(LazyRows):
             return _taken(gather_rows(made, self._group), numbers)
         at_all = made.new_zeros(len(numbers)).index_put((at.to(made.device),), made)
         return copy_to_group(reduce_from_group(at_all, self._group), self._group)
+
+    def summed(self, compute: RowByRow, targets: Tensor) -> Tensor:
+        """Return the sum over ranks of ``compute(hidden states, targets)``, a number, of each one's own tokens."""
+        own = self._numbers.flatten() - self._group.rank * len(self._own)
+        at = ((own >= 0) & (own < len(self._own))).nonzero().flatten()
+        made = compute(_taken(self._own, own[at]), _taken(targets, at))
+        return copy_to_group(reduce_from_group(made, self._group), self._group)
 
     def with_own(self, change: Callable[[Tensor], Tensor]) -> "SharedHidden":
         """Return the hidden states after a change of each rank's own."""

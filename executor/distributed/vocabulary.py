@@ -25,11 +25,11 @@ _HF_LOSS: Final = "ForCausalLMLoss"
 _MASKED_LOGIT: Final = -1e30  # logit of padding; finite, because a rank may have only padding
 
 
-def row_losses(logits: torch.Tensor, targets: torch.Tensor, losses: RowLosses) -> torch.Tensor:
-    """Return ``losses(logits, targets)``. For tiled logits, it computes a tile at a time."""
+def summed(logits: torch.Tensor, targets: torch.Tensor, losses: RowLosses, count: torch.Tensor | int) -> torch.Tensor:
+    """Return the sum of ``losses(logits, targets)`` over ``count``. For tiled logits, it computes a tile at a time."""
     if has_torch_function_unary(logits):
-        return handle_torch_function(row_losses, (logits,), logits, targets, losses)
-    return losses(logits, targets)
+        return handle_torch_function(summed, (logits,), logits, targets, losses, count)
+    return losses(logits, targets).sum() / count
 
 
 def gather(logits: torch.Tensor, group: Group, num_logits: int) -> torch.Tensor:
@@ -133,15 +133,13 @@ class Head:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
-        losses = row_losses(logits.flatten(0, -2), targets, self._row_losses)
-        total = torch.where(counted, losses, 0.0).sum()
-        return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+        count = counted.sum() if num_items_in_batch is None else num_items_in_batch
 
-    def _row_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, targets, self._weight, self._group
-        )
-        return losses
+        def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            of_all = _CrossEntropy.apply(logits, targets, self._weight, self._group)  # type: ignore[no-untyped-call]
+            return torch.where(targets != ignore_index, of_all, 0.0)
+
+        return summed(logits.flatten(0, -2), targets, losses, count)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Lets ``torch.utils.checkpoint`` inside of a user's model pass through.
 
-[Note: Own checkpoints] A plan decides what is recomputed. Recomputation of the model's own would run modules inside
+A plan decides what is recomputed. Recomputation of the model's own would run modules inside
 backward where the plan does not expect them. So while the model is captured, and while its forward or the plan's own
 recomputation runs, a call of ``torch.utils.checkpoint`` by the model is a plain call. The plan then knows all
 activations, and may recompute them itself. Where a loop calls other methods of the model, checkpoints are as ever.

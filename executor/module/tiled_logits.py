@@ -3,9 +3,14 @@
 [Note: Tiled logits] Each token has one logit per entry of the vocabulary, and the loss takes several times that memory.
 A :class:`TiledHead` returns :class:`TiledLogits`: a tensor subclass that is computed when it is used. It records the
 operations that models apply to logits before the loss (conversion, scaling, soft capping, dropping the last position).
-``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Backward recomputes each tile, which is
-one more product. So gradients have the same bits as with whole logits, except the gradient of the head's weight, which
-is a sum over tiles. Any other operation computes all logits first.
+``torch.nn.functional.cross_entropy`` then computes a tile of logits at a time. Any other operation computes all logits
+first.
+
+If the loss is one number, each tile makes its gradients at once, as Liger's fused loss does (arXiv 2410.10989).
+Backward multiplies them by the gradient of the loss, so no logits are made twice. That rounds them once more, unless
+the loss's gradient is a power of two. For losses of rows, backward computes each tile again, which is one more product;
+and in fp16, whose gradients are lost without the loss's scale. Gradients then have the same bits as with whole logits.
+In both ways, the gradient of the head's weight is a sum over tiles.
 """
 
 import contextlib
@@ -17,6 +22,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from executor.callbacks import replace_attribute, same_autocast
@@ -188,31 +194,45 @@ class TiledLogits(LazyRows):
                 self._whole = recipe.after_head(head.compute(head.linear, head.linear, in_values(recipe.hidden)))
         return self._whole
 
-    def row_losses(self, losses: RowLosses, targets: Tensor) -> Tensor:
-        """Return the loss of each row of logits ``[rows, vocabulary]``, computed a tile at a time.
+    def loss(self, losses: RowLosses, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+        """Return the loss of each row of logits ``[rows, vocabulary]``, or their sum over ``count``, in tiles.
 
         Raises:
             OutOfOrderError: the head's weights are gone.
         """
         head, recipe = self._recipe.head, self._recipe
         with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-            module, kept = head.module, recipe._replace(hidden=recipe.hidden.new_empty(0))
+            hidden, of_rows = recipe.hidden, functools.partial(self._of_rows, losses=losses)
+            if count is not None and head.num_tokens is not None and not _in_half(hidden):
+                at_once = functools.partial(of_rows, count=count)
+                return hidden.summed(at_once, targets) if isinstance(hidden, SharedHidden) else at_once(hidden, targets)
+            rows = hidden.row_by_row(of_rows, targets) if isinstance(hidden, SharedHidden) else of_rows(hidden, targets)
+        return rows if count is None else rows.sum() / count
 
-            def of_rows(hidden: Tensor, targets: Tensor) -> Tensor:
-                def plain(hidden: Tensor) -> Tensor:
-                    return losses(kept.after_head(head.linear(hidden)), targets)
+    def _of_rows(
+        self, hidden: Tensor, targets: Tensor, *, losses: RowLosses, count: Tensor | int | None = None
+    ) -> Tensor:
+        head, kept = self._recipe.head, self._recipe._replace(hidden=self._recipe.hidden.new_empty(0))
 
-                def tiled(hidden: Tensor) -> Tensor:
-                    result: Tensor = _RowLosses.apply(  # type: ignore[no-untyped-call]
-                        hidden, module.weight, module.bias, targets, kept, losses
-                    )
-                    return result
+        def plain(hidden: Tensor) -> Tensor:
+            rows = losses(kept.after_head(head.linear(hidden)), targets)
+            return rows if count is None else rows.sum() / count
 
-                return head.compute(plain if head.num_tokens is None else tiled, plain, hidden)
+        def tiled(hidden: Tensor) -> Tensor:
+            function = _RowLosses if count is None else _SumOfLosses
+            result: Tensor = function.apply(  # type: ignore[no-untyped-call]
+                hidden, head.module.weight, head.module.bias, targets, kept, losses, count
+            )
+            return result
 
-            if isinstance(recipe.hidden, SharedHidden):
-                return recipe.hidden.row_by_row(of_rows, targets)
-            return of_rows(recipe.hidden, targets)
+        return head.compute(plain if head.num_tokens is None else tiled, plain, hidden)
+
+
+def _in_half(hidden: Tensor) -> bool:
+    """Return whether a head computes in fp16."""
+    kind = hidden.device.type
+    in_autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.float16
+    return in_autocast or hidden.dtype is torch.float16
 
 
 class _RowLosses(torch.autograd.Function):
@@ -227,6 +247,7 @@ class _RowLosses(torch.autograd.Function):
         targets: Tensor,
         recipe: _Recipe,
         losses: RowLosses,
+        _count: None,
     ) -> Tensor:
         ctx.recipe, ctx.losses = recipe, losses
         ctx.autocast = same_autocast(hidden)
@@ -241,28 +262,81 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
-        module = ctx.recipe.head.module
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.empty_like(hidden) if wants_hidden else None
-        of_weight: Tensor | None = None
-        of_bias: Tensor | None = None
-        parts = (hidden, targets, gradient, hidden if of_hidden is None else of_hidden)
-        for inputs, wanted, outer, made in ctx.recipe.tiles(*parts):
-            with torch.enable_grad(), ctx.autocast():
-                logits = ctx.recipe.head.linear(inputs.detach()).detach().requires_grad_()
-                rows = ctx.losses(ctx.recipe.after_head(logits), wanted)
-            (of_logits,) = torch.autograd.grad(rows, logits, outer)
+        with ctx.autocast():
+            _, made = _differentiated(ctx, hidden, targets, gradient, ctx.recipe, ctx.losses)
+        return *made, None, None, None, None
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """The sum of all rows' losses over a number. Forward makes the gradients too, but for that of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        _weight: Tensor,
+        _bias: Tensor | None,
+        targets: Tensor,
+        recipe: _Recipe,
+        losses: RowLosses,
+        count: Tensor | int,
+    ) -> Tensor:
+        outer = torch.ones((), dtype=TiledLogits(recipe).dtype, device=hidden.device) / count
+        rows, made = _differentiated(ctx, hidden, targets, outer.expand(len(hidden)), recipe, losses)
+        ctx.save_for_backward(*made)
+        return rows.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale = torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
+        # Views, because autograd copies a gradient that it does not alone refer to.
+        made = [None if each is None else scale(each, gradient).view_as(each) for each in ctx.saved_tensors]
+        return *made, None, None, None, None
+
+
+def _differentiated(
+    ctx: Any, hidden: Tensor, targets: Tensor, outer: Tensor, recipe: _Recipe, losses: RowLosses
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return the losses of rows, and the gradients of the head's input, weight and bias, as far as they are wanted.
+
+    Args:
+        ctx: of a function whose first arguments these are.
+        hidden: the head's input, ``[rows, width]``.
+        targets: class indices, ``[rows]``.
+        outer: gradients of the losses, ``[rows]``.
+        recipe: how logits are computed, without the head's input.
+        losses: of rows, from logits and targets.
+    """
+    weight, wants = recipe.head.module.weight, ctx.needs_input_grad[:3]
+    of_hidden = torch.empty_like(hidden) if wants[0] else None
+    of_weight: Tensor | None = None
+    of_bias: Tensor | None = None
+    found = []
+    # What autograd saves of a tile is no activation of the plan's.
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        for inputs, wanted, of_rows, made in recipe.tiles(
+            hidden, targets, outer, hidden if of_hidden is None else of_hidden
+        ):
+            with torch.enable_grad():
+                logits = recipe.head.linear(inputs.detach()).detach().requires_grad_()
+                rows = losses(recipe.after_head(logits), wanted)
+            found.append(rows.detach())
+            (of_logits,) = torch.autograd.grad(rows, logits, of_rows)
             del logits, rows
-            if of_hidden is not None:
-                torch.mm(of_logits, module.weight, out=made)
+            own, weight = inputs.to(of_logits.dtype), weight.to(of_logits.dtype)  # autocast's, for its products
+            if of_hidden is not None and of_hidden.dtype is of_logits.dtype:
+                torch.mm(of_logits, weight, out=made)
+            elif of_hidden is not None:
+                made.copy_(of_logits @ weight)
             if of_weight is not None:
-                torch.addmm(of_weight, of_logits.t(), inputs, out=of_weight)
-            elif wants_weight:
-                of_weight = of_logits.t() @ inputs
-            if wants_bias:
+                torch.addmm(of_weight, of_logits.t(), own, out=of_weight)
+            elif wants[1]:
+                of_weight = of_logits.t() @ own
+            if wants[2]:
                 of_bias = of_logits.sum(0) + (0 if of_bias is None else of_bias)
             del of_logits  # else two tiles would exist at once
-        return of_hidden, of_weight, of_bias, None, None, None
+    return torch.cat(found), (of_hidden, of_weight, of_bias)
 
 
 def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -311,17 +385,16 @@ def _cross_entropy(logits: TiledLogits, _func: object, *args: Any, **kwargs: Any
     if not plain or logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
         return NotImplemented
     options = {"ignore_index": given["ignore_index"], "label_smoothing": given["label_smoothing"]}
-    rows = logits.row_losses(functools.partial(functional.cross_entropy, reduction="none", **options), targets)
-    if given["reduction"] == "none":
-        return rows
-    if given["reduction"] == "sum":
-        return rows.sum()
-    return rows.sum() / (targets != given["ignore_index"]).sum()
+    count = None if given["reduction"] == "none" else targets.new_ones(())
+    if given["reduction"] == "mean":
+        count = (targets != given["ignore_index"]).sum()
+    return logits.loss(functools.partial(functional.cross_entropy, reduction="none", **options), targets, count)
 
 
-def _row_losses(logits: TiledLogits, _func: object, _self: object, targets: Tensor, losses: RowLosses) -> Tensor:
-    """See :func:`executor.distributed.vocabulary.row_losses`."""
-    return logits.row_losses(losses, targets)
+def _summed(logits: TiledLogits, _func: object, _self: object, targets: Tensor, *args: Any) -> Tensor:
+    """See :func:`executor.distributed.vocabulary.summed`."""
+    losses, count = args
+    return logits.loss(losses, targets, count)
 
 
 TiledLogits.handlers = CHOOSING | {
@@ -333,5 +406,5 @@ TiledLogits.handlers = CHOOSING | {
     "detach": _detach,
     "argmax": _argmax,
     "cross_entropy": _cross_entropy,
-    "row_losses": _row_losses,
+    "summed": _summed,
 }

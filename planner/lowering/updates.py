@@ -37,7 +37,7 @@ Way = Callable[[Program, Subgroup], list[Task]]
 def updates(program: Program, ways: Mapping[Place, Way] | None = None) -> None:
     """Update every subgroup in its decided place and order, and make the next use of each unit wait for it.
 
-    [Note: Deadlines] With ``overlap_next_forward``, only a unit's own next forward waits for its updates. Uploads,
+    With ``overlap_next_forward``, only a unit's own next forward waits for its updates. Uploads,
     fetches and all-gathers for it are issued in the next iteration, in the order of use.
 
     Args:

@@ -1,6 +1,6 @@
 """Workspace: memory that exists only inside one unit's backward.
 
-[Note: Inside a backward] A schedule's grain is the unit: saved activations count until the end of its backward, and its
+A schedule's grain is the unit: saved activations count until the end of its backward, and its
 gradients from the beginning. Inside the unit, operators run in reverse; each releases its saved tensors and makes its
 gradients. The logits' conversions to fp32, for example, are gone before the head's weight has a gradient, and they were
 up to a tenth of a small model's memory. So workspace is the most that an operator needs *beyond* the memory that counts

@@ -97,6 +97,7 @@ class Operator:
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: number of kernels at the end of ``forward`` that recomputation leaves out.
         in_tiles: whether its module computes a tile of tokens at a time.
+        differentiates: whether its forward makes the gradients too, so that backward needs no workspace.
         measured: whether its workspace is the measured peak of its whole unit; otherwise it is what the operator alone
             needs.
         product_bytes: bytes of the outputs of its products, without those that recomputation leaves out.
@@ -128,6 +129,7 @@ class Operator:
     copies_input: bool = False
     measured: bool = False
     in_tiles: bool = False
+    differentiates: bool = False
     changed_inputs: tuple[int, ...] = ()
     fp8_twin: "Operator | None" = None
     call: int = 1

@@ -20,7 +20,7 @@ from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.models.captured import CapturedModel, resized, tokens_of
 from planner.models.config import ModelConfigError
-from planner.models.kernels import Gemm, flop
+from planner.models.kernels import flop
 from planner.plan.document import load_plan
 from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
@@ -118,10 +118,8 @@ def test_a_model_with_its_loss_in_tiles_is_captured_again(name: str, tmp_path: P
     assert [unit.name for unit in tiled] == [unit.name for unit in whole]
     assert [unit.parameters for unit in tiled] == [unit.parameters for unit in whole]
     assert captured.num_logits is not None
-    (product,) = {
-        kernel for kernel in whole[-1].forward if isinstance(kernel, Gemm) and kernel.n == captured.num_logits
-    }
-    assert sum(flop(unit.backward) for unit in tiled) == sum(flop(unit.backward) for unit in whole) + product.flop
+    of_whole, of_tiles = (sum(flop(u.forward) + flop(u.backward) for u in found) for found in (whole, tiled))
+    assert of_whole == of_tiles
     assert tiled[-1].saved_bytes < whole[-1].saved_bytes - 2 * 16 * captured.num_logits * 3
 
 
@@ -134,7 +132,8 @@ def test_a_captured_head_is_as_formulas_have_it() -> None:
     assert flop(theirs.forward) == flop(ours.forward)
     assert flop(theirs.backward) == flop(ours.backward)
     assert theirs.saved_bytes == pytest.approx(ours.saved_bytes, rel=0.01)
-    assert theirs.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
+    gradient_bytes = 2 * model.lm_head.weight.numel()  # which a captured head has in backward
+    assert theirs.workspace_bytes + gradient_bytes == pytest.approx(ours.workspace_bytes, rel=0.03)
 
 
 @pytest.mark.part(3)

@@ -375,6 +375,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for part in strided(parameter.grad):
                     self.found.gradients[name] = number = self._storage(part)
                     self.found.storages[number].owner = "gradient"
+                    for term in self.found.sums.get(number, ()):  # of a tied weight, one may be made in forward
+                        if self.found.storages[term].born < len(self.found.forward):
+                            self.found.storages[term].owner = "gradient"
         if not self.found.gradients:
             raise CaptureError(
                 "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "

@@ -17,7 +17,7 @@ of a loss that ``c`` ranks have computed, each of them all of it, is ``c`` times
 from typing import TYPE_CHECKING
 
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.kernels import Collective, Work, each
+from planner.models.kernels import Collective, Work, all_reduce, each
 
 if TYPE_CHECKING:
     from planner.models.operators import Batch
@@ -83,8 +83,10 @@ def cut(batch: "Batch", width: int) -> Work:
 
 
 def gather_losses(batch: "Batch") -> Work:
-    """Return the all-gather of the tokens' losses in float32, and of their gradients."""
+    """Return the all-gather of the tokens' losses in float32, and of their gradients; in tiles, their sum is shared."""
     if batch.context_parallel == 1:
         return Work()
+    if batch.loss_tile_tokens is not None:
+        return Work(all_reduce(4, batch.context_parallel), all_reduce(4, batch.context_parallel))
     gather = (Collective(4 * batch.num_read_tokens, batch.context_parallel, kind="all-to-all"),)
     return Work(gather, gather)

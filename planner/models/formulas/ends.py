@@ -103,7 +103,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Ope
         owned, shared = [], _token_weight(config)
     else:
         owned, shared = ["lm_head.weight"], ""
-    operators.append(make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared))
+    head = make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared)
+    operators.append(dataclasses.replace(head, differentiates=batch.loss_tile_tokens is not None))
     operators.append(make("loss", "loss", Pattern.SHARD, loss, 4))
     return operators
 
@@ -111,23 +112,20 @@ def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Ope
 def _in_tiles(batch: Batch, width: int, vocab: int, tile: int) -> tuple[Work, Work]:
     """Return head and loss if the loss is computed in tiles of tokens ([Note: Tiled logits] in the executor).
 
-    Backward makes the logits of each tile and their loss again. From the second tile on, it adds to the gradient of the
-    weight. Workspace: the gradient of the head's input, and of one tile the logits and what the loss makes of them.
+    Each tile makes its gradients at once, and backward scales them. From the second tile on, the gradient of the weight
+    is added to. Workspace: both gradients, and of one tile the logits and what the loss makes of them.
     """
     rows, e = batch.num_tokens, batch.dtype_bytes
     repeated = functools.partial(tiled.repeated, rows, tile)
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
-    forward = repeated(lambda size: product(size).forward)
-    backward = repeated(lambda size: product(size).backward)
-    adding = tiled.added(vocab * width, e, tiled.num_tiles(rows, tile))
-    value_bytes = tiled_logit_bytes(batch.tensor_parallel, e)
-    # Its all-reduce is at the end of backward, once for all tiles.
-    head = sum_input_gradient(batch, width) + Work(
-        forward, forward + backward + adding, rows * (width * e + 8), rows * width * e + tile * vocab * value_bytes
-    )
     loss = functools.partial(work.loss, vocab=vocab, e=e, num_ranks=batch.tensor_parallel)
-    losses = repeated(lambda size: loss(size).forward)
-    return head, Work(losses, losses + repeated(lambda size: loss(size).backward))
+    products = repeated(lambda size: product(size).forward) + repeated(lambda size: product(size).backward)
+    adding = tiled.added(vocab * width, e, tiled.num_tiles(rows, tile))
+    scale = (*each(rows * width, 2 * e), *each(vocab * width, 2 * e))
+    workspace_bytes = (rows + vocab) * width * e + tile * vocab * tiled_logit_bytes(batch.tensor_parallel, e)
+    # The all-reduce of the input's gradient is in backward, once for all tiles.
+    head = sum_input_gradient(batch, width) + Work((*products, *adding), scale, rows * width * e, workspace_bytes)
+    return head, Work(repeated(lambda size: loss(size).forward) + repeated(lambda size: loss(size).backward))
 
 
 def with_gradients(rows: int, width: int, vocab: int, e: int, *, frozen: bool = False) -> tuple[Work, Work]:

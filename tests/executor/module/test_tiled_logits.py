@@ -13,6 +13,7 @@ from plans import mixed, plans
 from rank_programs import metered, trained
 from rounding import assert_same_step, one_step
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 from training import (
     MICRO_BATCH,
     SEQ_LEN,
@@ -98,7 +99,7 @@ def test_heads_of_transformers_have_the_gradients_of_whole_logits(head, dtype):
     whole, tiled = pair(HEADS[head](), dtype)
     labels = TOKENS.clone()
     labels[0, :3] = -100
-    num_items = torch.tensor(11)
+    num_items = torch.tensor(8)  # a power of two, by which gradients are divided without rounding
     seen = [model(input_ids=TOKENS, labels=labels, num_items_in_batch=num_items).loss for model in (whole, tiled)]
     assert seen[1].item() == pytest.approx(seen[0].item(), rel=1e-6)
     for loss in seen:
@@ -198,15 +199,49 @@ def test_the_heads_input_is_gone_before_backward_comes_to_layers(head):
     assert gone == [True]
 
 
-def test_autocast_is_that_of_the_forward():
-    """Cross-entropy in bf16 is then in float32."""
-    whole, tiled = pair(HEADS["plain"](), torch.bfloat16)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_that_of_the_forward(dtype, reduction):
+    """Cross-entropy in bf16 is then in float32, and products of float32 are in bf16."""
+    whole, tiled = pair(HEADS["plain"](), dtype)
     for model in (whole, tiled):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=TOKENS).logits
-            loss = functional.cross_entropy(logits.view(-1, 61), TOKENS.view(-1))
+            loss = functional.cross_entropy(logits.view(-1, 61), TOKENS.view(-1), reduction=reduction).sum()
         loss.backward()
     assert torch.equal(tiled.model.norm.weight.grad, whole.model.norm.weight.grad)
+    torch.testing.assert_close(tiled.lm_head.weight.grad, whole.lm_head.weight.grad, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize(("dtype", "certainty", "roundings"), [(torch.float32, 1, 8), (torch.float16, 400, 0.5)])
+def test_a_loss_may_have_any_gradient_and_several_backwards(dtype, certainty, roundings):
+    """In fp16, gradients of labels that are nearly certain are lost without the loss's scale."""
+    whole, tiled = pair(HEADS["plain"](), dtype)
+    for model in (whole, tiled):
+        with torch.no_grad():
+            model.lm_head.weight *= certainty
+        logits = model(input_ids=TOKENS).logits.view(-1, 61)
+        loss = 1000 / 7 * functional.cross_entropy(logits, logits.argmax(-1))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for found, expected in zip(tiled.parameters(), whole.parameters(), strict=True):
+        assert expected.grad.norm() > 0
+        error = (found.grad - expected.grad).norm()
+        assert error <= roundings * torch.finfo(dtype).eps * expected.grad.norm()
+
+
+def test_logits_of_a_loss_are_made_once():
+    """Where the loss is one number; the head's three products are all there are."""
+    made = {}
+    for reduction in ("mean", "none"):
+        whole, tiled = pair(HEADS["plain"]())
+        for model in (whole, tiled):
+            with FlopCounterMode(display=False) as counter:
+                logits = model(input_ids=TOKENS).logits
+                functional.cross_entropy(logits.view(-1, 61), TOKENS.view(-1), reduction=reduction).sum().backward()
+            made[model is tiled, reduction] = counter.get_total_flops()
+    assert made[True, "mean"] == made[False, "mean"]
+    assert made[True, "none"] == made[False, "none"] + 2 * TOKENS.numel() * 16 * 61
 
 
 @pytest.mark.parametrize("params", ["gpu", "host"])
