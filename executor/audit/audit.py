@@ -418,8 +418,7 @@ class Audit:
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None
-        arrived = {shard.name for shard in case.trained() if shard.shard_name in self._arrived}
-        trained = sorted(arrived) if case.calls == 1 else []
+        trained = sorted({shard.name for shard in case.trained() if shard.shard_name in self._arrived})
         with (
             self._plain(case, device) as leaves_of,
             state.restored(before),
