@@ -111,9 +111,11 @@ def ends_here() -> bool:
     return False
 
 
-def nodes(*roots: Any) -> Iterator[Any]:
-    """Yield all autograd nodes behind some, and these themselves."""
-    seen, left = {None, *roots}, [root for root in roots if root is not None]
+def nodes(*roots: Any, seen: set[Any] | None = None) -> Iterator[Any]:
+    """Yield all autograd nodes behind some, and these themselves; leave out those ``seen``, and add to them."""
+    seen = set() if seen is None else seen
+    left = [root for root in dict.fromkeys(roots) if root is not None and root not in seen]
+    seen |= {None, *roots}
     while left:
         node = left.pop()
         yield node

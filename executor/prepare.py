@@ -284,13 +284,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See ``torch.optim.Optimizer``. Raises ValueError once the model is prepared, unless it steps by itself."""
+        """See ``torch.optim.Optimizer``.
+
+        Raises:
+            ValueError: a parameter of the prepared model was frozen when it was planned.
+        """
         if vars(self).get("_whole"):
             self._by_itself(self._given.add_param_group, param_group)
             return
-        if hasattr(self, "session"):
-            raise ValueError("parameter groups cannot be added under a plan; add them before prepare()")
         super().add_param_group(param_group)
+        if not hasattr(self, "session"):
+            return
+        group = self.param_groups[-1]
+        try:
+            self.session.add_group(self.param_groups, group["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._given.param_groups.append(group)
+        self._groups.append((group, tuple(map(id, group["params"]))))
 
     def __reduce_ex__(self, _protocol: object) -> str:
         """Refuse to be pickled or copied (``torch.save``, ``copy.deepcopy``), because the state is in the session.

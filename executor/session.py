@@ -7,7 +7,7 @@ session then issues the schedule's tasks up to that point (:mod:`executor.driver
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -221,6 +221,28 @@ class Session(contextlib.AbstractContextManager["Session"]):
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is one of the model."""
         return id(parameter) in self._names
+
+    def add_group(self, groups: list[dict[str, Any]], added: Iterable[torch.Tensor]) -> None:
+        """Let the optimizer update more parameters; those of the model have had no update so far.
+
+        Args:
+            groups: all groups.
+            added: parameters of the last one.
+
+        Raises:
+            ValueError: the plan has no state for one of them, or see :func:`executor.checks.check_groups`.
+        """
+        names = [self.name_of(parameter) for parameter in added if self.has(parameter)]
+        if frozen := [name for name in names if name not in self.runtime.state.by_parameter]:
+            raise ValueError(
+                f"{frozen[0]} was frozen at prepare(), so the plan has no optimizer state for it; give the optimizer "
+                "all that is ever trained before prepare(), and freeze it there (requires_grad_(False)) as long as it "
+                "is not"
+            )
+        check_groups(self.driver.entry, groups, self._names, is_alone=self._ranks is None)
+        for parameter in [part for name in names for _, part in self.runtime.state.by_parameter[name]]:
+            parameter.step = int(parameter.arrived == self.iteration)
+        self.driver.gradients.use(names)
 
     def synchronize(self) -> None:
         """Wait until all updates have ended.

@@ -342,6 +342,9 @@ class Audit:
             return forward(*args, **kwargs)
         if any(isinstance(leaf, LazyRows) for leaf in leaves):
             return self._watch_tiled(case, forward(*args, **kwargs))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            case.why_not = "a transform of torch.func runs it"
+            return forward(*args, **kwargs)
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
         }
@@ -415,8 +418,7 @@ class Audit:
         args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
         state, before = case.state or (None, None)
         assert state is not None and before is not None
-        arrived = {shard.name for shard in case.trained() if shard.shard_name in self._arrived}
-        trained = sorted(arrived) if case.calls == 1 else []
+        trained = sorted({shard.name for shard in case.trained() if shard.shard_name in self._arrived})
         with (
             self._plain(case, device) as leaves_of,
             state.restored(before),

@@ -86,14 +86,23 @@ def referred_to(tensors: list[Tensor]) -> list[int]:
 
     Such is what a hook collects (a router's logits, for a loss of its own): it gets a gradient from elsewhere.
     """
+    counts = [sys.getrefcount(tensor) for tensor in list(tensors)]
+    saved = [tensor._use_count() > 1 for tensor in tensors]  # type: ignore[attr-defined]
+    return [number for number, count in enumerate(counts) if count > _REFERENCES[saved[number]]]
+
+
+@torch.enable_grad()
+def _references() -> list[int]:
+    """Return how many references a tensor in two lists has, and one that autograd has saved: C++ may hold one too."""
     alone = torch.ones(1, requires_grad=True) * 1
     saved = alone * 1
-    by_autograd = saved.sin()  # what C++ holds may count as a reference too
-    counts = [sys.getrefcount(tensor) for tensor in [*tensors, alone, saved]]
-    *counts, of_alone, of_saved = counts
+    by_autograd = saved.sin()
+    counts = [sys.getrefcount(tensor) for tensor in [alone, saved]]
     del by_autograd
-    expected = [of_saved if tensor._use_count() > 1 else of_alone for tensor in tensors]  # type: ignore[attr-defined]
-    return [number for number, count in enumerate(counts) if count > expected[number]]
+    return counts
+
+
+_REFERENCES: Final = _references()  # not in a forward: a checkpoint around it would count what is saved
 
 
 def keeping(store: dict[int, Tensor], number: int, index: int) -> Callable[[Any], None]:

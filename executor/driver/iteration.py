@@ -15,7 +15,7 @@ from executor.audit.audit import Audit
 from executor.callbacks import in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
-from executor.driver.on_demand import OnDemand, check_second_order, why_not
+from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
@@ -40,6 +40,7 @@ class IterationDriver:
 
     Attributes:
         collector: takes gradients from autograd.
+        entry: the optimizer's kernels and state.
         attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
@@ -72,12 +73,13 @@ class IterationDriver:
         self._last_left = -1
         self._runtime = runtime
         self._decisions = decisions
-        self._entry, self._groups = entry, groups
+        self.entry, self._groups = entry, groups
         self._of_parameter = {id(s.whole): (s.name, s.whole_shape) for s in runtime.state.shards().values()}
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
         self._has_run_back = False  # a backward has ended in this iteration
+        self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
@@ -179,7 +181,8 @@ class IterationDriver:
                 self._begin()
                 self._leave(error)
             if torch.is_grad_enabled():
-                check_second_order(self._units.values(), self._decisions)
+                if not self._stays:
+                    check_second_order(self._decisions)
                 expected = self._loop.expected()
                 is_late = expected is None or expected.op is Op.CLIP
                 changes = is_late or self.gradients.dropped(self._loop.iteration)
@@ -190,7 +193,9 @@ class IterationDriver:
                 else:
                     self._reopen()  # gradients may come before the next backward reaches a module
                 if self._on_demand is not None:
+                    self._runtime.keep_all(self.visibility)
                     self.visibility.show(unit)
+                    hook_saved_weights(self.visibility, self._hooked)
             elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
                 self._follow(self.progress.backward, unit)
             else:
@@ -435,7 +440,7 @@ class IterationDriver:
         if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
         for group in self._groups:
-            self._entry.rule(group)  # raises ValueError for one that cannot be executed
+            self.entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
         self.gradients.set_zeros(self._loop.iteration)
         with self._clipping:
@@ -570,6 +575,8 @@ class IterationDriver:
         self.progress.end_early()
         self._on_demand.flush_rest()
         self._on_demand = None
+        self._hooked.clear()
+        self._runtime.end_on_demand()
         self._runtime.offloaded.drop_all()
 
     def _end_after(self, num_complete: int) -> None:
@@ -610,7 +617,7 @@ class IterationDriver:
         updates, rules = {}, []
         numbers = itertools.count()
         for group in self._groups:  # as the user has them now
-            rule = self._entry.rule(group)
+            rule = self.entry.rule(group)
             rules.append(rule.params)
             for parameter, number in zip(group["params"], numbers, strict=False):
                 if id(parameter) not in self._of_parameter:  # of another module

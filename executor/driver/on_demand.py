@@ -9,19 +9,24 @@ those that were offloaded come back when backward asks for them. Gradients are a
 which they arrive. At the step, the rest of the schedule is issued without its tasks for forward and backward, so
 gradients go where the updates read them, and these run as planned. The next iteration follows the plan again.
 
+A backward that makes a graph of its own (``create_graph=True``) saves weights again, and no hook sees that graph. So
+all weights get memory of their own until the step. Saved views of slots are read from there.
+
 Gradients that have reached the host by then are taken back first. They may have overwritten weights [Note: In place],
 which are made again from the master copy: it rounds to the same bits.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import final
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, final
 
 import torch
 
+from executor.callbacks import nodes
 from executor.distributed.shards import unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
+from executor.module.visibility import WeightVisibility
 from executor.packed import as_real
 from planner.decisions import Decisions, Place
 from planner.schedule.loop import OutOfOrderError
@@ -254,16 +259,33 @@ def why_not(runtime: Runtime, decisions: Decisions) -> str:
     return ""
 
 
-def check_second_order(units: Iterable[UnitState], decisions: Decisions) -> None:
-    """Check that backward may make a graph of its own, where no hook sees which weights it reads.
+def check_second_order(decisions: Decisions) -> None:
+    """Check that backward may make a graph of its own off the plan.
 
     Raises:
-        OutOfOrderError: not all of them stay on the device.
+        OutOfOrderError: modules compute by functions of the plan's, whose backward has no graph.
     """
-    moves = any(not unit.is_resident for unit in units) or any(
-        u.activations != "keep" for u in decisions.units.values()
-    )
     tiles = any(size is not None for size in decisions.tiles.values())
     exchanges = decisions.divides_weights or decisions.context_parallel > 1  # inside modules
-    if moves or tiles or exchanges:
+    if tiles or exchanges or decisions.fp8_weights:
         raise OutOfOrderError(SECOND_ORDER)
+
+
+def hook_saved_weights(visibility: WeightVisibility, seen: set[Any]) -> None:
+    """Let nodes behind the current one read weights that forward has saved in memory of their own, if they have it.
+
+    Forward saves views of slots. A graph that backward makes would save them again, and read them when the slots have
+    other weights.
+    """
+    for node in nodes(torch._C._current_autograd_node(), seen=seen):
+        for raw in (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")):
+            for saved in raw if isinstance(raw, tuple) else (raw,):
+                # Those of segments that are recomputed have hooks, and parameters show the memory that they have.
+                if saved is None or saved.unpack_hook is not None or isinstance(saved.data, torch.nn.Parameter):
+                    continue
+                if isinstance(saved.data, torch.Tensor) and visibility.is_in_slot(saved.data):
+                    saved.register_hooks(_as_it_is, visibility.kept_values)
+
+
+def _as_it_is(values: torch.Tensor) -> torch.Tensor:
+    return values

@@ -496,6 +496,31 @@ class Runtime:
         for state in self._slots_of(unit):
             self._fill_slot(state)
 
+    def keep_all(self, visibility: WeightVisibility) -> None:
+        """Bring all weights to the device off the plan, in memory of their own, until the iteration ends.
+
+        Raises:
+            OutOfOrderError: the device has no room for them.
+        """
+        moving = [u for u in self.state.units.values() if not u.is_resident and u.name not in visibility.kept]
+        if not moving:
+            return
+        num_bytes, free_bytes = sum(map(_slot_bytes, moving)), _free_bytes(self.backend)
+        if HostCollectives(self.ranks, of_stage=True).any(num_bytes > free_bytes):
+            raise OutOfOrderError(
+                "gradients of gradients (create_graph=True) need all weights on the device until optimizer.step(): "
+                f"{num_bytes / 1e6:,.0f} MB more, but {free_bytes / 1e6:,.0f} MB are free; give prepare() the step "
+                "that makes them (step=...), or less device_memory"
+            )
+        self.doing = f"iteration {self.loop.iteration + 1}, which keeps all weights"
+        self.check_same_call(needed=self.gathers)
+        for unit in moving:
+            self._fill_slot(unit)
+            visibility.keep(unit.name)
+        self._visibility = visibility
+        self.settled.update(unit.name for unit in moving)
+        visibility.keep_all()
+
     def _slots_of(self, unit: str) -> list[UnitState]:
         """Return the units whose weights a unit uses and that are in slots, not resident."""
         used = (self.state.units.get(name) for name in (unit, *self._shared[unit]))
@@ -521,6 +546,12 @@ class Runtime:
                 "generation, which is slower. This is said once"
             )
 
+    def end_on_demand(self) -> None:
+        """Free what an iteration off the plan has kept, when nothing computes with it any more."""
+        if self._visibility is not None:
+            self.actions.synchronize()
+            self._drop_kept()
+
     def end_evaluation(self) -> None:
         """Wait for the work of evaluations, which may still read slots, before training continues."""
         if self.is_evaluating:
@@ -538,6 +569,7 @@ class Runtime:
 
     def _drop_kept(self) -> None:
         if self._visibility is not None:
+            self.settled.difference_update(self._visibility.kept)
             self._visibility.drop()
             self._visibility = None
             self._evaluated.clear()
@@ -611,10 +643,14 @@ class Runtime:
 def _room_bytes(gpu: Arena, backend: Backend, kept_bytes: int) -> float:
     """Return how much an evaluation may keep on the device."""
     room = math.inf if gpu.capacity_bytes is None else gpu.capacity_bytes - gpu.used_bytes
-    if backend.device.type == "cuda":
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        room = min(room, torch.cuda.mem_get_info()[0] + cached + kept_bytes)
-    return room * _SHARE_KEPT
+    return min(room, _free_bytes(backend) + kept_bytes) * _SHARE_KEPT
+
+
+def _free_bytes(backend: Backend) -> float:
+    """Return how much memory the device has beside what is taken; a stand-in is bounded by its plan alone."""
+    if backend.device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _slot_bytes(unit: UnitState) -> int:

@@ -110,7 +110,10 @@ class SavedTensor:
         return self.tensor.as_strided((self.shape.numel(),), (1,)).view(torch.uint8)
 
     def restore(self, backend: Backend) -> torch.Tensor:
-        """Return the tensor to the recomputation, and drop the reference, so that its memory is freed after use."""
+        """Return the tensor to the recomputation, and drop the reference, so that its memory is freed after use.
+
+        If backward keeps its graph (``retain_graph``, ``create_graph``), return a copy: it may come here again.
+        """
         if self.tensor is None:
             raise ActivationError(
                 "backward ran twice through one forward, whose activations have been freed or overwritten since; run "
@@ -118,6 +121,9 @@ class SavedTensor:
             )
         if not self.is_unmodified:
             raise modified_in_place("the input of a segment")
+        assert self.tensor is not None
+        if _keeps_graph():
+            return self.tensor.clone()
         tensor, self.tensor = self.tensor, None
         backend.record_stream(tensor)
         return tensor
@@ -253,7 +259,8 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *raised: object) -> None:
         """Free the tensors that the recomputation did not need; it ends when it has all that backward needs."""
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._segments.drop()
+        if not _keeps_graph():
+            self._segments.drop()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -277,6 +284,12 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.set_state(state)
         leaves = [leaf.restore(self._backend) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves]
         return tree_unflatten(leaves, product.structure)
+
+
+def _keeps_graph() -> bool:
+    """Return whether the backward that runs now may be followed by another one through its graph."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
 
 
 def _has_parts(types: Any) -> bool:

@@ -74,6 +74,7 @@ _CONVERSIONS: Final = frozenset(
         *("type_as", "view_as", "expand_as", "reshape_as"),
     }
 )
+_VIEWS_OF_SELF: Final = frozenset({"view_as", "expand_as"})  # lead to the node that accumulates gradients
 _ALIASES: Final = frozenset({"data", "detach"})
 _EXPORTS: Final = frozenset({"numpy", "__array__", "__dlpack__"})  # their results would not notice other weights
 _NAME: Final = "name_in_model"
@@ -138,6 +139,10 @@ class Guarded(torch.Tensor):
                 return _write(name, func, args, kwargs, written)
             if name in _GEOMETRY and vars(args[0]).get(_VERSION, _STALE) == _STALE:
                 return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
+            if name in _VIEWS_OF_SELF and args[0] is args[-1] and _VERSION not in vars(args[0]):
+                view = func(*args)
+                view.__class__ = Guarded
+                return _share(view, args[0])
             if _needs_no_values(name, func, args, kwargs):
                 asks_memory = isinstance(args[0], Guarded) and name not in _OF_AUTOGRAD
                 like = vars(args[0]).get(_LIKE, args[0]) if asks_memory else args[0]
@@ -419,7 +424,7 @@ def _read(
 
 def _share(values: torch.Tensor, source: Guarded, *, version: int = _STALE, is_alias: bool = True) -> torch.Tensor:
     """Guard values of a guarded tensor. If they are stale, an alias (``parameter.data``) is read anew at each use."""
-    shared = values.as_subclass(Guarded)
+    shared = values if isinstance(values, Guarded) else values.as_subclass(Guarded)
     own = vars(source)
     others = own.setdefault(_SHARED, WeakIdKeyDictionary())
     others[shared] = True

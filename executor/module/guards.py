@@ -22,9 +22,9 @@ from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
 
 SECOND_ORDER: Final = (
-    "gradients of gradients (create_graph=True, as a gradient penalty needs them) need all weights and activations on "
-    "the device, but this plan moves, recomputes, tiles or divides some; plan for them: give prepare() the step that "
-    "makes them (step=...), or a larger device_memory=..."
+    "gradients of gradients (create_graph=True, as a gradient penalty needs them) need modules that compute as they do "
+    "in memory, but this plan tiles or divides some, or fetches weights in fp8; plan for them: give prepare() the step "
+    "that makes them (step=...)"
 )
 """Why backward through backward is refused."""
 

@@ -68,6 +68,10 @@ class UserGradients:
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
+    def use(self, names: Iterable[str]) -> None:
+        """Note that the optimizer has more parameters."""
+        self._of_optimizer.update(names)
+
     def begin_iteration(self) -> None:
         """Clear the last iteration's norms and scales."""
         self._norms = None

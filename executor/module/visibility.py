@@ -138,6 +138,29 @@ class WeightVisibility:
         elif packed:
             self._shown_for = None
 
+    def keep_all(self) -> None:
+        """Show all weights that are kept, also while their units do not compute."""
+        with unguarded():
+            for unit in self._kept.keys() - self._in_sight:
+                self._show_memory(unit)
+
+    def is_in_slot(self, values: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of weights in a slot, or was one of what is kept."""
+        return any(self._within(leaf, values) for unit in self._kept for leaf in self._leaves[unit])
+
+    def kept_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what a view of the slot of the unit that computes is in memory of its own, if that is kept."""
+        for unit in self._shown & self._kept.keys():
+            for leaf, (_, own) in zip(self._leaves[unit], self._kept[unit], strict=True):
+                if self._within(leaf, values):
+                    offset = (values.data_ptr() - leaf.weights.data_ptr()) // values.element_size()
+                    return own.as_strided(values.shape, values.stride(), own.storage_offset() + offset)
+        return values
+
+    def _within(self, leaf: _Leaf, values: torch.Tensor) -> bool:
+        start = leaf.weights.data_ptr()
+        return values.dtype == leaf.weights.dtype and start <= values.data_ptr() < start + leaf.weights.nbytes
+
     @property
     def kept(self) -> Collection[str]:
         """The units that have been kept."""
@@ -152,7 +175,7 @@ class WeightVisibility:
             for parameter, held in self._packed(unit):
                 parameter.live_in(held)
                 self._shown_for = None
-        self._in_sight.difference_update(self._kept)
+            self._hide_memory(unit)
         self._kept.clear()
         self.show("")
 

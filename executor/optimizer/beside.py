@@ -29,7 +29,11 @@ class Beside:
         others = [p for group in groups for p in group["params"] if not is_planned(p)]
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self.state.update({p: state for p in others if (state := dict.get(optimizer.state, p))})
-        self.is_empty = not others
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return all(self._is_planned(parameter) for group in self._groups for parameter in group["params"])
 
     def step(self) -> None:
         """Update them. Those without a gradient stay as they are."""

@@ -10,6 +10,7 @@ from random_modules import BATCH, BLOCKS, INPUT, LENGTH, WIDTH
 from torch import nn
 
 from executor.audit.audit import AuditError
+from executor.audit.tensors import referred_to
 from executor.options import Options
 from executor.prepare import prepare_session
 from planner.decisions import FP32, Activations, Decisions, Place, UnitDecision
@@ -230,3 +231,13 @@ def test_what_forward_draws_and_keeps_is_as_without_an_audit() -> None:
         seen.append(buffers | dict(model.named_parameters()) | {"random": torch.rand(4)})
     assert seen[0].keys() == seen[1].keys()
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_to_count_references_saves_nothing_that_a_checkpoint_would_count() -> None:
+    saved = []
+    held = [torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True) * 1]
+    kept = held[1]
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda values: values):
+        assert referred_to(held) == [1]
+    assert kept.requires_grad
+    assert saved == []

@@ -15,7 +15,7 @@ TRIED = {
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
         "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row",
-        "forwards_replaced_later", "moments_before_the_step", "autocast_around_forward",
+        "forwards_replaced_later", "nodes_that_accumulate", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (
         "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
@@ -27,7 +27,8 @@ TRIED = {
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": (
-        "rmsprop_lr_eps_momentum_centered", "own_class", "sharpness_aware_class", "parameters_of_the_loss",
+        "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
+        "parameters_of_the_loss", "group_added_later",
     ),
 }
 # fmt: on

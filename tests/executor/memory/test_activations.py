@@ -328,6 +328,7 @@ def test_a_second_backward_is_given_the_activations_of_its_own_forward():
     y.backward(retain_graph=True)
     (2 * compute(plain).sum()).backward()
     assert torch.equal(x.grad, plain.grad)
+    alone.activations.drop_all()
     alone.forward(compute, some_input() * 3)
     alone.away_and_back()
     with pytest.raises(ActivationError, match=r"backward ran twice through one forward, .* overwritten"):

@@ -544,3 +544,22 @@ def forwards_replaced_later(ullage) -> Trained:
         return loop(model, optimizer, stepped=stepped)
     finally:
         kind.forward = own
+
+
+@program
+def nodes_that_accumulate(ullage) -> Trained:
+    """DDP's idiom, and register_multi_grad_hook: hooks on the nodes that accumulate gradients, found by a view."""
+    model, optimizer = made(ullage)
+    weight, seen = model.head.weight, []
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: seen.append(gradients[0].norm().item()))
+    block = tuple(model.blocks[1].parameters())
+    torch.autograd.graph.register_multi_grad_hook(block, lambda given: seen.append(given[0].norm().item()))
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y) + (weight.view_as(weight).square().sum() if step == 1 else 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, model

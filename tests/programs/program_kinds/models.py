@@ -331,3 +331,12 @@ def xlnet(ullage) -> Trained:
     """XLNet, which calls one dropout at both ends, and has a parameter that nothing uses."""
     sizes = {"vocab_size": 128, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128}
     return train(ullage, transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes)), tokens)
+
+
+@program
+def zamba2(ullage) -> Trained:
+    """Blocks that share attention, which is audited by itself inside a block that is recomputed."""
+    sizes = {"num_hidden_layers": 4, "hybrid_layer_ids": [1, 3], "layers_block_type": ["mamba", "hybrid"] * 2}
+    mixers = {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16, "chunk_size": 8}
+    config = transformers.Zamba2Config(**ENCODER | sizes | mixers, num_mem_blocks=1, adapter_rank=4, use_cache=False)
+    return train(ullage, transformers.Zamba2ForCausalLM(config), tokens)

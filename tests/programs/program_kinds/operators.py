@@ -398,3 +398,20 @@ def autocast_inside(ullage) -> Trained:
             return (x @ x.T @ x).float() * 1e-2
 
     return train(ullage, stack(half), x_of(8, 16))
+
+
+@program
+def tangents(ullage) -> Trained:
+    """torch.func.jvp of a layer inside forward."""
+
+    class Tangents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            out, tangent = torch.func.jvp(self.last, (x,), (torch.ones_like(x),))
+            return out + 0.1 * tangent
+
+    return train(ullage, Tangents(), x_of(32, 16))

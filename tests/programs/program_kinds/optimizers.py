@@ -53,6 +53,25 @@ def own_class(ullage) -> Trained:
     return train(ullage, made, x, optimizer=SignSgd(made.parameters(), lr=1e-2))
 
 
+class Momentum(torch.optim.Optimizer):
+    """Keeps momentum of large parameters in 8 bits, as torchao and bitsandbytes do."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            kept = torch.float8_e5m2 if p.numel() >= 4096 else p.dtype
+            average = self.state[p].setdefault("average", torch.zeros_like(p, dtype=kept))
+            average.copy_(average.float().lerp(p.grad, 0.3))
+            p.sub_(average.float(), alpha=0.1)
+
+
+@program
+def state_by_size(ullage) -> Trained:
+    """A class whose state is another one for large parameters."""
+    made = model()
+    return train(ullage, made, x, optimizer=Momentum(made.parameters(), {}))
+
+
 class Lamb(torch.optim.Optimizer):
     """LAMB without decay: the rate of each parameter is that of its norm to its update's."""
 
@@ -183,3 +202,21 @@ for each in (
     with_torch("Adagrad", eps=1e-4),
 ):
     program(each)
+
+
+@program
+def group_added_later(ullage) -> Trained:
+    """A part of the model joins the optimizer after two steps, by add_param_group."""
+    made = model()
+    optimizer = torch.optim.AdamW(made[2:].parameters(), lr=1e-2, eps=1e-4)
+    made, optimizer = ullage.prepare(made, optimizer, x(0))
+    losses = []
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": list(made[:2].parameters()), "lr": 5e-3})
+        loss = made(*x(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    return losses, made

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
 import ullage
 from hwprofiles.registry import save_profile
@@ -261,16 +260,10 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
     def state(_model: Any, optimizer: Any) -> None:
         optimizer.state.clear()
 
-    def penalty(model: Any, _optimizer: Any) -> None:
-        given = x.clone().requires_grad_(True)
-        (gradient,) = torch.autograd.grad(model(given, labels), given, create_graph=True)
-        gradient.square().sum().backward()
-
     said = {
         late: "used after optimizer.step",
         loaded: "load them before prepare",
         state: "state_dict",
-        penalty: "gradients of gradients",
     }
     for use, words in said.items():
         model, optimizer = ullage.prepare(*names["make"](), names["plan"])
