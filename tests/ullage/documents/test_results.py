@@ -437,6 +437,13 @@ def elastic_levels() -> Iterator[tuple[str, ...]]:
     yield from elastic("elastic_levels.json")
 
 
+def loss_tiles() -> Iterator[tuple[str, ...]]:
+    for row in result("cpu_loss_tiles.json")["rows"]:
+        ratios = row["over_whole"]
+        sizes = (f"{row[name]:,}" for name in ("width", "vocabulary", "tokens", "tile"))
+        yield *sizes, times(ratios["in tiles"]), times(ratios["again in backward"])
+
+
 def launcher() -> Iterator[tuple[str, ...]]:
     plans = {"resident": "all on the device", "updated": "updated on the host"}
     plans["fetched"] = "updated on the host, weights fetched"
@@ -592,6 +599,7 @@ TABLES = (
     adamw,
     narrow_state,
     loss_curves,
+    loss_tiles,
     launcher,
     simulator,
     checkpoint,
