@@ -14,8 +14,8 @@ for every stage s of p:
 - *memory*: in the order of :func:`planner.lowering.compute.turns`, it holds the activations of ``min(p - s,
   micro-batches)`` micro-batches of its last round when its first backward begins, and all of the rounds before; and
   weights and state that are resident. Between the passages of two micro-batches it holds the weights that it keeps in
-  slots from one to the next; with rounds, from forward to backward, so at the first backward. The host of all of a
-  node's ranks holds the rest.
+  slots from one to the next; with rounds, from forward to backward, so at the first backward. A node's host holds the
+  rest of all stages that its ranks have.
 """
 
 from collections import defaultdict
@@ -44,9 +44,15 @@ def pipelined(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
     given = setup.given
     on = Placement(setup, cost, limit_s, repeats=1 if given.pipeline_rounds > 1 else None)
     chunks = deal(setup.units, given.pipeline_parallel, given.pipeline_rounds)
+    hosts = []
     for number in range(given.pipeline_parallel):
         _work_and_windows(on, chunks, number)
-        _memory(on, chunks[number :: given.pipeline_parallel], number)
+        hosts.append(_memory(on, chunks[number :: given.pipeline_parallel], number))
+    for counts in sorted(cost.stages_on_nodes):
+        held = Sum()
+        for host, ranks in zip(hosts, counts, strict=True):
+            held.plus(host, ranks / capacities(cost)[Tier.HOST])
+        on.program.at_least(f"memory: hosts of {counts} ranks of each stage", Sum((ROOM[Tier.HOST], 1.0)), held)
     return on.program
 
 
@@ -96,10 +102,10 @@ def _passing(on: Placement, chunks: Iterable[Chunk], *, backward_only: bool, tim
     return found
 
 
-def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> None:
-    """Add the conditions on a stage's memory."""
-    given, capacity = on.given, capacities(on.cost)
-    device_bytes, count = float(capacity[Tier.GPU]), given.num_micro_batches
+def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
+    """Add the conditions on the memory of a stage's devices; return what one of its ranks holds on its host."""
+    given, count = on.given, on.given.num_micro_batches
+    device_bytes = float(capacities(on.cost)[Tier.GPU])
     in_flight = [*[count] * (len(chunks) - 1), min(given.pipeline_parallel - number, count)]
     passages = [(segment, times) for chunk, times in zip(chunks, in_flight, strict=True) for segment in chunk]
     resident, host = _resident(on, [unit for segment, _ in passages for unit in segment])
@@ -114,13 +120,13 @@ def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> None:
         kept = {name: times for gap, times in on.gaps() if (name := f"{unit.name}:kept {gap}") in on.program.boxes}
         scale = unit.stored_bytes(on.weight_bytes) / sum(times for _, times in on.gaps())
         (at_first if given.pipeline_rounds > 1 else between).plus(kept, scale)
-    rows = [("device of stage {} at its first backward", Tier.GPU, at_first, 1.0)]
+    rows = [(f"device of stage {number} at its first backward", at_first)]
     if given.pipeline_rounds == 1:
-        rows.append(("device of stage {} between micro-batches", Tier.GPU, between, 1.0))
-    rows.append(("host of stage {}", Tier.HOST, host, float(on.cost.ranks_per_node)))
-    for name, tier, held, ranks in rows:
-        needs = Sum().plus(held, ranks / capacity[tier])
-        on.program.at_least(f"memory: {name.format(number)}", Sum((ROOM[tier], 1.0)), needs)
+        rows.append((f"device of stage {number} between micro-batches", between))
+    for name, held in rows:
+        needs = Sum().plus(held, 1.0 / device_bytes)
+        on.program.at_least(f"memory: {name}", Sum((ROOM[Tier.GPU], 1.0)), needs)
+    return host
 
 
 def _resident(on: Placement, units: Iterable[Unit]) -> tuple[Sum, Sum]:

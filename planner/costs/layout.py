@@ -6,6 +6,7 @@ those of a data group are ``tensor`` apart, and a stage is a block of ``tensor *
 """
 
 import dataclasses
+from collections import Counter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,13 @@ class Layout:
         """Return the ranks of every node."""
         starts = range(0, self.num_ranks, self.devices_per_node)
         return [range(first, min(first + self.devices_per_node, self.num_ranks)) for first in starts]
+
+    def stages_on_nodes(self) -> set[tuple[int, ...]]:
+        """Return how many ranks of each pipeline stage a node has, for every kind of node."""
+        if self.pipeline == 1:
+            return {(self.ranks_per_node,)}
+        counts = (Counter(map(self.stage, ranks)) for ranks in self.nodes())
+        return {tuple(each[stage] for stage in range(self.pipeline)) for each in counts}
 
     @property
     def tensor_group(self) -> Group:

@@ -55,6 +55,7 @@ class CostModel:
         precision: types of weights and gradients.
         layout: the groups of ranks and their nodes.
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
+        stages_on_nodes: how many ranks of each pipeline stage a node has, for every kind of node.
     """
 
     def __init__(self, profile: HardwareProfile, units: Iterable[Unit], given: Sharding) -> None:
@@ -70,6 +71,7 @@ class CostModel:
         self._fabrics = Fabrics(profile, self.layout)
         self.num_ranks = self.layout.num_ranks
         self.ranks_per_node = self.layout.ranks_per_node
+        self.stages_on_nodes = self.layout.stages_on_nodes()
         self._rank = RankHardware(profile, self.layout)
         self._kernels = KernelCosts(self._rank, self.layout, self._fabrics, precision)
         # Muon's products are in bf16, whatever the type of weights.

@@ -212,7 +212,13 @@ class MemoryUse:
 
 
 def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
-    """Return the memory use of every tier during one (steady) iteration; in a pipeline, of the fullest stage.
+    """Return the memory use of every tier by one rank in an iteration; in a pipeline, of the fullest stage."""
+    uses = memory_uses(timeline, iteration)
+    return {tier: max(of_stages.values(), key=lambda use: use.peak_bytes) for tier, of_stages in uses.items()}
+
+
+def memory_uses(timeline: Timeline, iteration: int) -> dict[Tier, dict[int, MemoryUse]]:
+    """Return the memory use of every tier by one rank of each stage during one (steady) iteration.
 
     A buffer that outlives the iteration (see :class:`planner.schedule.tasks.Buffer`) is folded back: in the steady
     state, the previous iteration's copy is held until the same moment of this iteration.
@@ -221,17 +227,17 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     kind = arrays.stage * len(TIERS) + arrays.tier
     buffer, times_s, num_bytes = _changes(timeline, iteration, period_s)
     kinds = kind[buffer]
-    uses: dict[tuple[Tier, int], MemoryUse] = {}
+    uses: dict[Tier, dict[int, MemoryUse]] = {}
     for number in np.unique(kind).tolist():
         here = kinds == number
         stage, tier = divmod(number, len(TIERS))
-        uses[TIERS[tier], stage] = _accumulated(times_s[here], num_bytes[here], arrays.memory_class[buffer[here]])
-    found = largest_by_key(uses, lambda use: use.peak_bytes)
-    return {tier: found[tier] for tier in Tier if tier in found}
+        used = _accumulated(times_s[here], num_bytes[here], arrays.memory_class[buffer[here]])
+        uses.setdefault(TIERS[tier], {})[stage] = used
+    return {tier: uses[tier] for tier in Tier if tier in uses}
 
 
-def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
-    """Return only the peaks of :func:`memory_use`, much faster."""
+def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, dict[int, int]]:
+    """Return only the peaks of :func:`memory_uses`, much faster."""
     arrays = timeline.schedule.arrays
     buffer, times_s, num_bytes = _changes(timeline, iteration, timeline.period_s(iteration))
     kinds = (arrays.stage * len(TIERS) + arrays.tier)[buffer]
@@ -240,12 +246,11 @@ def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
     ends = np.flatnonzero(np.diff(kinds, append=-1))  # of each kind, the last change
     last = np.append(times_s[1:] != times_s[:-1], True)  # what changes at one instant changes together
     last[ends] = True
-    peaks: dict[Tier, int] = {}
+    peaks: dict[Tier, dict[int, int]] = {}
     before = 0
     for begin, end in itertools.pairwise([0, *(ends + 1).tolist()]):
-        tier = TIERS[kinds[begin] % len(TIERS)]
-        most = int(held[begin:end][last[begin:end]].max()) - before
-        peaks[tier] = max(peaks.get(tier, 0), most)
+        stage, tier = divmod(int(kinds[begin]), len(TIERS))
+        peaks.setdefault(TIERS[tier], {})[stage] = int(held[begin:end][last[begin:end]].max()) - before
         before = int(held[end - 1])
     return peaks
 

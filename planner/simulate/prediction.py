@@ -1,12 +1,15 @@
 """Predictions for a schedule: time by phase, memory by tier, and the critical path."""
 
+from collections import Counter
+from collections.abc import Mapping
+
 from hwprofiles.quantity import Frozen
 from planner.costs.model import CostModel, total_flop
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import TIERS, MemoryClass, Tier
-from planner.schedule.timeline import Timeline, memory_use, peak_bytes
+from planner.schedule.timeline import Timeline, memory_uses, peak_bytes
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation
 
@@ -100,16 +103,18 @@ def predict(
 
 def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
     """Return peaks and capacities: of one device, and of a node's host and drives with all its ranks."""
-    capacity, scale = capacities(cost), _num_holders(cost)
-    use = memory_use(timeline, iteration)
-    return {
-        tier: TierMemory(
-            peak_bytes=used.peak_bytes * scale[tier],
+    capacity, found = capacities(cost), {}
+    for tier, uses in memory_uses(timeline, iteration).items():
+        count_of = _sharing(tier, {stage: use.peak_bytes for stage, use in uses.items()}, cost)
+        by_class = Counter[MemoryClass]()
+        for stage, count in count_of.items():
+            by_class.update({c: count * num_bytes for c, num_bytes in uses[stage].peak_by_class.items()})
+        found[tier] = TierMemory(
+            peak_bytes=sum(count * uses[stage].peak_bytes for stage, count in count_of.items()),
             capacity_bytes=capacity[tier],
-            by_class={c: n * scale[tier] for c, n in sorted(used.peak_by_class.items())},
+            by_class=dict(sorted(by_class.items())),
         )
-        for tier, used in use.items()
-    }
+    return found
 
 
 def capacities(cost: CostModel) -> dict[Tier, int]:
@@ -124,17 +129,25 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
 
 def needs_bytes(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, int]:
     """Return only the peaks of :func:`memory_peaks`. A search needs them hundreds of times."""
-    ranks = _num_holders(cost)
-    return {tier: ranks[tier] * most for tier, most in peak_bytes(timeline, iteration).items()}
+    return {tier: _of_all(tier, peaks, cost) for tier, peaks in peak_bytes(timeline, iteration).items()}
 
 
-def _num_holders(cost: CostModel) -> dict[Tier, int]:
-    """Return the number of ranks that share one memory of each tier."""
-    return {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
+def _sharing(tier: Tier, peaks: Mapping[int, int], cost: CostModel) -> dict[int, int]:
+    """Return the numbers of ranks, by stage, that share the fullest memory of a tier, given the peaks of a rank's.
+
+    A node's are added up, although those of different stages come at different times.
+    """
+    if tier is Tier.GPU:
+        return {max(peaks, key=lambda stage: peaks[stage]): 1}
+    nodes = [{stage: n for stage, n in enumerate(counts) if n and stage in peaks} for counts in cost.stages_on_nodes]
+    return max(nodes, key=lambda count_of: sum(n * peaks[stage] for stage, n in count_of.items()))
+
+
+def _of_all(tier: Tier, peaks: Mapping[int, int], cost: CostModel) -> int:
+    return sum(count * peaks[stage] for stage, count in _sharing(tier, peaks, cost).items())
 
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return the bytes that are always held on each tier: a lower bound of the peak without a simulation."""
-    most = schedule.arrays.always_held.max(axis=1, initial=0).tolist()
-    ranks = _num_holders(cost)
-    return {tier: ranks[tier] * held for tier, held in zip(TIERS, most, strict=True)}
+    held = zip(TIERS, schedule.arrays.always_held.tolist(), strict=True)
+    return {tier: _of_all(tier, dict(enumerate(by_stage)) or {0: 0}, cost) for tier, by_stage in held}

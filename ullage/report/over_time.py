@@ -116,7 +116,8 @@ def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | No
     predicted = views[0]
     charts = []
     for tier, use in predicted.memory.items():
-        num_ranks = 1 if tier is Tier.GPU else cost.ranks_per_node
+        has_stages = predicted.timeline.schedule.num_stages > 1  # of which a node's ranks have different ones
+        num_ranks = 1 if tier is Tier.GPU or has_stages else cost.ranks_per_node
         capacity_bytes = capacities(cost)[tier]
         traces = list(_areas(use, predicted.period_s, num_ranks))
         if run is not None and (line := _measured_memory(run, views[-1], tier)) is not None:
@@ -129,8 +130,8 @@ def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | No
             note += f" Measured peak {si(run.memory[tier], 'B')}."
         if num_ranks > 1:
             note += f" All {num_ranks} ranks of a node together."
-        if predicted.timeline.schedule.num_stages > 1:
-            note += " The stage with the highest peak is shown."
+        if has_stages:
+            note += " One rank of the stage with the highest peak is shown."
         levels = [Level(capacity_bytes, "capacity")] if drawn else []
         title = f"Memory of {TIER_WORDS[tier]}"
         charts.append(_chart(views, f"memory-{tier}", title, note, Axis("memory", "B"), traces, levels))

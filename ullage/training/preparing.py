@@ -195,6 +195,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
             "are not compiled; leave it out"
         )
     hardware, per_node = plan.hardware, ranks_per_node(plan)
+    is_shared = plan.decisions.pipeline_parallel == 1  # equally; stages take what the plan has added up
     folder = given.get("storage_dir")
     own: dict[str, Any] = {
         "audit": "first",
@@ -206,7 +207,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
-        host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
+        host_capacity_bytes=int(hardware.host.memory_bytes.value) // (per_node if is_shared else 1),
         record=True,
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),

@@ -20,8 +20,9 @@ from planner.lowering.stages import stage_of
 from planner.models.kernels import flop
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
-from planner.schedule.timeline import memory_use
+from planner.schedule.timeline import memory_use, memory_uses
 from planner.simulate.machine import run, run_until_steady
+from planner.simulate.prediction import memory_peaks, needs_bytes
 
 
 def is_between(task: Task) -> bool:
@@ -169,3 +170,21 @@ def test_earlier_stages_hold_the_activations_of_more_micro_batches() -> None:
     saved += sum(o.saved_bytes for unit in units for o in unit.operators if o.kind == "rotary")
     assert peak_bytes(1) - peak_bytes(2) == pytest.approx(saved, rel=1e-6)
     assert memory_use(simulation.timeline, simulation.steady)[Tier.GPU].peak_bytes == max(map(peak_bytes, range(4)))
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(in_stages(), st.integers(1, 5))
+def test_a_host_has_what_the_stages_of_its_ranks_hold(case: Case, devices_per_node: int) -> None:
+    units, decisions = case.units, case.decisions
+    cost = CostModel.of(machine(devices_per_node=devices_per_node), units, decisions)
+    simulation = run_until_steady(lower(units, decisions, asynchronous=cost.asynchronous), cost)
+    timeline, steady = simulation.timeline, simulation.steady
+    by_tier, peaks = memory_uses(timeline, steady), memory_peaks(timeline, steady, cost)
+    ranks_of_stage = decisions.num_devices // decisions.pipeline_parallel
+    for tier in by_tier.keys() - {Tier.GPU}:
+        held = [0] * (decisions.num_devices // devices_per_node + 1)
+        for rank in range(decisions.num_devices):
+            use = by_tier[tier].get(rank // ranks_of_stage)
+            held[rank // devices_per_node] += use.peak_bytes if use else 0
+        assert peaks[tier].peak_bytes == sum(peaks[tier].by_class.values()) == max(held)
+    assert needs_bytes(timeline, steady, cost) == {tier: peak.peak_bytes for tier, peak in peaks.items()}

@@ -129,7 +129,7 @@ def test_a_slot_handed_over_is_not_held_twice() -> None:
     spans = [[(a + 1e12 * i, b + 1e12 * i) for a, b in row] for i in range(2)]
     held_once = timeline(compute(*[Op.FORWARD] * len(row)), spans, buffers)
     assert memory_use(held_once, 0)[Tier.GPU].peak_bytes == 100
-    assert peak_bytes(held_once, 0) == {Tier.GPU: 100}
+    assert peak_bytes(held_once, 0) == {Tier.GPU: {0: 100}}
 
 
 @settings(SLOW, max_examples=examples(30))
@@ -138,7 +138,7 @@ def test_memory_of_a_schedule_returns_to_where_it_began(case: Case, seed: int) -
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)
     assume(simulated.period_s(1) > 0)
     uses = memory_use(simulated, 1)
-    assert peak_bytes(simulated, 1) == {tier: use.peak_bytes for tier, use in uses.items()}
+    assert peak_bytes(simulated, 1) == {tier: {0: use.peak_bytes} for tier, use in uses.items()}
     for use in uses.values():
         assert len(use.times_s) == len(set(use.times_s))
         assert use.times_s[0] == 0.0
