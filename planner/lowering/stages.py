@@ -30,7 +30,6 @@ from planner.lowering.compute import turns
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
 from planner.models.choice import Choice
-from planner.models.config import ModelConfigError
 from planner.models.operators import weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
@@ -60,29 +59,6 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
     firsts = [layers[chunk * share + min(chunk, rest)] for chunk in range(1, count)]
     bounds = [0, *firsts, len(parts)]
     return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
-
-
-def check_cut(units: tuple[Unit, ...], choice: Choice) -> None:
-    """Check that a captured model can be cut into stages, as far as its units show.
-
-    Raises:
-        ModelConfigError: there are too few layers, or stages other than the first and the last share weights.
-    """
-    if choice.pipeline_parallel == 1:
-        return
-    try:
-        dealt = of_stages(units, choice)
-    except ValueError as error:
-        raise ModelConfigError(str(error)) from None
-    homes = {unit.name: number for number, own in enumerate(dealt) for chunk in own for part in chunk for unit in part}
-    ends = {0, choice.pipeline_parallel - 1}
-    for unit in units:
-        for other in unit.shared_units:
-            if homes[unit.name] != homes[other] and {homes[unit.name], homes[other]} != ends:
-                raise ModelConfigError(
-                    f"{unit.name} and {other} share weights, but would be in stages {homes[unit.name]} and "
-                    f"{homes[other]}; only the first and the last stage can: choose a pipeline_parallel of 1"
-                )
 
 
 def of_stages(units: tuple[Unit, ...], choice: Choice) -> list[list[list[list[Unit]]]]:

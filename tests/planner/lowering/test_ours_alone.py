@@ -70,6 +70,11 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     yield share, decide(share, tensor_parallel=2)
     stages = Setup(small_units("gpt2", 4), Sharding(pipeline_parallel=2, num_micro_batches=3, data_parallel=2))
     yield stages.units, staged(stages, 2, 1)
+    turns = stages.changed(pipeline_rounds=2)
+    kept = staged(turns, 2, 1)
+    moved = (u.name for u in turns.units if u.can_swap)
+    away = {name: kept.units[name].model_copy(update={"activations": "offload"}) for name in moved}
+    yield turns.units, kept.model_copy(update={"units": kept.units | away})
     config = resolve_model("mixtral-8x7b").model_copy(update={"num_layers": 2})
     given = {"num_devices": 4, "expert_parallel": 2, "tensor_parallel": 1, "seq_len": 64, "micro_batch": 1}
     setup = variants(Request(config, load_profile("h100"), pipeline_parallel=1, **given))[0].setup
