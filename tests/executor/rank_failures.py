@@ -245,3 +245,28 @@ def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Dec
         return resumed(rank, size, task, decisions, folder)
     finally:
         Checkpoint.__init__ = opened
+
+
+def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
+    """Train a step, in which the last rank does something else with weights or gradients than the others."""
+    with impatient(2.0):
+        model, optimizer = prepare(task, decisions)
+    parameter, other = list(model.parameters())[:2]
+    with optimizer.session, torch.no_grad():
+        if deed == "another write":
+            parameter.fill_(rank)
+        if deed == "a write to another":
+            (other if rank else parameter).zero_()
+        if deed == "a write alone" and rank:
+            parameter.zero_()
+        if deed == "a read alone" and rank:
+            parameter.sum()
+        with torch.enable_grad():
+            model(input_ids=(tokens := batches(task)[0, 0]), labels=tokens).loss.backward()
+        if deed == "another gradient":
+            parameter.grad = torch.full_like(parameter, rank)
+        if deed == "an edit alone" and rank:
+            parameter.grad.view(-1)[0] = 0
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.session.synchronize()

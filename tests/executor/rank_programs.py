@@ -664,27 +664,3 @@ def _follow_writes(reference: ReferenceOptimizer, *_given) -> None:
     """Let master copies in float32 be what the loop has written to the weights."""
     for parameter, state in reference.state.items():
         state["master"].copy_(parameter.detach().reshape(-1))
-
-
-def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
-    """Train a step, in which the last rank does something else with weights or gradients than the others."""
-    model, optimizer = prepare(task, decisions)
-    parameter, other = list(model.parameters())[:2]
-    with optimizer.session, torch.no_grad():
-        if deed == "another write":
-            parameter.fill_(rank)
-        if deed == "a write to another":
-            (other if rank else parameter).zero_()
-        if deed == "a write alone" and rank:
-            parameter.zero_()
-        if deed == "a read alone" and rank:
-            parameter.sum()
-        with torch.enable_grad():
-            model(input_ids=(tokens := batches(task)[0, 0]), labels=tokens).loss.backward()
-        if deed == "another gradient":
-            parameter.grad = torch.full_like(parameter, rank)
-        if deed == "an edit alone" and rank:
-            parameter.grad.view(-1)[0] = 0
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.session.synchronize()

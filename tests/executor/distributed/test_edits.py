@@ -7,7 +7,8 @@ import pytest
 import torch
 from edits import EDITS
 from plans import mixed
-from rank_programs import edited, edited_alone
+from rank_failures import edited_alone
+from rank_programs import edited
 from training import Task, decide, uniform
 
 from executor.distributed.watchdog import RankError
