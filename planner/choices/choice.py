@@ -77,7 +77,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
             f"ranks, in at most {MOST_MICRO_BATCHES} micro-batches each, or let ranks share sequences (--parallel "
             "context=)"
         )
-    turns = [choice for choice in (_in_turn(request, alone) for alone in found) if choice is not None]
+    turns = [choice for alone in found for choice in _in_turn(request, alone)]
     return tuple(found + turns)
 
 
@@ -112,10 +112,11 @@ def _ways(request: Request) -> tuple[list[int], list[int]]:
     )
 
 
-def _in_turn(request: Request, alone: Choice) -> Choice | None:
-    """Return the choice in which layers move from device to device, and the same sequences pass them; ``None``: none.
+def _in_turn(request: Request, alone: Choice) -> Iterator[Choice]:
+    """Yield the choices in which layers move from device to device, and the same sequences pass them.
 
     Where devices exchange data through the host's links, data-parallel ranks bring each weight there several times.
+    Here it comes once, however small the micro-batches are. So they may also be of one sequence, which needs least.
 
     Args:
         request: which leaves the degrees open.
@@ -126,9 +127,11 @@ def _in_turn(request: Request, alone: Choice) -> Choice | None:
     is_open = not (any(degrees) or request.global_batch or request.segment_tile_sequences)
     in_node = 1 < count <= request.hardware.devices_per_node and fabric is not None and fabric.via_host_link
     if isinstance(model, CapturedModel) or not (is_open and in_node and model.num_layers >= 2 * count):
-        return None
+        return
     update = {"data_parallel": 1, "pipeline_parallel": count, "pipeline_rounds": model.num_layers // count}
-    return alone.model_copy(update=update | {"num_micro_batches": count * alone.num_micro_batches})
+    for size in dict.fromkeys((alone.micro_batch, 1)):
+        repeats = count * alone.num_micro_batches * alone.micro_batch // size
+        yield alone.model_copy(update=update | {"micro_batch": size, "num_micro_batches": repeats})
 
 
 def _round_ways(request: Request, pipeline: int) -> list[int]:

@@ -112,11 +112,12 @@ def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> 
 def test_where_devices_exchange_through_the_host_layers_may_move_from_one_to_the_next() -> None:
     """With the same sequences, so that both ways can be compared; where degrees are given, they stay."""
     asked = Request(OPT, machine(devices_per_node=4, via_host_link=True), num_devices=4, micro_batch=2)
-    alone, moving = choices(asked)
+    alone, *moving = choices(asked)
     assert (alone.data_parallel, alone.pipeline_parallel) == (4, 1)
-    assert (moving.data_parallel, moving.pipeline_parallel, moving.pipeline_rounds) == (1, 4, 3)
-    assert moving.num_sequences == alone.num_sequences == 8
-    assert moving.num_micro_batches == 4
+    for each in moving:
+        assert (each.data_parallel, each.pipeline_parallel, each.pipeline_rounds) == (1, 4, 3)
+        assert each.num_sequences == alone.num_sequences == 8
+    assert [each.micro_batch for each in moving] == [2, 1]
     for other in (
         dataclasses.replace(asked, tensor_parallel=1),
         dataclasses.replace(asked, num_devices=8),
