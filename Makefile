@@ -33,7 +33,7 @@ browser:
 
 test: $(VENV)/ready browser
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 5 $(PARTS) lint
+	$(MAKE) --no-print-directory --keep-going --jobs 3 $(PARTS) lint
 
 # Three parts at a time, the longest first. Threads and ranks that hand work to each other wait much longer for a core
 # than for the work, if other parts compute. So those parts come first, and the others get the time that they leave.
