@@ -83,10 +83,7 @@ class SharedHidden(LazyRows):
     def row_by_row(self, compute: RowByRow, targets: Tensor) -> Tensor:
         """Return ``compute(hidden states, targets)``, ``[rows]``; each rank computes those of its own tokens."""
         numbers, num_own = self._numbers.flatten(), len(self._own)
-        own = numbers - self._group.rank * num_own
-        at = ((own >= 0) & (own < num_own)).nonzero().flatten()
-        chosen = own[at]
-        made = compute(_taken(self._own, chosen), _taken(targets, at))
+        made, at = self._of_own(compute, targets)
         by_rank = numbers[(numbers // max(num_own, 1)).argsort(stable=True)]
         if len(by_rank) == self._group.size * num_own and _is_range(by_rank):  # each rank's rows, in order: as planned
             return _taken(gather_rows(made, self._group), numbers)
@@ -95,10 +92,14 @@ class SharedHidden(LazyRows):
 
     def summed(self, compute: RowByRow, targets: Tensor) -> Tensor:
         """Return the sum over ranks of ``compute(hidden states, targets)``, a number, of each one's own tokens."""
+        made, _ = self._of_own(compute, targets)
+        return copy_to_group(reduce_from_group(made, self._group), self._group)
+
+    def _of_own(self, compute: RowByRow, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is computed of this rank's own tokens, and their positions among the rows."""
         own = self._numbers.flatten() - self._group.rank * len(self._own)
         at = ((own >= 0) & (own < len(self._own))).nonzero().flatten()
-        made = compute(_taken(self._own, own[at]), _taken(targets, at))
-        return copy_to_group(reduce_from_group(made, self._group), self._group)
+        return compute(_taken(self._own, own[at]), _taken(targets, at)), at
 
     def with_own(self, change: Callable[[Tensor], Tensor]) -> "SharedHidden":
         """Return the hidden states after a change of each rank's own."""

@@ -64,9 +64,8 @@ class Placement:
         places = [place for place in Place if self.stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
-        if (
-            Place.NVME in places and self.given.num_micro_batches == 1
-        ):  # gradients that accumulate stay on the host meanwhile
+        # Gradients that accumulate stay on the host meanwhile.
+        if Place.NVME in places and self.given.num_micro_batches == 1:
             spill = Sum((program.variable(f"{name}:spill"), 1.0))
             program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
         away = Sum() if self.given.regathers(unit) else self._may_be_away(unit)
