@@ -507,12 +507,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 self._has_left = True
         finally:
             self.runtime.is_closed = True
-            self.runtime.close()
-            self._give_cores_back()
-            self.driver.gradients.clear()
-            self._undo_all()
-            if self._ranks is not None:
-                self._ranks.close(on_all_ranks=self._on_all_ranks)
+            with contextlib.ExitStack() as last_first:  # if one raises, the others still happen
+                if self._ranks is not None:
+                    last_first.callback(self._ranks.close, on_all_ranks=self._on_all_ranks)
+                last_first.callback(self._undo_all)
+                last_first.callback(self.driver.gradients.clear)
+                last_first.callback(self._give_cores_back)
+                last_first.callback(self.runtime.close)
 
     def add_pipeline(
         self, stage: Stage, groups: Sequence[Sequence[torch.nn.Parameter]], tied: Sequence[str]

@@ -80,7 +80,7 @@ class Watchdog:
         self._waits: Mapping[int, str] = {}  # the call in which each rank waits
         self._still_since_s = time.monotonic()
         self._failure: RankError | None = None
-        self._failed = threading.Event()
+        self._is_known = threading.Event()  # why ranks fail, or that this one fails or leaves: no other reason will come
         self._leaving = threading.Event()
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._others = [other for other in range(size) if other != rank]
@@ -148,6 +148,7 @@ class Watchdog:
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. Only the first report of any rank counts."""
+        self._is_known.set()
         if isinstance(error, RankError) or self._leaving.is_set():
             return
         with contextlib.suppress(Exception):  # the store may be gone
@@ -155,15 +156,14 @@ class Watchdog:
 
     def explain(self, error: Exception) -> RankError:
         """Return why a collective failed: another rank's reason if it becomes known, or the collective's own error."""
-        if self._failed.wait(self._silence_s + 2 * self._heartbeat_period_s):
-            assert self._failure is not None
-            return self._failure
-        return RankError(f"ranks can no longer reach each other: {error}")
+        self._is_known.wait(self._silence_s + 2 * self._heartbeat_period_s)
+        return self._failure or RankError(f"ranks can no longer reach each other: {error}")
 
     def stop(self, *, on_all_ranks: bool) -> None:
         """Stop watching. With ``on_all_ranks``, tell the others that this is no failure. Stopping twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
+            self._is_known.set()
             with contextlib.suppress(Exception):  # the process that serves the store may have ended
                 if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
@@ -242,7 +242,7 @@ class Watchdog:
 
     def _fail(self, reason: str) -> None:
         self._failure = RankError(f"rank {reason}")
-        self._failed.set()
+        self._is_known.set()
         self._on_failure(self._failure)
 
     def _reported_failure(self) -> str | None:

@@ -624,9 +624,11 @@ class Runtime:
 
     def close(self) -> None:
         """End the threads and remove files. Closing twice is allowed."""
-        self.machine.close()
-        self._team.close()
-        self.storage.close()
+        try:
+            self.machine.close()
+        finally:
+            self._team.close()
+            self.storage.close()
 
     def _waits_for(self) -> tuple[str, int]:
         assert self.ranks is not None

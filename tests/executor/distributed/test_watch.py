@@ -98,3 +98,17 @@ def test_a_broken_collective_explains_itself_if_nobody_does(pair):
     assert "ranks can no longer reach each other: connection closed" in str(
         first.explain(RuntimeError("connection closed"))
     )
+
+
+def test_a_rank_that_fails_on_its_own_waits_for_no_other_reason(pair):
+    """Its lanes may be in collectives that the others have left: they too failed on their own, and reported later."""
+    first, second, reported, _ = pair
+    second.start(lambda _error: None)
+    explained = []
+    thread = threading.Thread(target=lambda: explained.append(first.explain(RuntimeError("connection closed"))))
+    thread.start()
+    first.report_failure(ValueError("refused"))
+    second.report_failure(ValueError("refused"))
+    thread.join(0.4)  # others that say nothing are waited for longer
+    assert "ranks can no longer reach each other: connection closed" in str(explained[0])
+    assert not reported
