@@ -11,6 +11,7 @@ _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
 _DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})
 _ZEROS = frozenset({"aten::zero_", "aten::_foreach_zero_"})
+_ADDS = frozenset({"aten::add", "aten::add_"})
 
 
 class GradientError(RuntimeError):
@@ -28,6 +29,12 @@ class GradientOwner(Protocol):
 
     def zero_used(self, name: str) -> bool:
         """Set a parameter's gradient to zero if a step has used it up, and return whether it has."""
+
+    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep what autograd adds to a parameter's gradient, until :meth:`accumulated`."""
+
+    def accumulated(self, name: str) -> torch.Tensor | None:
+        """Return what autograd has added to a parameter's gradient, and forget it."""
 
     def open_gradient(self, name: str) -> torch.Tensor:
         """Return the values of a parameter's gradient, until :meth:`close_gradient`."""
@@ -130,6 +137,9 @@ class OffloadedGradient(torch.Tensor):
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on the values of gradients, and keep what it writes to them."""
+    if func._schema.name in _ADDS and isinstance(sum_so_far := args[0], OffloadedGradient) and _accumulates():
+        sum_so_far.owner.accumulate(sum_so_far.name_of_parameter, args[1])
+        return sum_so_far if func._schema.name == "aten::add_" else sum_so_far.detach()
     opened: dict[str, tuple[OffloadedGradient, torch.Tensor]] = {}
 
     def values_of(gradient: OffloadedGradient) -> torch.Tensor:
@@ -179,6 +189,12 @@ def forget_factor() -> None:
     """Read the next factor anew."""
     global _last_factor  # noqa: PLW0603 - a cache of one
     _last_factor = None
+
+
+def _accumulates() -> bool:
+    """Return whether autograd is adding to the gradient of a parameter."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _is_number(given: Any) -> bool:

@@ -111,11 +111,10 @@ class Collector:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
         def collect(leaf: torch.Tensor) -> None:
-            if isinstance(leaf.grad, OffloadedGradient):  # autograd has added it to those so far, before any module
-                with self._backward:
-                    self._enter_backward()
-                return
-            gradient, leaf.grad = leaf.grad, None
+            if isinstance(gradient := leaf.grad, OffloadedGradient):  # it comes before backward has reached any module
+                gradient = gradient.owner.accumulated(gradient.name_of_parameter)
+            else:
+                leaf.grad = None
             if gradient is None:  # a hook of the user's has dropped it
                 return
             hooked = len(leaf._post_accumulate_grad_hooks) > 1

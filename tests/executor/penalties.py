@@ -44,14 +44,25 @@ def trained(model, optimizer, batches):
     return losses
 
 
-def penalised(rank: int, size: int):
-    """Train a planned penalty in ranks; return the ZeRO stage, the iterations that left the plan, and the weights."""
+def unknown(model, optimizer, batches):
+    """Train with a penalty in a second backward, which no plan knows."""
+    for x in batches:
+        model(x).square().mean().backward()
+        at = (0.3 * x).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+        gradient.square().sum(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def penalised(rank: int, size: int, train, options):
+    """Train a penalty in ranks; return the ZeRO stage, the iterations that left the plan, and the weights."""
     torch.manual_seed(0)
     model, every = Critic(), torch.randn(3, 32 * size, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = list(every[:, 32 * rank : 32 * (rank + 1)])
-    model, optimizer = ullage.prepare(model, optimizer, mine[0], step=wasserstein, hardware="epyc-turin-2c")
+    model, optimizer = ullage.prepare(model, optimizer, mine[0], **options, hardware="epyc-turin-2c")
     with optimizer.session as session:
-        trained(model, optimizer, mine)
+        train(model, optimizer, mine)
         left, final = session.num_left, {name: weight.numpy().copy() for name, weight in model.state_dict().items()}
     return optimizer.plan.decisions.zero_stage, left, final

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from penalties import Critic, penalised, trained, wasserstein
+from penalties import Critic, penalised, trained, unknown, wasserstein
 
 import ullage
 from ullage.this_machine import planning
@@ -37,13 +37,17 @@ def test_a_planned_penalty_follows_the_order_and_the_memory_of_its_plan(monkeypa
         torch.testing.assert_close(model.state_dict()[name].cpu(), weight, rtol=1e-4, atol=1e-5)
 
 
-def test_ranks_follow_a_planned_penalty_together(processes):
-    found = processes.call(2, penalised)
+@pytest.mark.parametrize(
+    ("train", "options", "stages", "num_left"),
+    [(trained, {"step": wasserstein}, {1, 2}, 0), (unknown, {"device_memory": "400kB"}, {3}, 3)],
+    ids=["planned", "unknown"],
+)
+def test_ranks_train_with_a_penalty_together(processes, train, options, stages, num_left):
     torch.manual_seed(0)
     model, batches = Critic(), torch.randn(3, 64, 16)
-    trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
-    for zero_stage, num_left, weights in found:
-        assert zero_stage in {1, 2}
-        assert num_left == 0
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
+    for zero_stage, left, weights in processes.call(2, penalised, train, options):
+        assert zero_stage in stages
+        assert left == num_left
         for name, weight in model.state_dict().items():
             torch.testing.assert_close(torch.from_numpy(weights[name]), weight, rtol=1e-4, atol=1e-5)
