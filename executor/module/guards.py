@@ -212,18 +212,10 @@ def check_kinds(model: object, optimizer: object) -> None:
     """Check that the model is a module and the optimizer an optimizer.
 
     Raises:
-        TypeError: one of them is not, or ``torch.compile`` has wrapped the model, which hides its modules.
+        TypeError: one of them is not, or the optimizer's step was replaced.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
-    for name, module in model.named_modules():
-        if module._compiled_call_impl is None and "_orig_mod" not in module._modules:
-            continue  # neither module.compile() was called, nor did torch.compile(module) return it
-        raise TypeError(
-            f"{f'module {name}' if name else 'the model'} is compiled by torch.compile, which hides its operators "
-            "from the plan; prepare it before it is compiled, and set compile_blocks=True to compile its blocks "
-            "under the plan"
-        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
     step: Any = vars(optimizer).get("step")
@@ -234,6 +226,22 @@ def check_kinds(model: object, optimizer: object) -> None:
             "the optimizer's step was replaced, which the plan's own step would leave out; replace that of what "
             "prepare() returns, or use optimizer.register_step_pre_hook()"
         )
+
+
+def run_uncompiled(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Let modules that ``torch.compile`` has compiled compute as they are; yield functions that undo this.
+
+    A compiled graph hides its operators from a capture, and weights are not there when it is made.
+    """
+    for module in model.modules():
+        own = vars(module)
+        if module._compiled_call_impl is not None:  # module.compile() was called
+            yield functools.partial(own.update, _compiled_call_impl=own["_compiled_call_impl"])
+            own["_compiled_call_impl"] = None
+        inner = module._modules.get("_orig_mod")
+        if inner is not None and own["forward"] != inner.__call__:  # torch.compile(module) returned it
+            yield functools.partial(own.update, forward=own["forward"])
+            own["forward"] = inner.__call__
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:

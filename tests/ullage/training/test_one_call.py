@@ -1,6 +1,7 @@
 """``ullage.prepare`` from a batch instead of a plan: profile, capture of a live model, plan, training."""
 
 import contextlib
+import copy
 import io
 import json
 import re
@@ -358,17 +359,32 @@ def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, opt
 
 @pytest.mark.parametrize("part", ["", "inner"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_model_compiled_before_it_is_planned_is_refused(part: str, in_place: bool) -> None:
-    net: torch.nn.Module = Net()
+def test_a_model_compiled_before_it_is_planned_runs_as_it_is_until_the_end(part: str, in_place: bool) -> None:
+    alone = Net()
+    net: torch.nn.Module = copy.deepcopy(alone)
     if in_place:
-        net.get_submodule(part).compile()
+        net.get_submodule(part).compile(backend="eager")
     elif part:
-        net.inner = torch.compile(net.inner)
+        net.inner = torch.compile(net.inner, backend="eager")
     else:
-        net = torch.compile(net)
-    what = "module inner" if part else "the model"
-    with pytest.raises(TypeError, match=f"^{what} is compiled by torch.compile, .* compile_blocks=True"):
-        ullage.prepare(net, torch.optim.AdamW(net.parameters()), BATCH)
+        net = torch.compile(net, backend="eager")
+    before = [(module, dict(vars(module))) for module in net.modules()]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match="that torch.compile has compiled run as they are until"):
+        net, optimizer = ullage.prepare(net, optimizer, BATCH)
+    with optimizer.session as session:
+        for model, steps in ((alone, torch.optim.SGD(alone.parameters(), lr=0.1)), (net, optimizer)):
+            torch.manual_seed(0)
+            for _ in range(2):
+                model(*BATCH).backward()
+                steps.step()
+                steps.zero_grad()
+        assert session.num_left == 0
+    for trained, expected in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(trained, expected)
+    for module, own in before:
+        for name in ("forward", "_compiled_call_impl"):
+            assert vars(module).get(name) is own.get(name)
 
 
 def test_more_micro_batches_than_planned_are_told_with_how_to_plan_them() -> None:
