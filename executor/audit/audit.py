@@ -310,13 +310,15 @@ class Audit:
         """Note the parameters that are read outside of their module's forward, as by another method of it; a hook."""
         if self._later:  # what later micro-batches make has other numbers
             return
-        ran = [case for case in self._cases if case.ran.stop]
-        ours = {id(of[0].leaf): (case, name) for case in ran for name, of in case.shards.items()}
+        ours: dict[int, list[tuple[Case, str]]] = {}  # of tied weights, several modules
+        for case in self._cases:
+            for name, of in case.shards.items() if case.ran.stop else ():
+                ours.setdefault(id(of[0].leaf), []).append((case, name))
         for node in nodes(*(leaf.grad_fn for leaf in tensors_of(output)) if ours else ()):
             for after, _ in node.next_functions:
-                case, name = ours.get(id(getattr(after, "variable", None)), (None, ""))
-                if case is not None and node._sequence_nr() not in case.ran:
-                    case.exclusive -= {name}
+                for case, name in ours.get(id(getattr(after, "variable", None)), ()):
+                    if node._sequence_nr() not in case.ran:
+                        case.exclusive -= {name}
 
     def _watching(self, case: Case) -> Callable[..., Any]:
         """Return a module's forward that also copies what comes in and goes out, in the first micro-batch."""

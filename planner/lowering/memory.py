@@ -66,12 +66,14 @@ def _hold_always(program: Program, unit: LoweredUnit, memory_class: MemoryClass,
 
 def _gradients(program: Program, hold_gradients: HoldGradients) -> Fresh:
     """Hold optimizer state and gradients; return which gradients are new in which backward."""
-    # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it.
+    # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it. Where
+    # several units use weights of one owner, the last of them counts as the maker of all.
     sharing = [unit for unit in program.units if unit.unit.shared_units and not unit.unit.evaluates]
     trained = [unit for unit in program.units if unit.num_params] if sharing else []
     owners = {name: unit.name for unit in trained for name in unit.unit.sizes}
-    tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters if name in owners}
-    makers = {owners[name]: unit for name, unit in tied.items()}
+    used = [(name, unit) for unit in sharing for name in unit.unit.shared_parameters if name in owners]
+    makers = {owners[name]: unit for name, unit in used}
+    tied = {name: makers[owners[name]] for name, _ in used}
     fresh: Fresh = [{unit.name: {} for unit in program.units} for _ in range(program.decisions.num_micro_batches)]
     for unit in program.units:
         if unit.num_params:

@@ -1,8 +1,10 @@
-"""Models of transformers, each called as its documentation shows it."""
+"""Models of transformers, each called as its documentation shows it, and small ones after papers."""
 
 import torch
+import torch.nn.functional as F
 import transformers
 from program_catalogue import Trained, registry, seeded, train
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PROGRAMS, program = registry()
@@ -340,3 +342,49 @@ def zamba2(ullage) -> Trained:
     mixers = {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16, "chunk_size": 8}
     config = transformers.Zamba2Config(**ENCODER | sizes | mixers, num_mem_blocks=1, adapter_rank=4, use_cache=False)
     return train(ullage, transformers.Zamba2ForCausalLM(config), tokens)
+
+
+class Ahead(nn.Module):
+    """Reads one embedding for several heads, and two parameters of its own far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(50, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.ahead, self.head = nn.ModuleList(nn.Linear(128, 64) for _ in range(2)), nn.Linear(64, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.start, self.scale = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.ones(64))
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.start
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss = F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        for skipped, project in enumerate(self.ahead, start=1):
+            x = project(torch.cat([x[:, :-1] * self.scale, self.embed(ids[:, skipped:])], dim=-1))
+            loss = loss + 0.3 * F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, skipped + 1 :].flatten())
+        return loss
+
+
+@program
+def tokens_ahead(ullage) -> Trained:
+    """Several tokens are predicted by one tied head, as DeepSeek-V3 does."""
+    return train(ullage, Ahead(), lambda step: (torch.randint(50, (4, 12), generator=seeded(step)),))
+
+
+@program
+def latents_and_queries(ullage) -> Trained:
+    """Perceiver: two parameters of the model, which attention reads at the begin and at the end."""
+
+    class Perceiver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents, self.query = nn.Parameter(torch.randn(6, 64) * 0.1), nn.Parameter(torch.randn(1, 64))
+            self.read, self.answer = (nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(2))
+            self.inner, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = self.inner(x)
+            x = self.read(self.latents.expand(len(x), -1, -1), x, x)[0]
+            return self.last(self.answer(self.query.expand(len(x), -1, -1), x, x)[0])
+
+    return train(ullage, Perceiver(), lambda step: (torch.randn(4, 7, 64, generator=seeded(step)),))
