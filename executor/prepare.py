@@ -28,6 +28,7 @@ from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.module.stages import Stage
 from executor.optimizer.beside import Beside
+from executor.optimizer.held_state import HeldState
 from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import Options
@@ -240,7 +241,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._given, self.session.runtime, self.session.driver, self.session.name_of, self.session.has
             )
             return
-        self._given.state = _StateOfSession()
+        self._given.state = held = HeldState(self._state_of_parameters, self._set_state_of_parameters)
+        self.session.runtime.settle_state = held.settle
         self.session.at_end(lambda: setattr(self._given, "state", collections.defaultdict(dict)))
 
     def __getattr__(self, name: str) -> Any:
@@ -275,12 +277,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> "collections.defaultdict[torch.Tensor, Any]":
-        """In the session; refuses to be used. The given optimizer's own, if it steps by itself."""
-        return self._given.state if vars(self).get("_whole") else _StateOfSession()
+        """See :class:`HeldState`; the given optimizer's own, if it steps by itself."""
+        return self._given.state
 
     @state.setter
     def state(self, state: Any) -> None:
         if hasattr(self, "session"):
+            self.state.clear()
             self.state.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -334,6 +337,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.session.runtime.settle_state()
         self.session.driver.step()
         if not self._beside.is_empty:
             self._beside.step()
@@ -423,6 +427,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_open("state_dict()")
         if self.entry.whole:
             return self._given.state_dict()
+        self.session.runtime.settle_state()
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
         states = self._read_states()
@@ -692,6 +697,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 }
         return states
 
+    def _state_of_parameters(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the state of each parameter that has some, without master copies."""
+        states = self._read_states()
+        found = dict(self._beside.state)
+        for parameter in (p for group in self.param_groups for p in group["params"] if self.session.has(p)):
+            if entry := states.get(self.session.name_of(parameter)):
+                found[parameter] = {key: value for key, value in entry.items() if key != "master"}
+        return found
+
+    def _set_state_of_parameters(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Set the state of some parameters, whose master copies stay. Raises ValueError if it is not whole."""
+        masters = self._read_states() if self._keeps_master else {}
+        entries: dict[str, _Entry] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in states and self.session.has(parameter):
+                    name = self.session.name_of(parameter)
+                    master = {key: value for key, value in masters.get(name, {}).items() if key == "master"}
+                    entries[name] = _as_real(states[parameter]) | master, group
+                elif parameter in states:
+                    self._beside.state[parameter] = states[parameter]
+        self._check_entries(entries)
+        self.write_states(entries)
+
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name. Read and write each piece once."""
         if not entries:
@@ -749,19 +778,6 @@ def _give(stored: StoredParameter, values: torch.Tensor) -> None:
         stored.live_in(values)
     else:
         stored.parameter.data = torch.view_as_complex(values) if stored.parameter.is_complex() else values
-
-
-class _StateOfSession(collections.defaultdict[torch.Tensor, Any]):
-    """Stands in for an optimizer's state, which is in its session, and refuses what would be lost."""
-
-    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise ValueError(
-            "the optimizer's state is in the session of its prepared model; read it with optimizer.state_dict(), and "
-            "change it with optimizer.load_state_dict(), between two steps"
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = get = setdefault = pop = popitem = update = clear = _refuse
-    __iter__ = __len__ = __contains__ = keys = values = items = copy = _refuse
 
 
 _GROUPS: Final = (

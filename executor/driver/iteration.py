@@ -509,6 +509,7 @@ class IterationDriver:
         self._runtime.machine.check()
         if self._runtime.inside_iteration:
             return
+        self._runtime.settle_state()
         self._runtime.state.check_frozen()
         self._runtime.check_has_weights()
         self._runtime.check_unparked()

@@ -71,6 +71,7 @@ class Runtime:
         gathers, gathers_resident: whether ranks must bring a unit's weights together; whether those of resident ones.
         is_evaluating: whether an evaluation has begun since the last iteration.
         is_closed: whether the session is closed.
+        settle_state: takes over what the user has changed in ``optimizer.state``.
         settled: resident units whose weights are those of this iteration until its updates begin.
     """
 
@@ -141,6 +142,7 @@ class Runtime:
         # See executor.driver.iteration.
         self.come_to_rest: Callable[[], bool] = lambda: False
         self.has_written: Callable[[str], None] = lambda _name: None
+        self.settle_state: Callable[[], None] = lambda: None
         self.add_gradient: Callable[[str, torch.Tensor], None] = lambda _name, _gradient: None
         # Whether each evaluation and each read of weights needs collectives.
         self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
@@ -295,6 +297,7 @@ class Runtime:
             RankError: another rank has failed.
         """
         self.check_idle()
+        self.settle_state()
         self.make_current("reading of state")
         return self.state.by_name
 

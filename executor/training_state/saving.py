@@ -192,6 +192,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             CheckpointError: a checkpoint was already begun after this iteration.
         """
         self._session.runtime.check_idle()
+        self._session.runtime.settle_state()
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
         if self._optimizer.entry.numbers:

@@ -312,11 +312,34 @@ def test_the_optimizer_is_neither_copied_nor_pickled(started, use):
     assert pickle.dumps(scheduler.state_dict())
 
 
-@pytest.mark.parametrize("use", [list, len, lambda state: list(state.values()), lambda state: state.items()])
-def test_the_optimizers_state_is_not_empty_but_in_the_session(started, use):
-    _, optimizer = started
-    with pytest.raises(ValueError, match=r"change it with optimizer\.load_state_dict\(\)"):
-        use(optimizer.state)
+def test_the_state_of_the_optimizer_can_be_read_and_written_between_steps():
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
+    with optimizer.session:
+        assert len(optimizer.state) == 0
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second = list(model.parameters())[:2]
+        saved = optimizer.state_dict()["state"]
+        assert len(optimizer.state) == len(saved) == len({*optimizer.state})
+        assert torch.equal(optimizer.state[first]["exp_avg"], saved[0]["exp_avg"])
+        optimizer.state[first]["exp_avg"].fill_(2)  # a copy, which the session takes over
+        optimizer.state[second]["exp_avg"] = torch.full_like(saved[1]["exp_avg"], 3)
+        now = optimizer.state_dict()["state"]
+        assert now[0]["exp_avg"].eq(2).all()
+        assert now[1]["exp_avg"].eq(3).all()
+        for number in range(2):
+            now[number]["exp_avg"] = saved[number]["exp_avg"]
+        torch.testing.assert_close(now, saved, rtol=0, atol=0)
+        optimizer.state[first] = {"step": 1, "exp_avg": torch.zeros(7), "exp_avg_sq": torch.zeros(7)}
+        with pytest.raises(ValueError, match="exp_avg"):
+            backward(model)
+        backward(model)
+        optimizer.state[first]["exp_avg"].zero_()
+        with pytest.raises(OutOfOrderError, match=r"save, load and park after optimizer\.step\(\)"):
+            optimizer.step()
+        optimizer.state = {}
+        assert len(optimizer.state) == 0
 
 
 def test_hooks_that_the_optimizer_had_go_on():
@@ -335,14 +358,17 @@ def test_hooks_that_the_optimizer_had_go_on():
     assert called == ["before", "loaded"]
 
 
-def test_methods_of_the_given_optimizer_find_no_state_and_say_so() -> None:
+def test_methods_of_the_given_optimizer_find_its_state() -> None:
     model, decisions = make_model(TASK), decide(TASK, KEEP)
     given = make_optimizer(TASK, model)
     given.forget = lambda: [state["exp_avg"].zero_() for state in given.state.values()]
     for _ in range(2):
         _, optimizer = prepare_session(model, given, units_of(TASK, decisions), decisions, session_options())
-        with optimizer.session, pytest.raises(ValueError, match="is in the session"):
+        with optimizer.session:
+            backward(model)
+            optimizer.step()
             optimizer.forget()
+            assert not any(state["exp_avg"].any() for state in optimizer.state_dict()["state"].values())
         given.forget()  # it has state of its own again
 
 
