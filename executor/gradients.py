@@ -30,12 +30,6 @@ class GradientOwner(Protocol):
     def zero_used(self, name: str) -> bool:
         """Set a parameter's gradient to zero if a step has used it up, and return whether it has."""
 
-    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep what autograd adds to a parameter's gradient, until :meth:`accumulated`."""
-
-    def accumulated(self, name: str) -> torch.Tensor | None:
-        """Return what autograd has added to a parameter's gradient, and forget it."""
-
     def open_gradient(self, name: str) -> torch.Tensor:
         """Return the values of a parameter's gradient, until :meth:`close_gradient`."""
 
@@ -56,6 +50,9 @@ class OffloadedGradient(torch.Tensor):
     update applies the factor. The norm is float32 even if the gradient is bf16. Division multiplies by the inverse:
     this is exact for powers of two, and may differ in the last bit otherwise. Any other operation is performed on the
     gradient's values, which are brought for it, one gradient at a time.
+
+    Attributes:
+        added: what autograd has added since, alone: the collector takes it.
     """
 
     def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
@@ -67,6 +64,7 @@ class OffloadedGradient(torch.Tensor):
         assert self.shape == like.shape
         self.name_of_parameter = name
         self.owner = owner
+        self.added: torch.Tensor | None = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
@@ -137,9 +135,10 @@ class OffloadedGradient(torch.Tensor):
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform an operation on the values of gradients, and keep what it writes to them."""
-    if func._schema.name in _ADDS and isinstance(sum_so_far := args[0], OffloadedGradient) and _accumulates():
-        sum_so_far.owner.accumulate(sum_so_far.name_of_parameter, args[1])
-        return sum_so_far if func._schema.name == "aten::add_" else sum_so_far.detach()
+    if func._schema.name in _ADDS and isinstance(args[0], OffloadedGradient) and _accumulates():
+        sum_so_far: Any = args[0] if func._schema.name == "aten::add_" else args[0].detach()
+        sum_so_far.added = args[1]
+        return sum_so_far
     opened: dict[str, tuple[OffloadedGradient, torch.Tensor]] = {}
 
     def values_of(gradient: OffloadedGradient) -> torch.Tensor:

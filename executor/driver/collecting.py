@@ -111,8 +111,9 @@ class Collector:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
         def collect(leaf: torch.Tensor) -> None:
-            if isinstance(gradient := leaf.grad, OffloadedGradient):  # it comes before backward has reached any module
-                gradient = gradient.owner.accumulated(gradient.name_of_parameter)
+            gradient = so_far = leaf.grad
+            if isinstance(so_far, OffloadedGradient):  # it comes before backward has reached any module
+                gradient, so_far.added = so_far.added, None
             else:
                 leaf.grad = None
             if gradient is None:  # a hook of the user's has dropped it

@@ -67,7 +67,6 @@ class UserGradients:
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
-        self._added: dict[str, torch.Tensor] = {}
 
     def use(self, names: Iterable[str]) -> None:
         """Note that the optimizer has more parameters."""
@@ -114,14 +113,6 @@ class UserGradients:
             self._open.clear()
         self._complete()
         self._scales[name] = self.scale(name) * factor
-
-    def accumulate(self, name: str, gradient: torch.Tensor) -> None:
-        """See :class:`executor.gradients.GradientOwner`."""
-        self._added[name] = gradient
-
-    def accumulated(self, name: str) -> torch.Tensor | None:
-        """See :class:`executor.gradients.GradientOwner`."""
-        return self._added.pop(name, None)
 
     def open_gradient(self, name: str) -> torch.Tensor:
         """Return the values of a parameter's gradient, see :class:`executor.gradients.GradientOwner`.

@@ -20,13 +20,11 @@ class Unseen(NamedTuple):
     Attributes:
         weight: its name.
         owner, reading: the units that it belongs to, and that computes then; empty if none does.
-        message: what to tell the user.
     """
 
     weight: str
     owner: str
     reading: str
-    message: str
 
 
 def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | None:
@@ -51,32 +49,17 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     planned = [unit.name for unit in found if unit.segment not in copied and not unit.is_unused]
     _check_order(planned, [unit for _, unit in forward])
     owners = {name: unit.name for unit in found for name in (*unit.sizes, *(s.name for s in unit.frozen))}
-    if (unseen := _unseen(recording.forward, forward, names)) is not None:
-        name, reading = unseen
-        message = (
-            f"the weight {name} is read outside the modules that own it, so it cannot be fetched in time; read it in "
-            "the forward of the module that owns it"
-        )
-        return Unseen(name, owners.get(name, ""), reading, message)
-    if captured.second_order:  # backward reads weights of any unit, and all are there
+    found_unseen = _unseen(recording.forward, forward, names)
+    # Second-order backward reads weights of any unit, and all are there.
+    if found_unseen is None and not captured.second_order:
+        backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
+        # A hook on the model's output reports the last unit. Without one, its weights are still there since forward.
+        backward.insert(0, (0, found[-1].name))
+        found_unseen = _unseen(recording.backward, backward, names)
+    if found_unseen is None:
         return None
-    backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
-    # A hook on the model's output reports the last unit. Without one, its weights are still there since forward.
-    backward.insert(0, (0, found[-1].name))
-    if (unseen := _unseen(recording.backward, backward, names)) is not None:
-        name, reading = unseen
-        message = (
-            f"the weight {name} reaches the loss by another way than the output of its module (an attribute, or an "
-            "object that is no tuple, list, dict or dataclass), so its backward is not noticed; return it from "
-            "forward"
-        )
-        if next(recording.model.get_submodule(name.rpartition(".")[0]).children(), None) is not None:
-            message = (
-                f"the weight {name} belongs to a module that calls other modules, and backward reads it where no hook "
-                "is; move it into a small module of its own, whose forward does what is done with it"
-            )
-        return Unseen(name, owners.get(name, ""), reading, message)
-    return None
+    name, reading = found_unseen
+    return Unseen(name, owners.get(name, ""), reading)
 
 
 def _check_order(order: list[str], begun: list[str]) -> None:

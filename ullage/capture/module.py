@@ -265,7 +265,10 @@ class _Capture:
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured
                     if (joined := joined_around(recording, places, unseen)) is None:
-                        raise CaptureError(unseen.message)
+                        raise CaptureError(
+                            f"the weight {unseen.weight} is read where no hook of a module is, in forward or in "
+                            "backward; read it in the forward of the module that owns it, and return what that makes"
+                        )
                     places = joined
 
 
