@@ -132,7 +132,7 @@ def _of_stage(
         made = OffloadedOptimizer(optimizer, model, own, decided, options)
         failing.pop_all()
     stage.drop()
-    made.pipeline = made.session.add_pipeline(stage, groups, list(tied.values()))
+    made.pipeline = made.session.add_pipeline(stage, groups)
     return made
 
 

@@ -90,12 +90,12 @@ EIGHT = {
 }
 
 
-def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32):
+def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32, penalty=0.0):
     """Compare three clipped steps of plain SGD: what has become of weights are their gradients."""
     task = Task(family, dtype, num_micro_batches, max_norm=0.5, iterations=3, schedule=False, optimizer="sgd-plain")
     decisions = decide(task, choose, pipeline_parallel=stages, **degrees)
-    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, timeout_s=100.0)
-    losses, final = trained_in_memory(task, decisions.data_parallel)
+    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, penalty, timeout_s=100.0)
+    losses, final = trained_in_memory(task, decisions.data_parallel, penalty)
     error = 2e-6 if dtype is torch.float32 else 2**-6
     for rank, (seen, weights) in enumerate(results):
         reader = rank % (decisions.num_devices // stages) // decisions.tensor_parallel
@@ -110,6 +110,11 @@ def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
     check(processes, family, count, stages, degrees, choose, dtype)
+
+
+@pytest.mark.parametrize(("degrees", "choose"), [({}, OFF), ({"data_parallel": 2, "zero_stage": 2}, AGAIN)])
+def test_a_stage_that_leaves_the_plan_trains_shared_weights_too(processes, degrees, choose):
+    check(processes, "llama-tied", 3, 2, degrees, choose, penalty=1e-3)
 
 
 @pytest.mark.part(0)
@@ -163,8 +168,8 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    task = Task(family, torch.float32, 3, max_norm=0.5, iterations=3, schedule=False)
-    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds)
+    task = Task(family, torch.float32, 3, max_norm=0.5 if rounds > 1 else None, iterations=3, schedule=False)
+    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds, clip=rounds > 1)
     losses, _ = trained_in_memory(task, 1)
     for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
