@@ -4,7 +4,7 @@ import numpy as np
 
 from planner.plan.document import Plan, PlanError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Op
+from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 
 
@@ -35,7 +35,8 @@ def as_planned(timeline: Timeline, schedule: Schedule) -> Timeline:
     """
     if schedule.num_stages == 1:
         return timeline
-    own = [task.index for task in schedule.tasks if task.stage == 0 and task.op is not Op.SEND]
+    between = {Lane.SEND, Lane.SEND_BACK}
+    own = [task.index for task in schedule.tasks if task.stage == 0 and task.lane not in between]
     start_s, end_s = np.full((2, timeline.num_iterations, schedule.num_tasks), np.nan)
     start_s[:, own], end_s[:, own] = timeline.start_s, timeline.end_s
     return Timeline(schedule, start_s, end_s)
