@@ -29,6 +29,8 @@ from planner.schedule.tasks import Lane, Op
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import chosen_request
+from ullage.capture import capture
+from ullage.capture.architectures import architecture
 from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
@@ -112,6 +114,34 @@ def test_two_stages_train_one_model(tmp_path: Path) -> None:
     words = ("--iterations", "8", "--resume", "--checkpoint-dir", checkpoints)
     assert "step-00000006" in trained(plan, tmp_path / "more", *words)[1]
     assert load_run(tmp_path / "more" / "run.json").data_position == 8 * 2 * 2
+
+
+def test_stages_of_a_captured_model_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT, with two of its three layers in the first stage, and a weight that both stages have."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (config := tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **sizes})
+    )
+    model = capture(str(config), architecture(config).inputs(2, 16), "fp32")
+    losses = []
+    for number in (1, 2):
+        batch = {
+            "seq_len": 16,
+            "micro_batch": 2,
+            "num_micro_batches": 2,
+            "pipeline_parallel": number,
+            "num_devices": number,
+        }
+        machine = two_devices(2**30) if number == 2 else load_profile("epyc-turin-2c")
+        (folder := tmp_path / str(number)).mkdir()
+        (path := folder / "plan.json").write_text(make_plan(Request(model, machine, precision=FP32, **batch)).to_json())
+        if number == 1:
+            assert main(["execute", str(path), "--iterations", "4", "--output-dir", str(folder), "--json"]) == 0
+            losses.append(json.loads(capsys.readouterr().out)["losses"])
+        else:
+            losses.append(json.loads(trained(path, folder / "out", "--iterations", "4", "--json")[0])["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_what_stages_cannot_do_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
