@@ -37,7 +37,7 @@ def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, pe
     With a penalty, the last stage leaves the plan in each iteration.
     """
     stage_size = decisions.data_parallel * decisions.tensor_parallel
-    reader = rank % stage_size // decisions.tensor_parallel
+    reader = rank % stage_size // decisions.tensor_parallel // decisions.context_parallel
     model, optimizer = prepare(task, decisions)
     torch.manual_seed(11 + reader)
     seen = []
