@@ -121,7 +121,14 @@ def _of_stage(
     own, decided, tied = stage_of(units, decisions, number)
     with contextlib.ExitStack() as failing:
         chunks = deal(units, num_stages, decisions.pipeline_rounds)
-        stage = Stage(model, chunks, number, num_stages, is_captured=options.is_captured)
+        stage = Stage(
+            model,
+            chunks,
+            number,
+            num_stages,
+            num_sharing=decisions.context_parallel,
+            is_captured=options.is_captured,
+        )
         failing.callback(stage.undo)
         there = {id(parameter) for parameter in model.parameters()}
         groups = [group["params"] for group in optimizer.param_groups]
@@ -133,7 +140,7 @@ def _of_stage(
         made = OffloadedOptimizer(optimizer, model, own, decided, options)
         failing.pop_all()
     stage.drop()
-    made.pipeline = made.session.add_pipeline(stage, groups, list(tied.values()))
+    made.pipeline = made.session.add_pipeline(stage, groups)
     return made
 
 
@@ -146,7 +153,6 @@ def _check_stages(decisions: Decisions, options: Options) -> None:
     refused = {
         "several calls of the model in a step (step=)": len(options.calls) > 1,
         "--tiles segment": decisions.segment_tile_sequences,
-        "--parallel context": decisions.context_parallel > 1,
     }
     if what := next((name for name, is_asked in refused.items() if is_asked), None):
         raise ValueError(

@@ -515,9 +515,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 last_first.callback(self._give_cores_back)
                 last_first.callback(self.runtime.close)
 
-    def add_pipeline(
-        self, stage: Stage, groups: Sequence[Sequence[torch.nn.Parameter]], tied: Sequence[str]
-    ) -> Pipeline:
+    def add_pipeline(self, stage: Stage, groups: Sequence[Sequence[torch.nn.Parameter]]) -> Pipeline:
         """Return what runs micro-batches through the stages of a pipeline, of which this session executes one."""
         assert self._ranks is not None
         self._pipeline = Pipeline(
@@ -525,9 +523,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             stage,
             self.decisions,
             groups,
-            tied,
             self.driver.gradients,
-            lambda: self.driver.collector.edited(own=True),
             self._ranks,
             self.runtime.backend,
         )

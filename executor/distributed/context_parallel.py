@@ -37,15 +37,18 @@ def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group,
     pairs = list(zip(_of(operators, "qkv"), _of(operators, "output"), strict=True))
     sequences = _Sequences(group)
     layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
-    ends = [operator for operator in units[-1].operators if operator.kind in {"norm", "projection"}]
-    last = model.get_submodule(ends[-1].name) if ends else layers[-1]
-    embedding = model.get_submodule(_of(operators, "embedding")[0].name)
     undo: list[Undo] = [
         model.register_forward_pre_hook(no_compile(_check_outputs), with_kwargs=True).remove,
-        embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove,
-        layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove,
-        last.register_forward_hook(no_compile(sequences.share)).remove,
+        model.register_forward_pre_hook(no_compile(sequences.begin), with_kwargs=True).remove,
     ]
+    if embeddings := _of(operators, "embedding"):  # in the first stage of a pipeline
+        embedding = model.get_submodule(embeddings[0].name)
+        undo.append(embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove)
+        undo.append(layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove)
+    if _of(operators, "head"):  # in the last one
+        ends = [operator for operator in units[-1].operators if operator.kind in {"norm", "projection"}]
+        last = model.get_submodule(ends[-1].name) if ends else layers[-1]
+        undo.append(last.register_forward_hook(no_compile(sequences.share)).remove)
     for before, after in pairs:
         undo += _Attention(model, before, after, sequences).bind(no_compile)
     return undo
@@ -86,6 +89,11 @@ class _Sequences:
         self.group = group
         self._num_tokens = 0
         self._compared = False
+
+    def begin(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how long the sequences are that a model is given; a hook before its forward."""
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1)
+        self._num_tokens = next((each.shape[1] for each in given), 0)
 
     def check_same(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Check that all ranks read the same sequences: first, and wherever nothing is trained; a hook.

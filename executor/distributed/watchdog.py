@@ -80,9 +80,7 @@ class Watchdog:
         self._waits: Mapping[int, str] = {}  # the call in which each rank waits
         self._still_since_s = time.monotonic()
         self._failure: RankError | None = None
-        self._is_known = (
-            threading.Event()
-        )  # why ranks fail, or that this one fails or leaves: no other reason will come
+        self._is_known = threading.Event()  # why ranks fail; or that this one does, or leaves, so that nobody says why
         self._leaving = threading.Event()
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._others = [other for other in range(size) if other != rank]

@@ -67,17 +67,14 @@ class Collector:
             leaf.requires_grad_(trains)
             yield handle.remove
 
-    def edited(self, *, own: bool = False) -> OnDemand:
+    def edited(self) -> OnDemand:
         """Leave the plan, so that gradients can be read and replaced between backward and step; return what does so.
-
-        Args:
-            own: whether that is done with each rank's own parts.
 
         Raises:
             GradientError: ranks share layers or experts.
             OutOfOrderError: updates of this plan begin in backward.
         """
-        if self._runtime.divides and not own:
+        if self._runtime.divides:
             raise GradientError(
                 "gradients have left the device, and ranks that share layers or experts hold parts of them; only their "
                 "2-norms (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "

@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 
 from executor.callbacks import nodes
-from executor.distributed.shards import unshard
+from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
@@ -90,11 +90,11 @@ class OnDemand:
         Raises:
             RankError: another rank reads the gradient of another parameter, or does something else, or has failed.
         """
-        parts = [(parameter.shard, values) for parameter, values in self.own_gradients(name)]
+        parts = list(self._own_gradients(name))
         return parts[0][0].in_model(unshard(parts, self._runtime.ranks)).to(self._runtime.backend.device)
 
-    def own_gradients(self, name: str) -> Iterator[tuple[ParameterState, torch.Tensor]]:
-        """Yield this rank's parts of a parameter's gradient, of their shapes. Otherwise as :meth:`gradient`."""
+    def _own_gradients(self, name: str) -> Iterator[tuple[ParameterShard, torch.Tensor]]:
+        """Yield this rank's parts of a parameter's gradient, of their shapes."""
         self._reduce(name)
         for unit, parameter in self._runtime.state.by_parameter[name]:
             values = torch.zeros(
@@ -111,7 +111,7 @@ class OnDemand:
                     parameter.values_of(part, values).copy_(gradient)
             if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
                 unit.group.all_reduce(values)  # each rank has its share, and zeros elsewhere
-            yield parameter, values.view(parameter.shard.shape)
+            yield parameter.shard, values.view(parameter.shard.shape)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
         """Set a parameter's gradient, of which each rank keeps its share. Ranks call this together.
@@ -122,12 +122,9 @@ class OnDemand:
         """
         self._runtime.check_same_values(f"the gradient of {name}", values)
         whole = as_real(values.detach())
-        self.replace_own(name, [p.shard.part(whole) for _, p in self._runtime.state.by_parameter[name]])
-
-    def replace_own(self, name: str, parts: Sequence[torch.Tensor]) -> None:
-        """Set this rank's parts of a parameter's gradient, in the order of :meth:`own_gradients`."""
         self.drop([name])
-        for (unit, parameter), part in zip(self._runtime.state.by_parameter[name], parts, strict=True):
+        for unit, parameter in self._runtime.state.by_parameter[name]:
+            part = parameter.shard.part(whole)
             own = part.to(self._runtime.backend.device, self._runtime.state.dtype, copy=True).reshape(-1)
             leaving = self._runtime.actions.gradients.keep(unit, parameter, own, self._iteration)
             if leaving is not None:
@@ -171,16 +168,18 @@ class OnDemand:
         runtime.issue_gradients()
         if (collectives := runtime.collectives) is not None:
             collectives.reduce_rest(self._doing)
+        gradients = runtime.actions.gradients
         for unit in runtime.state.units.values():
             held = self._held.get(unit.name, {})
-            if not (unit.flushing or held):
+            if not (unit.flushing or held or gradients.awaits_exchange(unit, self._iteration)):
                 continue
             self._take_back_spilled(unit)
             for micro_batch in sorted(unit.flushing):
-                runtime.actions.gradients.flush_unit(unit, micro_batch, self._iteration)
+                gradients.flush_unit(unit, micro_batch, self._iteration)
             for parameter in unit.parameters:
                 if parameter.name in held:
-                    runtime.actions.gradients.sum_up(unit, parameter, held[parameter.name], self._iteration)
+                    gradients.sum_up(unit, parameter, held[parameter.name], self._iteration)
+            gradients.exchange(unit, self._iteration)
             for piece in unit.pieces:
                 if piece.spilled and unit.has_gradient(piece, self._iteration):
                     runtime.state.nvme.spill_again((unit.name, piece.index))

@@ -22,7 +22,6 @@ from executor.devices.backend import Backend
 from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import LANE_THREAD
-from executor.driver.on_demand import OnDemand
 from executor.module.stages import Stage
 from executor.module.user_gradients import UserGradients
 from planner.decisions import Decisions
@@ -70,9 +69,7 @@ class Pipeline:
         stage: what this process computes of it.
         decisions: those of the stage.
         groups: the parameters of each of the optimizer's groups, in all stages.
-        tied: names of the stage's weights that the first or last stage has too.
         gradients: those of the stage.
-        edit: leaves the plan, and returns what reads and replaces this rank's gradients.
 
     Attributes:
         stage, groups: as given.
@@ -84,15 +81,13 @@ class Pipeline:
         stage: Stage,
         decisions: Decisions,
         groups: Sequence[Sequence[nn.Parameter]],
-        tied: Sequence[str],
         gradients: UserGradients,
-        edit: Callable[[], OnDemand],
         ranks: Ranks,
         backend: Backend,
     ) -> None:
         self.stage, self.groups = stage, groups
-        self._model, self._decisions, self._tied = model, decisions, tied
-        self._gradients, self._edit, self._ranks, self._backend = gradients, edit, ranks, backend
+        self._model, self._decisions = model, decisions
+        self._gradients, self._ranks, self._backend = gradients, ranks, backend
         gradients.refusal = _ALONE
         self._number, self._count = ranks.stage, ranks.stages.size
         self._num_rounds = len(decisions.round_starts) + 1
@@ -127,9 +122,7 @@ class Pipeline:
                     found[micro_batch] = made
             else:
                 self._backward(turn, begun.pop((turn, micro_batch)))
-        losses = self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
-        self._add_tied()
-        return losses
+        return self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
 
     def evaluate(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
@@ -204,19 +197,10 @@ class Pipeline:
 
         self._sent.append(self._threads[lane].submit(send))
 
-    def _add_tied(self) -> None:
-        """Add up the gradients of weights that two stages have. Both leave the plan for that, after backward."""
-        for name in self._tied:
-            gradients = self._edit()
-            with torch.no_grad():
-                parts = [values for _, values in gradients.own_gradients(name)]
-                for values in parts:
-                    self._ranks.ends.all_reduce(values)
-                gradients.replace_own(name, parts)
-
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
-        again = {id(self._model.get_parameter(name)) for name in self._tied} if self._number else set()
+        tied = self._decisions.tied_weights if self._number else ()  # the first stage counts them
+        again = {id(self._model.get_parameter(name)) for name in tied}
         self._gradients.refusal = ""
         try:
             norms = [p.grad.norm() for p in parameters if p.grad is not None and id(p) not in again]

@@ -37,7 +37,7 @@ from planner.lowering import exchanges, lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 
-OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SPILL})
+OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SEND, Op.SPILL})
 """Tasks that bring gradients to where updates read them."""
 _NEVER = -1
 _SHARE_KEPT: Final = 0.75

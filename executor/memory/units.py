@@ -36,6 +36,7 @@ class ParameterState:
         numbers: other numbers of its optimizer's state, after each of the latest updates.
         arrived: the latest iteration in which its gradient arrived.
         flushed: the latest iteration in which its gradient reached the host.
+        exchanged: the latest iteration in which another stage's gradient was added to its own.
         squares: sums of squares of its latest gradient, part by part, as the backend returns them.
         leaving, staying: the parts whose gradients go to the host, and those whose gradients stay on the device.
     """
@@ -50,6 +51,7 @@ class ParameterState:
     numbers: dict[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     arrived: int = NEVER
     flushed: int = NEVER
+    exchanged: int = NEVER
     squares: list[torch.Tensor | float] = dataclasses.field(default_factory=list)
     leaving: tuple[Part, ...] = dataclasses.field(init=False)
     staying: tuple[Part, ...] = dataclasses.field(init=False)

@@ -46,7 +46,7 @@ from executor.module.guards import check_call
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
-from executor.module.tiled_logits import tile_head
+from executor.module.tiled_logits import find_head, tile_head
 from executor.module.tiled_segments import tile_segments
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
@@ -174,7 +174,8 @@ def bind(
     unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
     undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
-    if decisions.loss_tile_tokens is not None or decisions.context_parallel > 1:
+    is_elsewhere = (head := find_head(model)) is not None and head not in unit_of  # in the last stage of a pipeline
+    if (decisions.loss_tile_tokens is not None or decisions.context_parallel > 1) and not is_elsewhere:
         undo.append(
             tile_head(
                 model,

@@ -36,6 +36,7 @@ class Stage:
         chunks: the segments of every chunk, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         number: this process's stage.
         num_stages: stages, of which each has every so many chunks.
+        num_sharing: ranks that share the tokens of every sequence, of which each gets its own from the stage before.
         is_captured: whether the model may be any, so that :meth:`check` says whether it can be cut.
 
     Attributes:
@@ -57,11 +58,13 @@ class Stage:
         number: int,
         num_stages: int,
         *,
+        num_sharing: int = 1,
         is_captured: bool = False,
     ) -> None:
         self.gradients: list[Tensor] | None = None
         self.made: Tensor | None = None
         self.receive: Receive | None = None
+        self._num_sharing = num_sharing
         self._model, self._undo = model, list[Callable[[], None]]()
         self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         chunk_of = {unit.name: chunk for chunk, parts in enumerate(chunks) for part in parts for unit in part}
@@ -165,7 +168,9 @@ class Stage:
         assert self.receive is not None
         name = next(iter(kwargs), "")
         given = args[0] if args else kwargs[name]
-        values = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+        shape = list(given.shape)
+        shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
+        values = torch.empty(shape, dtype=given.dtype, device=given.device)
         self.receive(values)
         self.gradients = []
         anchor = torch.ones(0, device="cpu", requires_grad=True)

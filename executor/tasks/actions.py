@@ -81,6 +81,7 @@ class Actions:
 
         if collectives is not None:
             self._by_op[Op.SCATTER] = lambda task, _: collectives.reduce(state.units[task.unit], task.micro_batch)
+            self._by_op[Op.SEND] = lambda task, iteration: self.gradients.exchange(state.units[task.unit], iteration)
         if snapshots is not None:
             self._by_op[Op.SNAPSHOT] = lambda task, iteration: snapshots.take((task.unit, task.piece), iteration)
             self._by_op[Op.GATE] = lambda task, _iteration: snapshots.release((task.unit, task.piece))
@@ -137,6 +138,8 @@ class Actions:
         if task.op is Op.SCATTER:
             assert self._collectives is not None
             return self._collectives.first_summed(task) >= num_micro_batches
+        if task.op is Op.SEND:  # off the plan, gradients come later
+            return True
         return task.op in _SERVE_COMPUTING and task.phase is not Phase.UPDATE
 
     def read(self, unit: UnitState) -> None:

@@ -98,6 +98,12 @@ class ScheduleCollectives:
             unit.keep_gradient(parameter, gradient, copy=copy)
         unit.flushing[micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
+    def exchange(self, unit: UnitState, values: torch.Tensor) -> None:
+        """Add up this rank's part of a gradient, zeros elsewhere, over the shards of ranks and over two stages."""
+        if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
+            unit.group.all_reduce(values)
+        self._ranks.ends.all_reduce(values)
+
     def first_summed(self, task: Task) -> int:
         """Return the first micro-batch whose gradient a ``SCATTER`` task reduces. The last one is the task's own."""
         before = [m for m in self._scattered[task.unit] if m < task.micro_batch]

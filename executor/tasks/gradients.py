@@ -78,6 +78,40 @@ class GradientTasks:
                 self._backend.sum_of_squares_on_host(unit.arrival(p), self._team) for p in parameter.leaving
             ]
 
+    def exchange(self, unit: UnitState, iteration: int) -> None:
+        """Add up the gradients of a unit's weights that another stage of the pipeline has too; once an iteration."""
+        for parameter in self._awaiting(unit, iteration):
+            assert self._collectives is not None
+            parameter.exchanged = iteration
+            num_values, device = parameter.stop - parameter.start, self._backend.device
+            values = torch.zeros(num_values, dtype=self._state.dtype, device=device)
+            self._backend.settle()
+            for part in parameter.leaving if parameter.flushed == iteration else ():
+                self._backend.copy(parameter.values_of(part, values), unit.arrival(part))
+            held = unit.device_gradients
+            staying = [((parameter.name, p.piece.index), parameter.values_of(p, values)) for p in parameter.staying]
+            for key, own in staying:
+                if key in held:
+                    own.copy_(held[key])
+            self._collectives.exchange(unit, values)
+            parameter.arrive(iteration)
+            for key, own in staying:
+                held[key] = held[key].copy_(own) if key in held else own.clone()
+            leaving = [(unit.arrival(part), parameter.values_of(part, values)) for part in parameter.leaving]
+            for target, own in leaving:
+                self._backend.copy(target, own)
+            if leaving:
+                parameter.flushed = iteration
+                parameter.squares = [self._backend.sum_of_squares(own) for _, own in leaving if self._decisions.clip]
+
+    def awaits_exchange(self, unit: UnitState, iteration: int) -> bool:
+        """Return whether :meth:`exchange` has something left to do for a unit."""
+        return any(True for _ in self._awaiting(unit, iteration))
+
+    def _awaiting(self, unit: UnitState, iteration: int) -> Iterator[ParameterState]:
+        tied = self._decisions.tied_weights
+        return (p for p in unit.parameters if p.shard.name in tied and p.exchanged != iteration)
+
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
         """Return the 2-norms of an iteration's gradients, float32 scalars on the device.
 

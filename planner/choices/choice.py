@@ -46,7 +46,9 @@ def choices(request: Request) -> tuple[Choice, ...]:
             continue
         data = request.num_devices // (tensor * pipeline)
         for expert, sharing, rounds in itertools.product(
-            _expert_ways(request, data, pipeline), _context_ways(request, data), _round_ways(request, pipeline)
+            _expert_ways(request, data, pipeline),
+            _context_ways(request, data, pipeline),
+            _round_ways(request, pipeline),
         ):
             degrees = Choice(
                 data_parallel=data,
@@ -152,10 +154,10 @@ def _expert_ways(request: Request, data: int, pipeline: int) -> list[int]:
     return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
 
 
-def _context_ways(request: Request, data: int) -> list[int]:
+def _context_ways(request: Request, data: int, pipeline: int) -> list[int]:
     if request.context_parallel:
         return [request.context_parallel]
-    if request.global_batch is None or isinstance(request.model, CapturedModel):
+    if pipeline > 1 or request.global_batch is None or isinstance(request.model, CapturedModel):
         return [1]
     return [2**i for i in range(data.bit_length()) if data % 2**i == 0]
 
@@ -216,8 +218,6 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
             f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
             f"share{rounds}; choose fewer"
         )
-    if degrees.pipeline_parallel > 1 and degrees.context_parallel > 1:
-        raise ModelConfigError("sequences are not shared by ranks of a pipeline; choose one of both")
 
 
 def _expert_units(model: Model, expert_parallel: int) -> int:

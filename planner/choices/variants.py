@@ -94,22 +94,20 @@ def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
     _check_segment_tiles(choice, sequences)
     batch = request.batch(choice)
     found = [with_tiles(choice, batch.num_tokens, loss, layers, sequences)]
-    if choice.pipeline_parallel == 1:
-        ways = found.copy()
-        if layers is None and sequences is None:
-            tokens = layer_tile_of(model, batch, _units(model, batch), device)
-            ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
-            tile = segment_tile_of(model, batch, _units(model, batch), device)
-            ways.append(with_tiles(found[0], batch.num_tokens, sequences=tile))
-        if loss is None:
-            # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth
-            # it.
-            for way in ways:
-                batch = request.batch(way)
-                tokens = tile_of(model, batch, _units(model, batch), device)
-                found.append(with_tiles(way, batch.num_tokens, loss=tokens))
-        else:
-            found += ways
+    ways = found.copy()
+    if layers is None and sequences is None and choice.pipeline_parallel == 1:
+        tokens = layer_tile_of(model, batch, _units(model, batch), device)
+        ways.append(with_tiles(found[0], batch.num_tokens, layers=tokens))
+        tile = segment_tile_of(model, batch, _units(model, batch), device)
+        ways.append(with_tiles(found[0], batch.num_tokens, sequences=tile))
+    if loss is None:
+        # Whole logits take more than any layer, so tiles of layers go with those of the loss, where these are worth it.
+        for way in ways:
+            batch = request.batch(way)
+            tokens = tile_of(model, batch, _units(model, batch), device)
+            found.append(with_tiles(way, batch.num_tokens, loss=tokens))
+    else:
+        found += ways
     yield from dict.fromkeys(found)
 
 

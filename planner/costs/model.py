@@ -364,7 +364,11 @@ class CostModel:
         return Price(latency_s, duration_s, tuple(sorted(uses)))
 
     def _send(self, task: Task) -> Price:
-        """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""
+        """Price one rank's transfer to another stage.
+
+        On the lane of collectives, the outer stages add up the gradient of tied weights: a rank brings it together from
+        the host, and from the shards of other ranks, and returns the sum to where it was.
+        """
         count = self.layout.pipeline
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, count - 1 - task.stage) % count
         fabric = self._fabrics.between(task.stage, to)
@@ -373,7 +377,14 @@ class CostModel:
         if fabric.via_host_link:
             best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
             uses.append((Resource.LINK_DOWN, min(rate, best)))
-        return Price(fabric.latency_s.value, task.num_bytes / rate, tuple(sorted(uses)))
+        duration_s = task.num_bytes / rate
+        if task.lane is Lane.COLLECTIVE:
+            if self._given.zero_stage:
+                duration_s += self._collective(dataclasses.replace(task, num_bytes=2 * task.num_bytes)).duration_s
+            moved_bytes = self._dtype_bytes * task.num_params
+            copies = (Task(0, lane, Op.FLUSH, task.phase, num_bytes=moved_bytes) for lane in (Lane.H2D, Lane.D2H))
+            duration_s += sum(self._copy(copy).duration_s for copy in copies)
+        return Price(fabric.latency_s.value, duration_s, tuple(sorted(uses)))
 
 
 def _seconds(quantity: Quantity | None) -> float:

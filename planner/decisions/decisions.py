@@ -30,6 +30,7 @@ class Decisions(Sharding):
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         num_forwards_ahead: micro-batches whose forward runs before the first one's backward, as in a pipeline's stages.
         round_starts: of a stage, the segments with which its rounds begin, but the first.
+        tied_weights: of a stage, its weights that another stage has too; they add up their gradients.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
     """
 
@@ -44,6 +45,7 @@ class Decisions(Sharding):
     update_start: Literal["step", "backward"] = "step"
     num_forwards_ahead: Count = 1
     round_starts: tuple[str, ...] = ()
+    tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True
     units: dict[str, UnitDecision]
 
@@ -187,6 +189,11 @@ def _check_pipeline(decisions: Decisions) -> None:
         raise ValueError(
             f"segment_tile_sequences {decisions.segment_tile_sequences} with pipeline_parallel "
             f"{decisions.pipeline_parallel}: stages take whole micro-batches; leave one of both out"
+        )
+    if decisions.spill_gradients:
+        raise ValueError(
+            f"spill_gradients with pipeline_parallel {decisions.pipeline_parallel}: stages add up gradients of weights "
+            "that they share at the step, where they are; leave it out"
         )
     if decisions.update_start == "backward":
         raise ValueError(

@@ -9,7 +9,7 @@ from collections import Counter
 
 from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
 
 _ADDING_PASSES = 3  # two gradients in, their sum out
 
@@ -18,7 +18,7 @@ def gradients(program: Program) -> None:
     """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
     decisions, num_slots = program.decisions, program.decisions.num_gradient_slots
     adds_up, last = decisions.in_rounds, decisions.num_micro_batches - 1
-    leaving: list[int] = []
+    tied, leaving = decisions.tied_weights, list[int]()
     spilled: list[Task] = []
     for draft in program.spine:
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
@@ -34,6 +34,8 @@ def gradients(program: Program) -> None:
         flushed = _flush(program, unit, draft, ready)
         if flushed:
             spill(program, unit, draft, flushed, spilled, num_slots)
+        if draft.micro_batch == last and (num_tied := sum(unit.unit.sizes.get(name, 0) for name in tied)):
+            _exchange(program, unit, flushed or ready, num_tied)
         if (gone := flushed or ready) is not draft:
             leaving.append(gone.index)
     settle(program)
@@ -99,11 +101,26 @@ def _flush(program: Program, unit: LoweredUnit, backward: Task, ready: Task) -> 
     return draft
 
 
+def _exchange(program: Program, unit: LoweredUnit, summed: Task, num_tied: int) -> None:
+    """Add up the gradient of a weight that another stage has too, when both have theirs.
+
+    Each stage does so where its gradient is: what went to the host comes back to a buffer on the device, as do shards
+    of ranks. Other collectives do not wait for it, so it is issued behind them.
+    """
+    decisions = program.decisions
+    draft = program.draft(Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit, summed.micro_batch, (summed.index,))
+    draft.num_bytes = decisions.precision.gradient_bytes * num_tied
+    draft.num_params = min(num_tied, unit.amounts.flushed_params)
+    program.at_step(draft)
+    program.hold_while(MemoryClass.WORKSPACE, draft.num_bytes, f"{unit.name} exchange", draft, draft)
+    unit.exchange = unit.final = unit.summed = draft
+
+
 def settle(program: Program) -> None:
     """Note the tasks after which summed gradients are where they are used, and let clipping wait for all of them."""
     last = program.decisions.num_micro_batches - 1
     for unit in program.units:
-        unit.final = unit.scatters.get(last) or unit.exchange or unit.backwards[-1]
+        unit.final = unit.final or unit.scatters.get(last) or unit.exchange or unit.backwards[-1]
         unit.summed = unit.summed or unit.flushes.get(last) or unit.final
     if not (clip := program.clip):
         return

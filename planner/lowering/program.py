@@ -44,7 +44,7 @@ class LoweredUnit:
         scatters, flushes: by micro-batch, the collective that reduces its gradient, and the last copy to the host.
         final: the task after which its summed gradient is on the device.
         summed: the task after which its whole summed gradient is where it will be used.
-        exchange: the all-reduce of a weight that the first and last pipeline stage share.
+        exchange: the all-reduce of a weight's gradient that the first and last pipeline stage share.
         spill: the write of its gradient to NVMe.
         updates: the update of every subgroup.
         changes: of every subgroup, the task that changes its state in its home: the update, or the store after it.

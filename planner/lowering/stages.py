@@ -3,9 +3,9 @@
 [Note: Stages] A stage of a pipeline is a smaller model (:func:`stage_of`), and is lowered by the same passes as any
 other. That is what its ranks execute ([Note: Pipelines] in :mod:`executor.driver.pipeline`). The schedule of the whole
 pipeline has the tasks of all stages, each with lanes and resources of its own, and three things more: hidden states and
-their gradients are sent from stage to stage, gradients of weights that two stages have are exchanged, and the clipping
-of each stage waits for the gradients of all. Warm-up, cool-down and bubbles follow from the order within each stage and
-from dependencies.
+their gradients are sent from stage to stage, stages that add up gradients of the same weights wait for each other, and
+the clipping of each stage waits for the gradients of all. Warm-up, cool-down and bubbles follow from the order within
+each stage and from dependencies.
 
 The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
@@ -105,6 +105,7 @@ def stage_of(
         "pipeline_rounds": 1,
         "num_forwards_ahead": ahead,
         "round_starts": tuple(chunk[0][0].segment for chunk in dealt[stage][1:]),
+        "tied_weights": tuple(tied.values()),
     }
     return tuple(own), decisions.model_copy(update=more), tied
 
@@ -184,7 +185,7 @@ def lower_stages(
         held += program.held
     join = _Join(programs, first)
     join.send(decisions)
-    join.exchange(stage_of(units, decisions, 0)[2], units, decisions)
+    join.exchange()
     order = [task for part in join.parts for task in part] + list(join.tail())
     name = f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)"
     return numbered(order, join.count, held, f"{name} in {num_stages} stages")
@@ -202,7 +203,7 @@ class _Join:
         self._programs, self.count = programs, count
         self.parts: list[list[Task]] = []
         self._parts = [_parts(program) for program in programs]
-        self._exchanges: list[Task] = []
+        self._exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
 
     def _draft(self, stage: int, lane: Lane, phase: Phase, unit: str, micro_batch: int, after: tuple[int, ...]) -> Task:
         task = Task(self.count, lane, Op.SEND, phase, unit, micro_batch, stage=stage, after=after)
@@ -231,30 +232,26 @@ class _Join:
                 part.append(send)
             self.parts.append(part)
 
-    def exchange(self, tied: dict[str, str], units: Sequence[Unit], decisions: Decisions) -> None:
-        """Add up the gradients of weights that the first and the last stage have, before any stage clips or updates."""
-        ends = [program.units for program in self._programs]
-        finals = [unit.summed for stage in ends for unit in stage if unit.num_params and unit.summed]
-        if tied:
-            sizes = {spec.name: spec.num_params for unit in units for spec in unit.parameters}
-            backward = tuple(program.computing[-1].index for program in (self._programs[0], self._programs[-1]))
-            for stage in (0, len(ends) - 1):
-                task = self._draft(stage, Lane.COLLECTIVE, Phase.BACKWARD, ends[stage][0].name, 0, backward)
-                task.num_bytes = decisions.precision.weight_bytes * sum(sizes[name] for name in tied)
-                self._exchanges.append(task)
+    def exchange(self) -> None:
+        """Let stages that add up gradients wait for each other, and each stage's clipping for all gradients."""
+        ready = dict.fromkeys(key for task in self._exchanges for key in task.after)
+        for task in self._exchanges:
+            task.after = tuple(ready)
+        summed = [unit.summed for program in self._programs for unit in program.units if unit.num_params]
         for program in self._programs:
             if clip := program.clip:
                 own = {*clip.after}
-                clip.after += tuple(task.index for task in (*finals, *self._exchanges) if task.index not in own)
+                clip.after += tuple(task.index for task in summed if task and task.index not in own)
 
     def tail(self) -> Iterable[Task]:
         """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
         before, behind = list[Task](), list[Task]()
         for program, parts in zip(self._programs, self._parts, strict=True):
             rest = parts[None]
-            count = rest.index(program.clip) if program.clip else 0
+            firsts = [rest.index(task) for task in (*self._exchanges, program.clip) if task in rest]
+            count = min(firsts, default=0)
             before += rest[:count]
-            behind += rest[count:]
+            behind += [task for task in rest[count:] if task not in self._exchanges]
         return itertools.chain(before, self._exchanges, behind)
 
 

@@ -48,6 +48,7 @@ class Attention:
         flash: one fused kernel. Otherwise this entry is only the two batched products, and elementwise kernels follow.
         backward: this is the backward of such a core.
         value_dim: width of a head's values; ``head_dim`` if it is not given.
+        num_keys: keys of a sequence, as of an encoder's in a decoder; ``seq_len`` if it is not given.
         num_steps: ranks that share the sequence, and kernels that this rank runs, each on ``1 / num_steps`` of its
             share. ``seq_len`` is the whole sequence, the FLOP are this rank's.
     """
@@ -60,6 +61,7 @@ class Attention:
     flash: bool = True
     backward: bool = False
     value_dim: int | None = None
+    num_keys: int | None = None
     num_steps: int = 1
     shares_keys: bool = False
 
@@ -67,12 +69,13 @@ class Attention:
     def flop(self) -> int:
         """Floating-point operations.
 
-        A forward has two products of 2 s^2 d each. A backward has four, and a fifth to recompute the scores if fused
-        (Dao et al., FlashAttention, appendix B). A fused causal kernel does half of each.
+        A forward has two products of 2 s k d each, of s queries and k keys. A backward has four, and a fifth to
+        recompute the scores if fused (Dao et al., FlashAttention, appendix B). A fused causal kernel does half of each.
         """
         of_keys, of_values = ((3 if self.flash else 2), 2) if self.backward else (1, 1)
         widths = of_keys * self.head_dim + of_values * (self.value_dim or self.head_dim)
-        full = 2 * self.batch * self.num_heads * self.seq_len**2 * widths // self.num_steps
+        scores = self.batch * self.num_heads * self.seq_len * (self.num_keys or self.seq_len)
+        full = 2 * scores * widths // self.num_steps
         return full // 2 if self.causal and self.flash else full
 
 

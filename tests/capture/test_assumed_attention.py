@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.models.captured import CapturedModel
+from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention
 from ullage.capture import capture, capture_module
 from ullage.capture.architectures import architecture
@@ -23,18 +24,47 @@ TINY = {
     "vocab_size": 128,
 }
 GPT_OSS = TINY | {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 32}
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 150,
+    "max_target_positions": 44,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 TOKENS = 128
 INPUTS = f"input_ids=2x{TOKENS}:int64", f"labels=2x{TOKENS}:int64"
 
 
-def captured(tmp_path, config, *, as_on_gpu: bool = True) -> CapturedModel:
+def captured(tmp_path, config, *, num_tokens: int = TOKENS, as_on_gpu: bool = True) -> CapturedModel:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    return capture(str(path), architecture(path).inputs(2, TOKENS), "fp32", as_on_gpu=as_on_gpu)
+    return capture(str(path), architecture(path).inputs(2, num_tokens), "fp32", as_on_gpu=as_on_gpu)
 
 
 def attentions(model: CapturedModel) -> list[Attention]:
     return [k for o in model.operators() for k in o.forward if isinstance(k, Attention) and k.flash]
+
+
+def test_a_decoder_attends_to_the_keys_of_its_encoder(tmp_path):
+    model = captured(tmp_path, WHISPER, num_tokens=44)
+    seen = {(core.seq_len, core.num_keys or core.seq_len): core for core in attentions(model)}
+    assert seen.keys() == {(150, 150), (44, 44), (44, 150)}
+    cross = seen[44, 150]
+    assert cross.flop == 2 * 2 * (2 * 2) * 44 * 150 * 16, "both products, of both heads and samples"
+    scratch_bytes = attention_scratch_bytes(cross, grouped=False, e=2)
+    assert scratch_bytes == 4 * (2 * 2 * 128) * (32 + 1), "of queries, in blocks of 128"
 
 
 def test_sinks_and_windows_are_one_kernel_on_a_gpu(tmp_path):

@@ -24,10 +24,20 @@ def steps(task: Task, reader: int):
         yield [{"input_ids": tokens, "labels": tokens} for tokens in micro_batches]
 
 
-def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
-    """Train in a pipeline; return losses and norms, and the weights that the model has after the session."""
+def penalized(model, factor: float):
+    """Return the loss of an output, and a penalty on weights of the last layer, read outside of their module."""
+    return lambda output, _batch: (
+        output.loss + factor * model.model.layers[-1].mlp.down_proj.weight.square().sum() if factor else output.loss
+    )
+
+
+def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, penalty: float = 0.0):
+    """Train in a pipeline; return losses and norms, and the weights that the model has after the session.
+
+    With a penalty, the last stage leaves the plan in each iteration.
+    """
     stage_size = decisions.data_parallel * decisions.tensor_parallel
-    reader = rank % stage_size // decisions.tensor_parallel
+    reader = rank % stage_size // decisions.tensor_parallel // decisions.context_parallel
     model, optimizer = prepare(task, decisions)
     torch.manual_seed(11 + reader)
     seen = []
@@ -35,13 +45,13 @@ def trained_in_stages(rank: int, _size: int, task: Task, decisions: Decisions):
         device = next(model.parameters()).device
         for micro_batches in steps(task, reader):
             there = [{name: values.to(device) for name, values in each.items()} for each in micro_batches]
-            seen += optimizer.forward_backward(there)
+            seen += optimizer.forward_backward(there, penalized(model, penalty))
             if task.max_norm is not None:
                 seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
-        is_tied = bool(optimizer.pipeline._tied)  # their gradients are added up off the plan
-        assert optimizer.session.num_left == (task.iterations if is_tied else 0)
+        leaves = penalty and rank >= size - stage_size
+        assert optimizer.session.num_left == (task.iterations if leaves else 0), "the others followed the plan"
     return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
 
 
@@ -53,7 +63,7 @@ def staged_on_gpu(rank: int, size: int, task: Task, decisions: Decisions):
     return seen, list(races.found)
 
 
-def trained_in_memory(task: Task, num_readers: int):
+def trained_in_memory(task: Task, num_readers: int, penalty: float = 0.0):
     """Train in one process, in memory, on what all readers have; return what :func:`trained_in_stages` does."""
     model = make_model(task)
     optimizer = make_optimizer(task, model)
@@ -61,7 +71,7 @@ def trained_in_memory(task: Task, num_readers: int):
     for of_readers in zip(*(steps(task, reader) for reader in range(num_readers)), strict=True):
         for losses, micro_batches in zip(seen, of_readers, strict=True):
             for batch in micro_batches:
-                loss = model(**batch).loss
+                loss = penalized(model, penalty)(model(**batch), batch)
                 (loss / (len(micro_batches) * num_readers)).backward()
                 losses.append(loss.item())
         if task.max_norm is not None:

@@ -237,7 +237,7 @@ def in_stages(draw: st.DrawFn) -> Case:
     num_layers = num_stages * num_rounds + draw(st.integers(0, 2))
     drawn = draw(decisions(small_units(model, num_layers), ours=True))
     given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "update_start": "step"}
-    given |= {"num_micro_batches": draw(st.integers(1, 5))}
+    given |= {"num_micro_batches": draw(st.integers(1, 5)), "spill_gradients": False}
     return Case(model, num_layers, Decisions.model_validate(dict(drawn) | given), draw(st.booleans()))
 
 

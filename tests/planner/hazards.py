@@ -247,6 +247,15 @@ class Walk(WalkedMemory):
                 gradient = self.read(self._arrival(task.unit, piece), frozenset())
                 self.write(("nvme gradient", task.unit, piece), gradient)
 
+    def _send(self, task: Task) -> None:
+        """The gradient of another stage is added to the unit's, wherever that is."""
+        for piece, place in enumerate(self.places(task.unit)):
+            self._summed(task.unit, piece, place)
+            flushes = self.decisions.flushes(task.unit, place)
+            where = self._arrival(task.unit, piece) if flushes else ("sum", task.unit)
+            self.write(where, self.memory.get(where))
+        self.write(("exchanged", task.unit), self.node[0])
+
     def _clip(self, _task: Task) -> None:
         """The norm is that of the summed gradient: on the device where it stays there, else read on the host."""
         for name, unit in self.units.items():
@@ -306,6 +315,8 @@ class Walk(WalkedMemory):
         place = self.places(task.unit)[task.piece]
         on_cpu = place in {Place.CPU, Place.NVME}
         self.expect(task.lane, Lane.CPU if on_cpu else Lane.GPU_UPDATE, "its lane as")
+        if self.units[task.unit].sizes.keys() & {*self.decisions.tied_weights}:
+            self.expect(self.read(("exchanged", task.unit)), self.node[0], "gradients of both stages in iteration")
         fused = self.decisions.host_update.is_pinned or not on_cpu
         if fused:
             self._clipped()

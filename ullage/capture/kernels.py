@@ -172,17 +172,23 @@ def _convolution_gemm(source: Tensor, output: Tensor, weight: Tensor, groups: in
 
 
 def _attention(args: Sequence[Any], kwargs: dict[str, Any], _output: Any, *, backward: bool = False) -> Kernels:
-    """Return fused attention. If the numbers of queries and keys differ, count square cores of the smaller number."""
+    """Return fused attention."""
     (query, key), position = (args[1:3], 7) if backward else (args[:2], 4)
     causal = bool(args[position] if len(args) > position else kwargs.get("is_causal", False))
     batch, num_heads, num_queries, head_dim = query.shape
-    side = math.gcd(num_queries, key.shape[2])
-    repeats = (num_queries // side) * (key.shape[2] // side)
-    causal, shares_keys = causal and repeats == 1, key.shape[1] < num_heads
-    core = Attention(
-        batch * repeats, num_heads, side, head_dim, causal=causal, backward=backward, shares_keys=shares_keys
+    num_keys = None if key.shape[2] == num_queries else key.shape[2]
+    return (
+        Attention(
+            batch,
+            num_heads,
+            num_queries,
+            head_dim,
+            causal=causal and num_keys is None,
+            backward=backward,
+            num_keys=num_keys,
+            shares_keys=key.shape[1] < num_heads,
+        ),
     )
-    return (core,)
 
 
 _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = {

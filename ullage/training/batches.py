@@ -89,11 +89,20 @@ class Batches:
             self._random = [(spec.name, random_input(spec, dtype, generator)) for spec in plan.model.inputs]
 
     def micro_batches(self, device: torch.device) -> list[dict[str, Any]]:
-        """Return the next iteration's micro-batches, as the arguments of the model; for pipelines."""
-        assert self._stream is not None
+        """Return the next iteration's micro-batches, as named arguments of the model; for pipelines.
+
+        Raises:
+            PlanError: inputs of the model have no names.
+        """
         found = []
         for _ in range(self._num_micro_batches):
-            found.append(self._inputs(device, self._own, self._at_once))
+            args, kwargs = self._inputs(device, self._own, self._at_once)
+            if args:
+                raise PlanError(
+                    "stages of a pipeline get the model's inputs by name, but the plan's are in the order of its "
+                    "forward; plan with names (--input-shape NAME=SHAPE), or with --parallel pipeline=1"
+                )
+            found.append(kwargs)
             self.position += self._at_once
         return found
 
@@ -118,22 +127,24 @@ class Batches:
         there = self._at_once if num_sequences is None else num_sequences
         own = self._own if self._own.start < there else slice(self._own.stop - self._own.start)
         device = next(model.parameters()).device
-        if self._stream is None:
-            args = [to_device(tensor, device) for name, tensor in self._random if not name]
-            kwargs = {name: to_device(tensor, device) for name, tensor in self._random if name}
-            loss = find_loss(model(*args, **kwargs))[0]
-        else:
-            loss = model(**self._inputs(device, own, there)).loss
+        args, kwargs = self._inputs(device, own, there)
         self.position += there
-        return loss
+        return loss_of(model(*args, **kwargs))
 
-    def _inputs(self, device: torch.device, own: slice, num_sequences: int) -> dict[str, Any]:
+    def _inputs(self, device: torch.device, own: slice, num_sequences: int) -> tuple[list[Tensor], dict[str, Any]]:
         """Return the model's arguments for its part of the next sequences, which all ranks together read."""
-        assert self._stream is not None
+        if self._stream is None:
+            there = [(name, to_device(tensor, device)) for name, tensor in self._random]
+            return [tensor for name, tensor in there if not name], {name: tensor for name, tensor in there if name}
         self._stream.position = self.position
         tokens = to_device(self._stream.next(num_sequences)[own], device)
         further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
-        return {"input_ids": tokens, "labels": tokens, **further}
+        return [], {"input_ids": tokens, "labels": tokens, **further}
+
+
+def loss_of(output: Any, _batch: object = None) -> Tensor:
+    """Return the loss in a model's output, as the capture found it."""
+    return find_loss(output)[0]
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from executor.prepare import OffloadedOptimizer
 from planner.schedule.tasks import Tier
-from ullage.training.batches import Batches
+from ullage.training.batches import Batches, loss_of
 from ullage.training.checkpoints import Saver
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
 
@@ -93,7 +93,7 @@ def _compute(model: nn.Module, optimizer: OffloadedOptimizer, batches: Batches) 
     device = next(model.parameters()).device
     total = torch.zeros((), device=device)
     if optimizer.pipeline is not None:
-        losses = optimizer.forward_backward(batches.micro_batches(device))
+        losses = optimizer.forward_backward(batches.micro_batches(device), loss_of)
         total += sum(losses) / len(losses)
     else:
         for loss in batches.losses(model):

@@ -156,7 +156,8 @@ def attention_scratch_bytes(core: Attention, *, grouped: bool, e: int) -> int:
     rows = core.batch * core.num_heads * (-(-core.seq_len // 128) * 128)
     grain = 32 if core.head_dim <= 128 else 64
     sums_bytes = 4 * rows * (-(-core.head_dim // grain) * grain + 1)
-    return sums_bytes + 2 * core.batch * core.num_heads * core.seq_len * core.head_dim * e * grouped
+    keys = core.num_keys or core.seq_len
+    return sums_bytes + 2 * core.batch * core.num_heads * keys * core.head_dim * e * grouped
 
 
 def eager_attention(core: Attention, query_elements: int, key_value_elements: int, e: int, *, upcast: bool) -> Work:

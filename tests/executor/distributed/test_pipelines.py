@@ -51,6 +51,9 @@ STAGED = {
         OFF,
     ),
     "rounds, tensors": ("llama-tied-deep-shared", 3, 2, {"pipeline_rounds": 2, "tensor_parallel": 2}, NVME),
+    "loss in tiles": ("llama-tied", 3, 2, {"loss_tile_tokens": 8}, AGAIN),
+    "loss in tiles, tensors": ("llama-tied-shared", 3, 2, {"loss_tile_tokens": 8, "tensor_parallel": 2}, OFF),
+    "layers in tiles": ("llama", 3, 2, {"loss_tile_tokens": 8, "layer_tile_tokens": 8}, HOST),
     "activations on the host": ("llama-tied", 5, 3, {}, LEAVING),
     "activations on the host, in rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, LEAVING),
     "activations on drives": ("gpt2-still-shared", 4, 2, {}, ON_DRIVES),
@@ -68,10 +71,42 @@ STAGED = {
         {"pipeline_rounds": 2, "tensor_parallel": 2},
         LEAVING,
     ),
+    "sequences": ("llama-tied-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, OFF),
+    "sequences, in rounds": (
+        "llama-tied-deep-shared",
+        3,
+        2,
+        {"pipeline_rounds": 2, "data_parallel": 2, "context_parallel": 2, "zero_stage": 3},
+        AGAIN,
+    ),
+    "sequences, loss in tiles": (
+        "qwen3-shared",
+        2,
+        2,
+        {"data_parallel": 2, "context_parallel": 2, "zero_stage": 2, "loss_tile_tokens": 5},
+        uniform("gpu", "cpu"),
+    ),
+    "sequences, learned positions": ("gpt2-still-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, LEAVING),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {
     "data and tensors": ("qwen3-shared", 3, 2, {"data_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}, OFF),
+    "sequences and tensors": (
+        "llama-tied-shared",
+        3,
+        2,
+        {"data_parallel": 2, "context_parallel": 2, "tensor_parallel": 2},
+        HOST,
+    ),
+    "sequences and data": ("qwen3-shared", 3, 2, {"data_parallel": 4, "context_parallel": 2, "zero_stage": 3}, OFF),
+    "sequences and experts": (
+        "mixtral-shared",
+        3,
+        2,
+        {"data_parallel": 4, "context_parallel": 2, "expert_parallel": 2, "zero_stage": 1},
+        uniform("gpu", "cpu"),
+    ),
+    "sequences, four stages": ("llama-tied-deep-shared", 4, 4, {"data_parallel": 2, "context_parallel": 2}, NVME),
     "experts and tensors": (
         "mixtral-shared",
         3,
@@ -90,15 +125,15 @@ EIGHT = {
 }
 
 
-def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32):
+def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32, penalty=0.0):
     """Compare three clipped steps of plain SGD: what has become of weights are their gradients."""
     task = Task(family, dtype, num_micro_batches, max_norm=0.5, iterations=3, schedule=False, optimizer="sgd-plain")
     decisions = decide(task, choose, pipeline_parallel=stages, **degrees)
-    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, timeout_s=100.0)
-    losses, final = trained_in_memory(task, decisions.data_parallel)
+    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, penalty, timeout_s=100.0)
+    losses, final = trained_in_memory(task, decisions.num_readers, penalty)
     error = 2e-6 if dtype is torch.float32 else 2**-6
     for rank, (seen, weights) in enumerate(results):
-        reader = rank % (decisions.num_devices // stages) // decisions.tensor_parallel
+        reader = rank % (decisions.num_devices // stages) // decisions.tensor_parallel // decisions.context_parallel
         assert seen == pytest.approx(losses[reader], rel=5 * error), rank
         assert weights.keys() == final.keys()
         for name, values in final.items():
@@ -110,6 +145,11 @@ def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
     check(processes, family, count, stages, degrees, choose, dtype)
+
+
+@pytest.mark.parametrize(("degrees", "choose"), [({}, OFF), ({"data_parallel": 2, "zero_stage": 2}, AGAIN)])
+def test_a_stage_that_leaves_the_plan_trains_shared_weights_too(processes, degrees, choose):
+    check(processes, "llama-tied", 3, 2, degrees, choose, penalty=1e-3)
 
 
 @pytest.mark.part(0)
@@ -163,8 +203,8 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    task = Task(family, torch.float32, 3, max_norm=0.5, iterations=3, schedule=False)
-    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds)
+    task = Task(family, torch.float32, 3, max_norm=0.5 if rounds > 1 else None, iterations=3, schedule=False)
+    decisions = decide(task, choose, pipeline_parallel=2, pipeline_rounds=rounds, clip=rounds > 1)
     losses, _ = trained_in_memory(task, 1)
     for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
@@ -179,7 +219,10 @@ def test_stages_hold_what_is_planned(processes, choose, rounds):
         assert 0.9 * planned < measured < 1.005 * planned
 
 
-@pytest.mark.parametrize("degrees", [{"pipeline_rounds": 2}, {"tensor_parallel": 2}], ids=str)
+SENDING = [{"pipeline_rounds": 2}, {"tensor_parallel": 2}, {"data_parallel": 2, "context_parallel": 2}]
+
+
+@pytest.mark.parametrize("degrees", SENDING, ids=str)
 def test_stages_send_what_is_planned(processes, degrees):
     task = Task("llama-tied-deep-shared", torch.float32, 3, iterations=1)
     decisions = decide(task, KEPT, pipeline_parallel=2, **degrees)

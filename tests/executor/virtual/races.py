@@ -158,6 +158,11 @@ class Races:
         with self._lock:
             _join(self._clocks[this_thread()], moment)
 
+    def met_caller(self):
+        """The calling thread has waited for the thread that adds gradients up, which acts as the caller."""
+        with self._lock:
+            _join(self._clocks[this_thread()], self._clocks[CALLER])
+
     def met_all(self):
         """The calling thread has waited for all lanes to come to rest."""
         with self._lock:

@@ -40,6 +40,10 @@ class _Backend(CudaBackend):
         moment.host = self._races.moment()
         return moment
 
+    def settle(self):
+        super().settle()
+        self._races.met_caller()
+
     def wait_event(self, lane, moment):
         self._races.met(moment.host)
         if lane is not self._blind:

@@ -26,7 +26,7 @@ from planner.simulate.prediction import memory_peaks, needs_bytes
 
 
 def is_between(task: Task) -> bool:
-    return task.op is Op.SEND
+    return task.lane in {Lane.SEND, Lane.SEND_BACK}
 
 
 def alike(task: Task) -> Task:
@@ -49,7 +49,7 @@ def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: Case):
             assert {number[i] for i in task.after if i in number} == {*own.after}
             assert {number[i] for i in task.after_previous} == {*own.after_previous}
             others = [whole.tasks[i] for i in task.after if i not in number]
-            assert task.op is Op.CLIP or all(map(is_between, others))
+            assert task.op in {Op.CLIP, Op.SEND} or all(map(is_between, others))
         buffers = [b for b in whole.buffers if b.stage == stage]
         ends = [(b.num_bytes, b.tier, number.get(b.first), number.get(b.last)) for b in buffers]
         assert ends == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
@@ -137,8 +137,11 @@ def test_stages_wait_for_one_another_where_they_must(name: str) -> None:
         if phase is Phase.BACKWARD and stage < 2:
             assert sends[Lane.SEND_BACK, stage + 1, micro_batch] in before[task.index]
     flushed = {t.index for t in tasks if t.op is Op.FLUSH}
-    exchanged = {t.index for t in tasks if is_between(t) and t.lane is Lane.COLLECTIVE}
-    assert bool(exchanged) == (name == "gpt2")  # which has tied weights
+    exchanges = [t for t in tasks if t.op is Op.SEND and t.lane is Lane.COLLECTIVE]
+    exchanged = {t.index for t in exchanges}
+    assert [t.stage for t in exchanges] == ([0, 2] if name == "gpt2" else [])  # which has tied weights
+    ends = {t.index for t in tasks if t.op is Op.FLUSH and t.unit in {u.unit for u in exchanges} and t.micro_batch == 3}
+    assert all({*t.after} == ends for t in exchanges)
     clips = [t for t in tasks if t.op is Op.CLIP]
     assert len(clips) == 3
     assert all(before[clip.index] >= flushed | exchanged for clip in clips)

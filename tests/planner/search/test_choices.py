@@ -96,7 +96,6 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
         ({"context_parallel": 8}, "has 12 heads and 12 of keys on a rank, which 8 context-parallel ranks cannot share"),
         ({"context_parallel": 4, "seq_len": 1026}, "sequences of 1026 tokens cannot be shared equally by 4"),
         ({"context_parallel": 3, "seq_len": 6}, "context_parallel 3 must divide the 8 data-parallel ranks"),
-        ({"context_parallel": 2, "pipeline_parallel": 2}, "sequences are not shared by ranks of a pipeline"),
         ({"tensor_parallel": 8}, "num_attention_heads of opt-125m is 12, which 8 tensor-parallel ranks cannot share"),
         ({"global_batch": 7, "micro_batch": 2}, "a global batch of 7 sequences cannot be cut"),
         ({"num_devices": 16, "pipeline_parallel": 16}, "has 12 layers, which 16 pipeline stages cannot share"),

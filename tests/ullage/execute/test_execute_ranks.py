@@ -25,10 +25,12 @@ from planner.choices.variants import variants
 from planner.decisions import FP32, Place, UnitDecision
 from planner.plan.document import load_plan
 from planner.plan.planning import make_plan
-from planner.schedule.tasks import Op
+from planner.schedule.tasks import Lane, Op
 from planner.search import Scorer
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import chosen_request
+from ullage.capture import capture
+from ullage.capture.architectures import architecture
 from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
@@ -53,7 +55,7 @@ def two_devices(memory_bytes: int) -> HardwareProfile:
 
 
 def planned(folder: Path, **degrees: int) -> Path:
-    model = narrow_llama(4 if "pipeline_rounds" in degrees else 2)
+    model = narrow_llama(4, tied_embeddings=True) if "pipeline_rounds" in degrees else narrow_llama(2)
     # Where layers are shared there is less to hold: so much memory that something must leave in any case.
     machine = two_devices(15_000_000 if degrees else 22_000_000)
     batch = {"seq_len": 64, "micro_batch": 2, "num_micro_batches": 2}
@@ -103,13 +105,43 @@ def test_two_stages_train_one_model(tmp_path: Path) -> None:
     assert run.timeline.num_iterations == 6
     tasks = run.timeline.schedule.tasks
     seen = {span.task for span in run.timeline.of_iteration(4)}
-    assert seen == {task.index for task in tasks if task.stage == 0 and task.op is not Op.SEND}
+    assert seen == {task.index for task in tasks if task.stage == 0 and task.lane not in {Lane.SEND, Lane.SEND_BACK}}
+    assert any(tasks[index].op is Op.SEND for index in seen), "gradients of the weight that stages share"
+    assert run.num_left == 0
     assert printed["phases"].keys() >= {"forward", "backward", "iteration"}
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert all(values.isfinite().all() and values.dtype is torch.bfloat16 for values in model.state_dict().values())
     words = ("--iterations", "8", "--resume", "--checkpoint-dir", checkpoints)
     assert "step-00000006" in trained(plan, tmp_path / "more", *words)[1]
     assert load_run(tmp_path / "more" / "run.json").data_position == 8 * 2 * 2
+
+
+def test_stages_of_a_captured_model_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT, with two of its three layers in the first stage, and a weight that both stages have."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 200, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (config := tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **sizes})
+    )
+    model = capture(str(config), architecture(config).inputs(2, 16), "fp32")
+    losses = []
+    for number in (1, 2):
+        batch = {
+            "seq_len": 16,
+            "micro_batch": 2,
+            "num_micro_batches": 2,
+            "pipeline_parallel": number,
+            "num_devices": number,
+        }
+        machine = two_devices(2**30) if number == 2 else load_profile("epyc-turin-2c")
+        (folder := tmp_path / str(number)).mkdir()
+        (path := folder / "plan.json").write_text(make_plan(Request(model, machine, precision=FP32, **batch)).to_json())
+        if number == 1:
+            assert main(["execute", str(path), "--iterations", "4", "--output-dir", str(folder), "--json"]) == 0
+            losses.append(json.loads(capsys.readouterr().out)["losses"])
+        else:
+            losses.append(json.loads(trained(path, folder / "out", "--iterations", "4", "--json")[0])["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_what_stages_cannot_do_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def _train(
         if losses:
             timeline = optimizer.session.timeline() if first is None else first
             schedule = optimizer.plan.schedule(takes_snapshots=saver is not None)
-            record = _record(process, optimizer, batches, losses, as_planned(timeline, schedule))
+            record = _record(process, optimizer, batches, losses, as_planned(timeline, schedule, process.stage))
         signal = None if interruption is None else interruption.signal
         not_saved = _save(args, optimizer, warn) if signal is None else None
         if saver is not None:
