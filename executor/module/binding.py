@@ -98,8 +98,9 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
         if found:
             result[module] = found.pop()
     modules = dict(model.named_modules())
-    for reader, unit_name in _readers(modules, result, units):
-        result.setdefault(reader, unit_name)
+    order = [unit.name for unit in units]
+    for reader, unit_name in _readers(modules, result, units):  # it may read these before parameters of its own
+        result[reader] = min(unit_name, result.get(reader, unit_name), key=order.index)
     if not several:
         result.setdefault(model, next(unit.name for unit in units if not unit.is_unused))
     return result

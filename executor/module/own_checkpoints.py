@@ -61,10 +61,7 @@ def _install() -> None:
 
     @functools.wraps(generator)
     def generated(function: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return nothing_around() if passes(function) else generator(function, *args, **kwargs)
-
-    def nothing_around() -> Iterator[None]:
-        yield
+        return (None for _ in range(1)) if passes(function) else generator(function, *args, **kwargs)
 
     def applied(function: Any, preserve: bool, *args: Any) -> Any:
         return function(*args) if passes(function) else apply(function, preserve, *args)

@@ -23,7 +23,7 @@ TRIED = {
         "weights_made_once",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
-    "models": ("deberta", "t5", "llava_with_text_alone", "tokens_ahead", "latents_and_queries"),
+    "models": ("t5", "llava_with_text_alone", "tokens_ahead", "latents_and_queries", "tables_before_blocks"),
     "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": (

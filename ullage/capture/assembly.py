@@ -198,17 +198,14 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
             number = first_use.get(name, -1)
             drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
-        draft.parameters.sort(key=lambda name: _first_read(recording, draft, name))
+        first = {name: i for i in reversed(draft.events) for name in recording.forward[i].parameters}
+        draft.parameters.sort(key=lambda name: first.get(name, len(recording.forward)))
     shared: set[tuple[int, str]] = set()
     for name, number in uses:
         draft = drafts[number]
         if unit_of[name.rpartition(".")[0]] != draft.unit and (draft.unit, name) not in shared:
             shared.add((draft.unit, name))
             draft.shared.append(name)
-
-
-def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
-    return next((i for i in draft.events if name in recording.forward[i].parameters), len(recording.forward))
 
 
 def _units_of_calls(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
@@ -436,19 +433,17 @@ def _block(
                 output_bytes=draft.output_bytes,
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(not_rerun),
-                product_bytes=sum(_product_bytes(recording, index) for index in draft.events[:cut]),
+                product_bytes=sum(
+                    recording.forward[index].product_bytes
+                    for index in draft.events[:cut]  # offloading cannot keep results that are changed later
+                    if all(recording.changed.get(number, -1) <= index for number in recording.forward[index].storages)
+                ),
                 in_tiles=draft.path in recording.tiled and seen[name] == 1,
                 changed_inputs=(_changed_inputs(recording, of) or None) if path and not operators else None,
                 copies_input=not operators and bool(saves) and inputs.isdisjoint(save.storage for save in saves),
             )
         )
     return CapturedBlock(operators=tuple(operators))
-
-
-def _product_bytes(recording: Recording, index: int) -> int:
-    """Return the bytes of a product's results; 0 if they are changed later, so that offloading cannot keep them."""
-    event = recording.forward[index]
-    return 0 if any(recording.changed.get(number, -1) > index for number in event.storages) else event.product_bytes
 
 
 def _changed_inputs(recording: Recording, of: Block) -> tuple[int, ...]:

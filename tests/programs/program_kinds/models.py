@@ -388,3 +388,23 @@ def latents_and_queries(ullage) -> Trained:
             return self.last(self.answer(self.query.expand(len(x), -1, -1), x, x)[0])
 
     return train(ullage, Perceiver(), lambda step: (torch.randn(4, 7, 64, generator=seeded(step)),))
+
+
+@program
+def tables_before_blocks(ullage) -> Trained:
+    """A table of the model is read before its first block, and a parameter of its own behind the last."""
+
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.scale = nn.ParameterDict({"places": torch.zeros(64)}), nn.Parameter(torch.ones(64))
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+            self.last = nn.Linear(64, 8)
+
+        def forward(self, x):
+            x = x + self.tables["places"]
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x * self.scale)
+
+    return train(ullage, Tabled(), lambda step: (torch.randn(8, 64, generator=seeded(step)),))
