@@ -238,7 +238,7 @@ def run_uncompiled(model: nn.Module) -> Iterator[Callable[[], None]]:
         if module._compiled_call_impl is not None:  # module.compile() was called
             yield functools.partial(own.update, _compiled_call_impl=own["_compiled_call_impl"])
             own["_compiled_call_impl"] = None
-        inner: Any = module._modules["_orig_mod"] if "_orig_mod" in module._modules else None
+        inner: Any = dict(module.named_children()).get("_orig_mod")
         if inner is not None and own["forward"] != inner.__call__:  # torch.compile(module) returned it
             yield functools.partial(own.update, forward=own["forward"])
             own["forward"] = inner.__call__
