@@ -1,6 +1,5 @@
 """Make a plan from a user's model, optimizer and one batch, for the memory that is free on this machine now."""
 
-import argparse
 import json
 import math
 import os
@@ -345,7 +344,7 @@ def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int |
     if isinstance(wanted, str):
         try:
             wanted = parse_bytes(wanted)
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             raise ValueError(f"device_memory: {error}") from error
     if wanted is not None:
         margin = FOR_LIBRARIES_BYTES if kind == "gpu" else 0
