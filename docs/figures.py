@@ -15,8 +15,9 @@ from planner.models.registry import list_models, resolve_model
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 from ullage.analysis.runs import load_run
-from ullage.analysis.simulation import requested, simulate
+from ullage.analysis.simulation import planned, simulate
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
+from ullage.planning import plan
 from ullage.report.charts import Chart, Mark, Picture, value_text
 from ullage.report.iteration import iteration_part
 
@@ -178,9 +179,9 @@ def draw_limits(question: str, label: str, xlim: tuple[float, float]) -> None:
 
 def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
-    request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
+    made = plan(Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4))
     for engine in ("zero-offload", "ullage"):
-        part = iteration_part(requested(request, engine))
+        part = iteration_part(planned(made, engine))
         keys = ("memory-gpu", "traffic-host-link", "busy")
         figure, panels = plt.subplots(3, 1, sharex=True, figsize=(10, 7), layout="constrained", height_ratios=(5, 4, 3))
         for axes, key in zip(panels, keys, strict=True):

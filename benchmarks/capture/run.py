@@ -39,12 +39,14 @@ def compare(name: str) -> dict[str, Any]:
 
     from hwprofiles.registry import load_profile  # noqa: PLC0415
     from planner.choices.request import Request  # noqa: PLC0415
+    from planner.choices.variants import variants  # noqa: PLC0415
     from planner.graph import Batch, Elementwise, build_graph, units  # noqa: PLC0415
     from planner.models import resolve_model, to_hf_config_dict  # noqa: PLC0415
     from planner.models.captured import CapturedInput  # noqa: PLC0415
     from planner.models.kernels import flop, num_kernels  # noqa: PLC0415
-    from ullage.analysis.simulation import requested  # noqa: PLC0415
+    from planner.search import best_of  # noqa: PLC0415
     from ullage.capture import capture_module  # noqa: PLC0415
+    from ullage.rivals.best import best_of_engine, scorer_of  # noqa: PLC0415
 
     config = resolve_model(name)
 
@@ -77,7 +79,8 @@ def compare(name: str) -> dict[str, Any]:
     for model in models:
         machine = load_profile("h100x4-80g")
         request = Request(model, machine, num_devices=4, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, expert_units=1)
-        iterations.append(requested(request, "zero-offload").phases.iteration_s)
+        tried = (best_of_engine(one.setup, scorer_of(one), "zero-offload") for one in variants(request))
+        iterations.append(best_of(tried).iteration_s)
     return {
         "model": name,
         "num_params": captured.num_params,

@@ -13,6 +13,7 @@ from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.graph import Unit
 from planner.lowering.stages import of_stages, stage_of
 from planner.placements import mixed
+from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
@@ -50,8 +51,15 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
     best = _Shares(resident=0 if may_fetch else _PARTS)
     yield (least := score(best))
     if least.missing_bytes:  # the host may lack what the devices have room for
-        shared = (_Shares(resident=share, updated_there=share) for share in range(1, _PARTS // 2))
-        if (found := next((shares for shares in shared if not score(shares).missing_bytes), None)) is None:
+        found, low, high = None, 1, _PARTS // 2 - 1
+        while low <= high:  # the more stays on devices, the less the host lacks
+            middle = (low + high) // 2
+            shares = _Shares(resident=middle, updated_there=middle)
+            if (missing := score(shares).missing_bytes).keys() - {Tier.GPU}:
+                low = middle + 1
+            else:
+                found, high = found if missing else shares, middle - 1
+        if found is None:
             return
         best = found
     for fields in _ORDERS:

@@ -11,14 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Sharding
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.kernels import flop
-from ullage.analysis.simulation import requested
+from planner.search import best_of
 from ullage.capture import capture_module
+from ullage.rivals.best import best_of_engine, scorer_of
 
 MICRO_BATCH, SEQ_LEN = 2, 512
 NAMES = ["opt-1.3b", "gpt2", "llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-8b", "mixtral-8x7b"]
@@ -97,7 +99,8 @@ def test_predicted_iterations_agree(name: str, engine: str) -> None:
 
     def iteration_s(model: Model) -> float:
         request = Request(model, hardware, num_devices=4, seq_len=SEQ_LEN, micro_batch=MICRO_BATCH, expert_units=1)
-        return requested(request, engine).phases.iteration_s
+        rivals = variants(request)
+        return best_of(best_of_engine(rival.setup, scorer_of(rival), engine) for rival in rivals).iteration_s
 
     analytic, captured = map(iteration_s, capture(name))
     assert captured == pytest.approx(analytic, rel=0.01)

@@ -19,7 +19,6 @@ from serving import Served
 
 from ullage.web.app import LOCAL, Place, make_app
 from ullage.web.jobs import Jobs
-from ullage.web.worker import Limits
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -30,7 +29,7 @@ def served() -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    jobs = Jobs(num_workers=2, limits=Limits(memory_bytes=2 << 30, cpu_s=100))
+    jobs = Jobs(num_workers=2, memory_bytes=2 << 30, cpu_s=100)
     app = make_app(Place(LOCAL | {"plans.example.org"}, public=True), jobs)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     loop = asyncio.new_event_loop()

@@ -196,16 +196,15 @@ def test_who_leaves_ends_the_work(served: Served) -> None:
 
 
 def test_what_takes_too_much_is_one_line(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ullage.web.worker import Limits  # noqa: PLC0415
-
-    monkeypatch.setattr(served.jobs, "limits", Limits(memory_bytes=1 << 20, cpu_s=100))
+    monkeypatch.setattr(served.jobs, "memory_bytes", 1 << 20)
     status, lines = served.ask("answer", QUICK | {"seq_len": 320})
     assert status == 200
     assert "memory" in lines[-1]["error"]
-    monkeypatch.setattr(served.jobs, "limits", Limits(cpu_s=1))
+    monkeypatch.undo()
+    monkeypatch.setattr(served.jobs, "cpu_s", 1)
     _, lines = served.ask("cheapest", {"model": "llama-3-70b", "seq_len": 320})
     assert "more memory or time" in lines[-1]["error"]
-    monkeypatch.setattr(served.jobs, "limits", Limits())
+    monkeypatch.undo()
     monkeypatch.setattr(served.jobs, "most_s", 0.5)
     _, lines = served.ask("cheapest", {"model": "llama-3-70b", "seq_len": 384})
     assert "takes longer" in lines[-1]["error"]

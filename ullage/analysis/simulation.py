@@ -1,14 +1,13 @@
-"""Simulate a plan, or an engine policy in place of a plan or for a request."""
+"""Simulate a plan, or an engine policy in its place."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
 
 from planner.choices.request import Request
-from planner.choices.variants import Variant, variants
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Decisions
 from planner.optimizers import OPTIMIZERS
-from planner.plan.competition import compete
 from planner.plan.document import Plan
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
@@ -55,32 +54,9 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Itera
     decisions = plan.decisions
     if engine != OURS or setting is not None:
         tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
-        decisions = _decided(dataclasses.replace(chosen_request(plan), **tiles), engine, setting)[1]
+        rivals = variants(dataclasses.replace(chosen_request(plan), **tiles))  # whole logits, and tiles of them
+        decisions = best_of(_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals).decisions
     return _of_plan(plan, _name(engine, setting), decisions)
-
-
-def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Iteration:
-    """Return an iteration by an engine for a request, even if it does not fit; by ``ullage``: the best of a search.
-
-    Raises:
-        ValueError: the engine or its setting does not exist.
-    """
-    variant, decisions = _decided(request, engine, setting)
-    units, cost = variant.setup.units, variant.cost
-    if decisions.precision != cost.precision:
-        cost = CostModel.of(request.hardware, units, decisions)
-    return Iteration(_name(engine, setting), request.model, request.hardware, units, request.seq_len, decisions, cost)
-
-
-def _decided(request: Request, engine: str, setting: str | None) -> tuple[Variant, Decisions]:
-    """Return the better of whole logits and tiles. Degrees and batch sizes are those of the request."""
-    rivals = variants(request)
-    if engine == OURS and setting is None:
-        found = compete(rivals)
-        return found.own, found.decisions
-    best = [_best(engine, setting, rival.setup, scorer_of(rival)) for rival in rivals]
-    at = min(range(len(rivals)), key=lambda at: best[at].order)
-    return rivals[at], best[at].decisions
 
 
 def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Candidate:

@@ -242,7 +242,7 @@ class Option:
         """Return the value that a text means.
 
         Raises:
-            argparse.ArgumentTypeError: it means none.
+            UnreadableError: it means none.
         """
         if self.choices:
             return choice(*self.choices)(text)

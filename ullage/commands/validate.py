@@ -1,10 +1,9 @@
 """``ullage validate``: predict published runs, and show the errors."""
 
 import argparse
-import dataclasses
 import fnmatch
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent
 from ullage.report.charts import Table
 from ullage.report.terminal import answer
-from ullage.rivals.cases import Case, CaseError, Metric, Outcome, load_cases
+from ullage.rivals.cases import Case, CaseError, Metric, load_cases
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -50,46 +49,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """A case with its prediction, and whether its profile was fitted to it.
-
-    Attributes:
-        interval_s: within which its iteration should be in 8 of 10 cases; ``None``: not asked for, or not known.
-    """
-
-    file: Path
-    case: Case
-    outcome: Outcome
-    fitted: bool
-    interval_s: tuple[float, float] | None = None
-
-    @property
-    def inside(self) -> bool | None:
-        """Whether the measured iteration is in the interval; ``None`` if there is none."""
-        if self.interval_s is None:
-            return None
-        return self.interval_s[0] <= self.case.measurements()[Metric.ITERATION] <= self.interval_s[1]
-
-    def rows(self) -> dict[Metric, Row]:
-        """Return measured and predicted values side by side."""
-        return {
-            metric: Row(metric.value, self.outcome.values[metric], measured, metric.unit)
-            for metric, measured in self.case.measurements().items()
-        }
-
-    def error(self, metric: Metric) -> float | None:
-        """Return the signed relative error of one metric, if it was measured."""
-        row = self.rows().get(metric)
-        return row.error if row else None
-
-    def headlines(self) -> Iterator[tuple[str, float]]:
-        """Yield name and signed relative error of each quantity to which the thresholds apply."""
-        for metric, row in self.rows().items():
-            if metric.headline:
-                yield f"{self.case.id} ({metric.value})", row.error or 0.0
-
-
 def run(args: argparse.Namespace) -> int:
     """Predict all cases, print errors, apply thresholds."""
     chosen = [
@@ -110,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
-    data = {"cases": [_case_json(item) for item in checked], "summaries": summaries, "failures": failures}
+    data = {"cases": checked, "summaries": summaries, "failures": failures}
     answer(args, data, *_shown(checked, summaries, failures))
     return 1 if failures else 0
 
@@ -120,12 +79,25 @@ def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
     return frozenset(run for item in quantities(profile).values() for run in item.provenance.runs or ())
 
 
-def _checked(path: Path, case: Case, profile: HardwareProfile, fitted: bool, *, intervals: bool) -> Checked:
-    outcome = case.predict(profile)
-    if not intervals or outcome.iteration_s is None or Metric.ITERATION not in case.measurements():
-        return Checked(path, case, outcome, fitted)
-    around = interval_s(profile, outcome.iteration_s, outcome.values[Metric.ITERATION])
-    return Checked(path, case, outcome, fitted, around)
+def _checked(path: Path, case: Case, profile: HardwareProfile, fitted: bool, *, intervals: bool) -> dict[str, Any]:
+    """Return a case with its prediction, and whether its profile was fitted to it, as data for JSON."""
+    outcome, measurements = case.predict(profile), case.measurements()
+    checked: dict[str, Any] = {
+        "id": case.id,
+        "file": str(path),
+        "hardware": case.hardware,
+        "fitted": fitted,
+        "converged": outcome.converged,
+        "warnings": outcome.warnings,
+    }
+    if intervals and outcome.iteration_s is not None and Metric.ITERATION in measurements:
+        low_s, high_s = interval_s(profile, outcome.iteration_s, outcome.values[Metric.ITERATION])
+        checked["interval_s"] = low_s, high_s
+        checked["inside"] = low_s <= measurements[Metric.ITERATION] <= high_s
+    for metric, measured in measurements.items():
+        row = Row(metric.value, outcome.values[metric], measured, metric.unit)
+        checked[row.name] = {"predicted": row.predicted, "measured": row.measured, "error": row.error}
+    return checked
 
 
 def _profiles(cases: Iterable[Case]) -> dict[str, HardwareProfile]:
@@ -140,17 +112,17 @@ def _profiles(cases: Iterable[Case]) -> dict[str, HardwareProfile]:
     return profiles
 
 
-def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
+def _summaries(checked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return mean, median and worst absolute error of each quantity, by file, by machine, and of all together."""
-    files = list(dict.fromkeys(c.file for c in checked))
+    files = list(dict.fromkeys(Path(c["file"]) for c in checked))
     unique = len({path.name for path in files}) == len(files)
-    groups = {f"file {path.name if unique else path}": [c for c in checked if c.file == path] for path in files}
-    for name in dict.fromkeys(c.case.hardware for c in checked):
-        groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
+    groups = {f"file {p.name if unique else p}": [c for c in checked if c["file"] == str(p)] for p in files}
+    for name in dict.fromkeys(c["hardware"] for c in checked):
+        groups[f"hardware {name}"] = [c for c in checked if c["hardware"] == name]
     groups["all"] = list(checked)
     for name, members in list(groups.items()):
-        if any(c.fitted for c in members):
-            groups[f"{name}, not fitted to"] = [c for c in members if not c.fitted]
+        if any(c["fitted"] for c in members):
+            groups[f"{name}, not fitted to"] = [c for c in members if not c["fitted"]]
     return [
         {
             "group": group,
@@ -161,13 +133,13 @@ def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
         }
         for group, members in groups.items()
         for metric in Metric
-        if (errors := [error for item in members if (error := item.error(metric)) is not None])
+        if (errors := [c[metric]["error"] for c in members if metric in c])
     ]
 
 
-def _share_inside(members: Iterable[Checked]) -> dict[str, float]:
+def _share_inside(members: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Return the share of iterations within their intervals, if these are known."""
-    known = [item.inside for item in members if item.inside is not None]
+    known = [c["inside"] for c in members if "inside" in c]
     return {"inside": statistics.mean(known)} if known else {}
 
 
@@ -176,8 +148,8 @@ def _statistics(errors: Iterable[float]) -> dict[str, float]:
     return {"mean": statistics.mean(sizes), "median": statistics.median(sizes), "worst": max(sizes)}
 
 
-def _failures(checked: Sequence[Checked], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
-    sizes = [(name, abs(error)) for item in checked for name, error in item.headlines()]
+def _failures(checked: Sequence[dict[str, Any]], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
+    sizes = [(f"{c['id']} ({m})", abs(c[m]["error"])) for c in checked for m in Metric if m in c and m.headline]
     mean = statistics.mean(size for _, size in sizes)
     failures = []
     if max_mean_pct is not None and 100 * mean > max_mean_pct:
@@ -187,32 +159,22 @@ def _failures(checked: Sequence[Checked], max_mean_pct: float | None, max_pct: f
     return failures
 
 
-def _case_json(item: Checked) -> dict[str, Any]:
-    rows = item.rows().values()
-    return {
-        "id": item.case.id,
-        "file": str(item.file),
-        "hardware": item.case.hardware,
-        "fitted": item.fitted,
-        "converged": item.outcome.converged,
-        "warnings": item.outcome.warnings,
-        **({} if item.interval_s is None else {"interval_s": item.interval_s, "inside": item.inside}),
-        **{row.name: {"predicted": row.predicted, "measured": row.measured, "error": row.error} for row in rows},
-    }
-
-
 def _shown(
-    checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]
+    checked: Sequence[dict[str, Any]], summaries: Sequence[dict[str, Any]], failures: Sequence[str]
 ) -> tuple[str | Table, ...]:
     """Return a table for each quantity, one of all errors, and what is to be known about them."""
     tables = [
         Table(
             metric.value,
             ("case", "predicted", "measured", "error"),
-            tuple((item.case.id, *row.cells[1:]) for item in checked if (row := item.rows().get(metric))),
+            tuple(
+                (c["id"], *Row("", c[metric]["predicted"], c[metric]["measured"], metric.unit).cells[1:])
+                for c in checked
+                if metric in c
+            ),
         )
         for metric in Metric
-        if any(metric in item.rows() for item in checked)
+        if any(metric in c for c in checked)
     ]
     sizes = ("mean", "median", "worst", *(["inside"] if any("inside" in row for row in summaries) else []))
     columns = ("cases of", "quantity", "number", "mean", "median", "worst", "in 80 % interval")
@@ -221,10 +183,10 @@ def _shown(
         for row in summaries
     )
     odd = [
-        f"warning: case {item.case.id}: simulated iterations differ; the last one is shown"
-        for item in checked
-        if not item.outcome.converged
+        f"warning: case {c['id']}: simulated iterations differ; the last one is shown"
+        for c in checked
+        if not c["converged"]
     ]
-    warnings = dict.fromkeys(f"warning: {text}" for item in checked for text in item.outcome.warnings)
+    warnings = dict.fromkeys(f"warning: {text}" for c in checked for text in c["warnings"])
     errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
     return (*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))

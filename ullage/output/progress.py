@@ -14,11 +14,14 @@ Report = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def progress_bar(*, time_left: bool = False) -> Iterator[Report]:
-    """Yield a function that shows the present step.
+    """Yield a function that shows the present step. Other output to stderr appears above it.
 
     Args:
         time_left: show the steps done and the time for the remaining steps.
     """
+    if not sys.stderr.isatty():
+        yield lambda _step, _done, _total: None
+        return
     from rich.progress import (  # noqa: PLC0415 - slow to import
         BarColumn,
         MofNCompleteColumn,
@@ -31,11 +34,10 @@ def progress_bar(*, time_left: bool = False) -> Iterator[Report]:
 
     from ullage.output.console import console  # noqa: PLC0415
 
-    out = console(stderr=True)
     columns: tuple[ProgressColumn, ...] = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     if time_left:
         columns = (*columns, MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=None)
 
         def show(step: str, done: int, total: int) -> None:
@@ -54,28 +56,10 @@ def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
 
 
 @contextlib.contextmanager
-def status(words: str) -> Iterator[Callable[[str], None] | None]:
-    """Show the present step if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from ullage.output.console import console  # noqa: PLC0415 - rich is slow to import
-
-    # Other output to stderr appears above the status line.
-    with console(stderr=True).status(words) as status:
-        yield status.update
-
-
-@contextlib.contextmanager
-def search_progress() -> Iterator["Callable[[Candidate, int], None] | None"]:
-    """Yield a function for the search that shows the best plan so far, if stderr is a terminal."""
-    with status("simulating engine policies") as update:
-
-        def show(best: "Candidate", num_simulations: int) -> None:
-            assert update is not None
-            update(search_words(best, num_simulations))
-
-        yield show if update else None
+def search_progress() -> Iterator["Callable[[Candidate, int], None]"]:
+    """Yield a function for the search that shows the best plan so far."""
+    with progress_bar() as show:
+        yield lambda best, num_simulations: show(search_words(best, num_simulations), 0, 0)
 
 
 def search_words(best: "Candidate", num_simulations: int) -> str:

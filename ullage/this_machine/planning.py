@@ -1,6 +1,5 @@
 """Make a plan from a user's model, optimizer and one batch, for the memory that is free on this machine now."""
 
-import argparse
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
+from hwprofiles.paths import replace
 from hwprofiles.profile import FOR_LIBRARIES_BYTES, Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
@@ -345,7 +345,7 @@ def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int |
     if isinstance(wanted, str):
         try:
             wanted = parse_bytes(wanted)
-        except argparse.ArgumentTypeError as error:
+        except ValueError as error:
             raise ValueError(f"device_memory: {error}") from error
     if wanted is not None:
         margin = FOR_LIBRARIES_BYTES if kind == "gpu" else 0
@@ -361,19 +361,8 @@ def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int |
     if wanted <= 0:
         raise ValueError(f"no device memory is left for this model; {_of_others(sys.maxsize)}close their sessions")
     host = host_bytes - (wanted * num_ranks if kind == "host" else 0)
-    return _with_memory(profile, wanted, host)
-
-
-def _with_memory(profile: HardwareProfile, device_bytes: int, host_bytes: int) -> HardwareProfile:
     origin = Provenance(origin="assumed", source="free when it was planned, or asked for")
-    device, host = (
-        Quantity(value=float(num_bytes), unit="bytes", provenance=origin) for num_bytes in (device_bytes, host_bytes)
-    )
-    parts = {
-        "device": profile.device.model_copy(update={"memory_bytes": device}),
-        "host": profile.host.model_copy(update={"memory_bytes": host}),
-    }
-    return profile.model_copy(update=parts)
+    return replace(profile, {"device.memory_bytes": wanted, "host.memory_bytes": host}, origin)
 
 
 def _divided(profile: HardwareProfile, num_devices: int) -> HardwareProfile:

@@ -99,7 +99,7 @@ class Jobs:
 
     Args:
         num_workers: jobs at once. One visitor has at most all but one of them.
-        limits: what each may take.
+        memory_bytes, cpu_s: address space and seconds of processor time that each may take.
         most_waiting: questions that may wait for a worker; further ones are refused.
         most_each: likewise, of one visitor.
         most_s: seconds that a job may take.
@@ -109,14 +109,15 @@ class Jobs:
     def __init__(
         self,
         num_workers: int = 0,
-        limits: worker.Limits = worker.Limits(),  # noqa: B008 - it is frozen
+        memory_bytes: int = 4 << 30,
+        cpu_s: int = 240,
         most_waiting: int = 64,
         most_each: int = 8,
         most_s: float = 300.0,
         cache_bytes: int = 1 << 26,
     ) -> None:
         self.num_workers = num_workers or len(os.sched_getaffinity(0))
-        self.limits, self.most_s, self.cache_bytes = limits, most_s, cache_bytes
+        self.memory_bytes, self.cpu_s, self.most_s, self.cache_bytes = memory_bytes, cpu_s, most_s, cache_bytes
         self.most_waiting, self.most_each = most_waiting, most_each
         self.num_running = self.num_started = 0
         self._turns = _Turns(self.num_workers, max(1, self.num_workers - 1))
@@ -205,7 +206,8 @@ class Jobs:
             await job.add(b'{"progress": "the page has just started; its first answers take longer"}')
         known = self._cached(asked.key("plan")) if kind != "plan" else None
         plan = None if known is None else json.loads(known)["result"]
-        process = self._processes.Process(target=worker.run, args=(kind, asked, plan, self.limits, theirs), daemon=True)
+        args = (kind, asked, plan, self.memory_bytes, self.cpu_s, theirs)
+        process = self._processes.Process(target=worker.run, args=args, daemon=True)
         loop = asyncio.get_running_loop()
         self.num_running += 1
         self.num_started += 1

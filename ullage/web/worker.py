@@ -5,7 +5,6 @@ ends: nothing that a question leaves behind can reach the next, and the kernel e
 """
 
 import contextlib
-import dataclasses
 import gc
 import json
 import math
@@ -52,27 +51,15 @@ _WHY: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What one job may take.
-
-    Attributes:
-        memory_bytes: of address space beyond what it is forked with.
-        cpu_s: processor time, in seconds.
-    """
-
-    memory_bytes: int = 4 << 30
-    cpu_s: int = 240
-
-
-def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Connection) -> None:
+def run(kind: str, asked: Question, known: str | None, memory_bytes: int, cpu_s: int, out: Connection) -> None:
     """Answer a question, in a process that was begun for it.
 
     Args:
         kind: what is asked, a key of ``KINDS``.
         asked: the question.
         known: the plan.json of the question, if it is known.
-        limits: what this process may take.
+        memory_bytes: address space that it may take beyond what it is forked with.
+        cpu_s: processor time that it may take, in seconds.
         out: takes the lines.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page, which ends this too
@@ -86,7 +73,7 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
             told_s = time.monotonic()
         out.send_bytes(json.dumps(line, allow_nan=False, default=_plain).encode())
 
-    _limit(limits)
+    _limit(memory_bytes, cpu_s)
     gc.set_threshold(200_000)  # a capture makes many objects, and few of them are garbage
     with tempfile.TemporaryDirectory(prefix="ullage-web-") as place:
         folder = Path(place).resolve()
@@ -105,12 +92,12 @@ def run(kind: str, asked: Question, known: str | None, limits: Limits, out: Conn
         os.chdir("/")
 
 
-def _limit(limits: Limits) -> None:
+def _limit(memory_bytes: int, cpu_s: int) -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     used_bytes = pages * resource.getpagesize()
     for what, most in (
-        (resource.RLIMIT_AS, used_bytes + limits.memory_bytes),
-        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_AS, used_bytes + memory_bytes),
+        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, _FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):

@@ -1,6 +1,5 @@
 """The fields that a study can vary: options of the request, sizes of the model, and all numbers of the machine."""
 
-import argparse
 import dataclasses
 import difflib
 import re
@@ -98,7 +97,7 @@ class Field:
                 option: Value = _option_value(self.name, text)
                 return option
             if self.switch:
-                return _switch(text)
+                return switch(text)
             parsed = parse_number(text, self.unit)
         except ValueError as error:
             raise ValueError(f"{self.name}={text}: {error}") from error
@@ -252,15 +251,5 @@ def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
 
 def _option_value(name: str, text: str) -> Any:
     option = known_options()[name]
-    try:
-        found = [option.read(part) for part in text.split()] if option.of.get("nargs") else option.read(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from error
+    found = [option.read(part) for part in text.split()] if option.of.get("nargs") else option.read(text)
     return text if name in _READ else found
-
-
-def _switch(text: str) -> bool:
-    try:
-        return switch(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(str(error)) from error

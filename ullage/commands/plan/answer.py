@@ -19,7 +19,7 @@ from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
 from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options
 from ullage.output.formatting import si
-from ullage.output.progress import search_progress, status
+from ullage.output.progress import progress_bar, search_progress
 from ullage.rivals import engine_rows, make_plan
 from ullage.this_machine.request import request_here
 
@@ -80,7 +80,8 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
 
     _print_line(f"error: {error}")
     found = []
-    with status("searching for a plan that fits"):
+    with progress_bar() as show:
+        show("searching for a plan that fits", 0, 0)
         for remedy in remedies_of(asked, request):
             found.append(remedy._asdict())
             time = f"({si(remedy.iteration_s, 's')} per iteration before any search)"
@@ -88,7 +89,8 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
     if not found:
         _print_line("no change that was tried makes it fit")
     rows = []
-    with status("simulating other engines"):
+    with progress_bar() as show:
+        show("simulating other engines", 0, 0)
         for row in engine_rows(request):
             rows.append(row)
             _print_line(engine_line(row))
