@@ -143,8 +143,9 @@ class Batches:
 
 
 def loss_of(output: Any, _batch: object = None) -> Tensor:
-    """Return the loss in a model's output, as the capture found it."""
-    return find_loss(output)[0]
+    """Return the loss in a model's output: its ``loss``, which may have no gradient, or what a capture finds."""
+    own = getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) and own.dim() == 0 else find_loss(output)[0]
 
 
 def to_device(batch: Tensor, device: torch.device) -> Tensor:
