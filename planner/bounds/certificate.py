@@ -8,10 +8,12 @@ arithmetic. It trusts neither HiGHS nor the search.
 """
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Final
 
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
@@ -30,6 +32,8 @@ from planner.setup import Setup
 _LIMIT = 2.0
 # A simulation is deterministic on one machine. On another machine the last digits of sums may differ.
 _RELATIVE = 1e-9
+# Of each variant, what computing alone proves. A search sorts by it, and a certificate again.
+_KNOWN: Final = weakref.WeakKeyDictionary[CostModel, tuple[Setup, dict[str, float]]]()
 
 
 class CertificateError(ValueError):
@@ -105,6 +109,14 @@ def computing_s(variant: Variant) -> float:
 
 def _computing(variant: Variant) -> dict[str, float]:
     """Return the bound that each condition on computing and issuing proves alone, if nothing is recomputed."""
+    setup, works = _KNOWN.get(variant.cost, (None, {}))
+    if setup is not variant.setup:
+        works = _works(variant)
+        _KNOWN[variant.cost] = variant.setup, works
+    return works
+
+
+def _works(variant: Variant) -> dict[str, float]:
     given, cost, lanes = variant.setup.given, variant.cost, (Lane.COMPUTE, Lane.LAUNCH)
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
