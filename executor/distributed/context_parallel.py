@@ -39,12 +39,13 @@ def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group,
     layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
     undo: list[Undo] = [
         model.register_forward_pre_hook(no_compile(_check_outputs), with_kwargs=True).remove,
-        model.register_forward_pre_hook(no_compile(sequences.begin), with_kwargs=True).remove,
     ]
     if embeddings := _of(operators, "embedding"):  # in the first stage of a pipeline
         embedding = model.get_submodule(embeddings[0].name)
         undo.append(embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove)
         undo.append(layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove)
+    else:
+        undo.append(model.register_forward_pre_hook(no_compile(sequences.begin), with_kwargs=True).remove)
     if _of(operators, "head"):  # in the last one
         ends = [operator for operator in units[-1].operators if operator.kind in {"norm", "projection"}]
         last = model.get_submodule(ends[-1].name) if ends else layers[-1]

@@ -246,12 +246,13 @@ class _Join:
     def tail(self) -> Iterable[Task]:
         """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
         before, behind = list[Task](), list[Task]()
+        exchanges = {task.index for task in self._exchanges}
         for program, parts in zip(self._programs, self._parts, strict=True):
+            own = exchanges | ({program.clip.index} if program.clip else set())
             rest = parts[None]
-            firsts = [rest.index(task) for task in (*self._exchanges, program.clip) if task in rest]
-            count = min(firsts, default=0)
+            count = next((at for at, task in enumerate(rest) if task.index in own), 0)
             before += rest[:count]
-            behind += [task for task in rest[count:] if task not in self._exchanges]
+            behind += [task for task in rest[count:] if task.index not in exchanges]
         return itertools.chain(before, self._exchanges, behind)
 
 
