@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from executor.memory.recompute_cache import ActivationError
 from executor.memory.variables import Used, Variables
@@ -70,7 +71,7 @@ class ForwardState:
         """Return a snapshot of the current state, to take before the first pass.
 
         Args:
-            given: arguments of the forward. It may change lists and objects in them, but not their tensors.
+            given: arguments of the forward. Lists and objects in them may change, and small tensors without gradients.
             whole: whether to copy large tensors that do not change, too.
         """
         visit = self._visit(self._generators)
@@ -78,11 +79,14 @@ class ForwardState:
             visit.generators.append(np.random)
         of_modules = dict(visit.tensors)
         visit.values(given)
-        visit.tensors = of_modules
+        visit.tensors = {k: t for k, t in visit.tensors.items() if k in of_modules or _is_small_input(t)}
         copies: dict[int, torch.Tensor] = {}
         for key, tensor in visit.tensors.items():
-            known = whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES
-            if known and id(tensor) not in copies:
+            if key not in of_modules:
+                copies.setdefault(id(tensor), _copy_of(tensor))
+            elif (whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES) and id(
+                tensor
+            ) not in copies:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
         versions, context = _versions(visit.tensors), contextvars.copy_context()
@@ -381,6 +385,21 @@ def _is_made_after(tensor: torch.Tensor, begun: int) -> bool:
 
 def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
     return {key: tensor._version for key, tensor in tensors.items()}
+
+
+def _is_small_input(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not tensor.is_inference()
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an input, the same one for all blocks that are given it, as long as it does not change."""
+    if tensor not in _copies_of_inputs or _copies_of_inputs[tensor][0] != tensor._version:
+        _copies_of_inputs[tensor] = tensor._version, tensor.clone()
+    copy: torch.Tensor = _copies_of_inputs[tensor][1]
+    return copy
+
+
+_copies_of_inputs: Final[Any] = WeakTensorKeyDictionary()  # with the versions that were copied
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

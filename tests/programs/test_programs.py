@@ -18,7 +18,7 @@ TRIED = {
         "forwards_replaced_later", "nodes_that_accumulate", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (
-        "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
+        "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once",
     ),
