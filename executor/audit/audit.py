@@ -41,7 +41,7 @@ from executor.audit.tensors import (
     referred_to,
     sampled,
     targets_of,
-    watch_inputs,
+    watch_edges,
 )
 from executor.callbacks import (
     copied_cache,
@@ -56,7 +56,7 @@ from executor.distributed.lazy_rows import LazyRows
 from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
-from executor.module.guarded_parameters import lifted
+from executor.module.guarded_parameters import lifted, unguarded
 from executor.module.own_checkpoints import passing_through
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
@@ -371,7 +371,14 @@ class Audit:
         for number, target in targets:
             assert target.grad_fn is not None
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
-        watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
+        watch_edges(edges, [target for _, target in targets], begun, case.input_gradients)
+        with unguarded():  # a hook of the user's on a gradient wants the whole
+            own_edges = {
+                get_gradient_edge(shard.leaf): shard.shard_name
+                for shard in case.trained()
+                if shard.leaf.requires_grad and not shard.leaf._backward_hooks
+            }
+        watch_edges(own_edges, [target for _, target in targets], begun, case.own_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
         if isinstance(output, TiledLogits):
             case.forget_call()
@@ -476,7 +483,8 @@ class Audit:
                 gradient = summed(gradient.float())
             if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
                 own = shard.part(gradient)
-                self._compare(f"the gradient of {shard.name}", self._arrived[shard.shard_name][1], own, _PLAN, scale)
+                arrived = case.own_gradients.get(shard.shard_name, self._arrived[shard.shard_name][1])
+                self._compare(f"the gradient of {shard.name}", arrived, own, _PLAN, scale)
 
     @contextlib.contextmanager
     def _plain(self, case: Case, device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
