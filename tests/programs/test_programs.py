@@ -10,7 +10,8 @@ TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
     "edits": (
         "last_layer_in_the_loss", "loss_scaling", "gradients_of_rows", "gradient_surgery",
-        "gradients_from_autograd_grad", "hooks_on_accumulated_gradients", "sharpness_aware", "distance_to_initial_weights", "planned_penalty",
+        "gradients_from_autograd_grad", "hooks_on_accumulated_gradients", "sharpness_aware",
+        "distance_to_initial_weights", "planned_penalty",
         "lookahead", "weights_made_again", "optimizer_of_ones_own", "checkpoints_between_blocks",
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
