@@ -482,14 +482,15 @@ def _recompute(
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
-        args_again, kwargs_again = with_copies(args, kwargs, changed_inputs)
-        given, again = signature.bind(*args, **kwargs), signature.bind(*args_again, **kwargs_again)
+        given = signature.bind(*args, **kwargs)
         has_caches = drop_caches(given.arguments, layer)
-        drop_caches(again.arguments, layer)
         before = state.save(given.arguments.values())
+        args, kwargs = with_copies(args, kwargs, changed_inputs, before.copies)
+        again = signature.bind(*args, **kwargs)
+        drop_caches(again.arguments, layer)
         offloads = activations is not None and callbacks.trains
         moved = offloadable_inputs(again.args) if offloads else ()
-        inputs = KeptInputs(again.args, again.kwargs, before.copies, moved)
+        inputs = KeptInputs(again.args, again.kwargs, before.copies.values(), moved)
         call = functools.partial(run, _Call(before, names, inputs, _weights(owned), has_caches, given))
         if activations is None or not offloads:
             return _checkpoint(call, again)

@@ -6,7 +6,7 @@ scale that the loop sets. Small tensors without gradients are copied before forw
 another one changes, its old values are gone, and an error is raised before any weight changes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,25 +16,23 @@ from executor.memory.recompute_cache import modified_in_place
 
 
 class KeptInputs:
-    """The tensors among the arguments of a call.
+    """The tensors among the arguments that checkpointing keeps of a call.
 
     Args:
-        args, kwargs: of the call.
-        copies: copies of some of them, by ``id``.
+        args, kwargs: these arguments, see :func:`with_copies`.
+        copies: tensors that each pass may change.
         moved: tensors whose values are kept elsewhere.
     """
 
-    def __init__(
-        self, args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor], moved: Collection[torch.Tensor]
-    ) -> None:
-        leaves = [(number, leaf) for number, leaf in enumerate(tree_leaves((args, kwargs)))]
-        self._copies = {number: copies[id(leaf)] for number, leaf in leaves if id(leaf) in copies}
-        moving = {id(leaf) for leaf in moved}
-        self._versions = {
-            number: leaf._version
-            for number, leaf in leaves
-            if type(leaf) is torch.Tensor and not leaf.is_inference() and id(leaf) not in moving | copies.keys()
-        }
+    def __init__(self, args: Any, kwargs: Any, copies: Iterable[torch.Tensor], moved: Collection[torch.Tensor]) -> None:
+        copied, moving = {id(copy) for copy in copies}, {id(tensor) for tensor in moved}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        for number, leaf in enumerate(tree_leaves((args, kwargs))):
+            if id(leaf) in copied:
+                self._copies[number] = leaf
+            elif type(leaf) is torch.Tensor and not leaf.is_inference() and id(leaf) not in moving:
+                self._versions[number] = leaf._version
 
     def given_again(self, args: Any, kwargs: Any, name: str) -> tuple[Any, Any]:
         """Return the arguments for another pass of the segment ``name``, given those that checkpointing has kept.
@@ -52,13 +50,15 @@ class KeptInputs:
         return result
 
 
-def with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return arguments with copies of those at some positions."""
-    if not positions:
-        return args, kwargs
+def with_copies(
+    args: Any, kwargs: Any, positions: Collection[int], copies: Mapping[int, torch.Tensor]
+) -> tuple[Any, Any]:
+    """Return arguments with copies: these, by ``id`` of what they copy, and others at some positions."""
     leaves, structure = tree_flatten((args, kwargs))
-    for position in positions:
-        if position < len(leaves) and isinstance(tensor := leaves[position], torch.Tensor):
-            leaves[position] = tensor.clone()
+    for number, leaf in enumerate(leaves):
+        if id(leaf) in copies:
+            leaves[number] = copies[id(leaf)]
+        elif number in positions and isinstance(leaf, torch.Tensor):
+            leaves[number] = leaf.clone()
     result: tuple[Any, Any] = tree_unflatten(leaves, structure)
     return result
