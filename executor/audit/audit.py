@@ -339,13 +339,10 @@ class Audit:
     def _watch(self, case: Case, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward, and copy what comes in and goes out."""
         leaves, structure = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
-            case.why_not = "it is given a weight"
-            return forward(*args, **kwargs)
         if any(isinstance(leaf, LazyRows) for leaf in leaves):
             return self._watch_tiled(case, forward(*args, **kwargs))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            case.why_not = "a transform of torch.func runs it"
+        if why_not := _why_not(case.module, leaves):
+            case.why_not = why_not
             return forward(*args, **kwargs)
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
@@ -551,6 +548,17 @@ class Audit:
                 f"{what} differs from plain PyTorch's by {relative:.1%} of its largest value ({off:.3g} of "
                 f"{largest:.3g}); {causes}"
             )
+
+
+def _why_not(module: nn.Module, given: list[Any]) -> str:
+    """Return why a call of a module cannot be made again; empty if it can."""
+    if any(isinstance(leaf, nn.Parameter) for leaf in given):
+        return "it is given a weight"
+    weights = [weight for inner in module.modules() for weight in inner._parameters.values() if weight is not None]
+    if not all(isinstance(weight, nn.Parameter) for weight in weights):
+        return "torch.func.functional_call gives it other weights"
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return "a transform of torch.func runs it" if is_transformed else ""
 
 
 @contextlib.contextmanager

@@ -24,8 +24,10 @@ TRIED = {
         "weights_made_once",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
-    "models": ("t5", "llava_with_text_alone", "tokens_ahead", "latents_and_queries", "tables_before_blocks"),
-    "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
+    "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),
+    "operators": (
+        "complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes",
+    ),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
