@@ -10,8 +10,8 @@ kernels ``sdpa_kernel`` allows. ``torch.utils.checkpoint`` could do it for torch
 way than to ask a generator for its state.
 
 Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
-copied: small ones always, large ones only if the first forward of all changed them. If a large one changes for the
-first time later, its old values are gone, and an error is raised before any weight changes. What neither attributes nor
+copied: small ones always, large ones only if the first forward of all changed them. If another large one changes before
+the second pass, its old values are gone, and an error is raised before any weight changes. What neither attributes nor
 variables lead to (an open file, an iterator) is not seen here: :mod:`executor.audit` finds it.
 """
 
@@ -161,7 +161,18 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self, before: "Snapshot") -> Iterator[None]:
-        """Return a context for the second pass. Inside it, the state is that of the snapshot."""
+        """Return a context for the second pass. Inside it, the state is that of the snapshot.
+
+        Raises:
+            ActivationError: a large tensor has been changed since the first pass, which forward does not change.
+        """
+        for key, tensor in before.tensors.items():
+            if id(tensor) not in before.copies and tensor._version != before.versions[key]:
+                raise ActivationError(
+                    f"{key[1]} of {self._name} was changed in place between forward and backward; the plan recomputes "
+                    "this module in backward, and the old values are gone; change it after backward, or give the "
+                    "module a new tensor (module.buffer = values)"
+                )
         holders = [(holder, contents, _copied(holder)) for holder, contents in before.holders]
         now = [(generator, _get_state(generator)) for generator, _ in before.random]
         set_by_with = [(one, value) for one, value in before.context.items() if one.get(None) is not value]

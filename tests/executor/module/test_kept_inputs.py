@@ -1,4 +1,4 @@
-"""A second pass is given what the first one was given, or is refused."""
+"""A second pass begins with what the first one began with, or is refused."""
 
 import pytest
 import torch
@@ -27,3 +27,17 @@ def test_small_inputs_are_given_again_as_they_were_and_large_ones_must_not_chang
     large.add_(1)
     with pytest.raises(ActivationError, match="an input of it was changed in place"):
         inputs.given_again(args, {}, "it")
+
+
+def test_a_large_buffer_that_the_loop_changes_before_the_second_pass_is_refused_there():
+    module = torch.nn.Module()
+    module.register_buffer("table", torch.zeros(SMALL_BYTES))
+    state = ForwardState(module, "it")
+    for _ in range(2):  # what the first forward does not change is not copied, then and later
+        before = state.save()
+        state.check(before)
+        with state.restored(before):
+            pass
+    module.table.add_(1)
+    with pytest.raises(ActivationError, match="table of it was changed in place between"), state.restored(before):
+        pass
