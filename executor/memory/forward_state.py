@@ -36,6 +36,9 @@ from executor.memory.variables import Used, Variables
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
 
+_SMALL_INPUT_BYTES: Final = 1 << 12
+"""The same for tensors that a forward is given. A plan does not count these copies."""
+
 _DEEPEST: Final = 3
 """Containers and objects inside attributes are followed to this depth."""
 
@@ -399,7 +402,7 @@ def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
 
 
 def _is_small_input(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_BYTES and not tensor.is_inference()
+    return type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_INPUT_BYTES and not tensor.is_inference()
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
