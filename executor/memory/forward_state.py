@@ -36,7 +36,7 @@ from executor.memory.variables import Used, Variables
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
 
-_SMALL_INPUT_BYTES: Final = 1 << 12
+_SMALL_INPUT_BYTES: Final = 1 << 10
 """The same for tensors that a forward is given. A plan does not count these copies."""
 
 _DEEPEST: Final = 3
