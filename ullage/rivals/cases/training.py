@@ -22,7 +22,6 @@ from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import twin_flow, with_host_parameters, zero_infinity, zero_offload
 from ullage.rivals.engines.interleaved import interleaved
-from ullage.rivals.habits import Habits
 from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower
 
@@ -322,7 +321,7 @@ def _engine(case: TrainingCase, setup: Setup) -> RivalDecisions:
                 "pipeline_parallel": case.parallel.pipeline_parallel,
                 # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
                 "reduce_start": "step" if case.zero_stage < 2 else "backward",
-                "habits": Habits(bucket_params=_BUCKET_PARAMS) if case.zero_stage == 0 else None,
+                "bucket_params": _BUCKET_PARAMS if case.zero_stage == 0 else 0,
             }
         )
     if engine.name == "interleaved":

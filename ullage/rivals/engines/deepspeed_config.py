@@ -19,7 +19,6 @@ from ullage.rivals.engines.deepspeed import (
     zero_infinity,
     zero_offload,
 )
-from ullage.rivals.habits import Habits
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -118,7 +117,7 @@ def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[RivalDecisions]:
     stage["max_prefetch_params"] = None if settings.overlap_comm else 0
     if settings.optimizer_device == "none":
         if settings.stage < 2:  # all are reduced after the last micro-batch
-            stage |= {"reduce_start": "step", "habits": Habits(bucket_params=settings.reduce_bucket_params)}
+            stage |= {"reduce_start": "step", "bucket_params": settings.reduce_bucket_params}
         for decisions in list(gpu_only(setup))[:2]:
             yield decisions.model_copy(update=stage)
         return
