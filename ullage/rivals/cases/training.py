@@ -39,7 +39,7 @@ from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, with_host_parameters, zero_infinity
-from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.engines.streaming import best_streaming
@@ -57,6 +57,24 @@ _SEARCHED_MICRO_BATCHES: Final = 4
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
 _BUCKET_PARAMS: Final = 500_000_000
 _IN_MEMORY: Final = ("fsdp", "megatron")
+
+DEEPSPEED: Final[dict[str, str]] = {
+    "stage": "stage",
+    "optimizer_device": "offload_optimizer.device",
+    "cpu_ratio": "offload_optimizer.ratio",
+    "pin_optimizer": "offload_optimizer.pin_memory",
+    "pipeline_read": "offload_optimizer.pipeline_read",
+    "pipeline_write": "offload_optimizer.pipeline_write",
+    "super_offload": "offload_optimizer.super_offload",
+    "param_device": "offload_param.device",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_params": "reduce_bucket_size",
+    "prefetch_params": "stage3_prefetch_bucket_size",
+    "persistent_params": "stage3_param_persistence_threshold",
+    "max_live_params": "stage3_max_live_parameters",
+    "max_reuse_params": "stage3_max_reuse_distance",
+}
+"""What cases call the settings of ``zero_optimization`` in DeepSpeed's configuration."""
 
 Quantity = Literal[
     "forward_ms", "backward_ms", "update_ms", "iteration_ms", "tokens_per_s", "tflops", "peak_gpu_allocated_gib"
@@ -88,7 +106,8 @@ class TrainingCase(Case):
             on the devices and reduces gradients after backward; or one of ``ullage simulate``. What of its setting and
             its activations is not stated is the best that the engine finds.
         zero_stage: what ``fsdp`` and ``megatron`` shard.
-        deepspeed: the settings of :class:`ullage.rivals.engines.deepspeed_config.DeepSpeed`.
+        deepspeed: DeepSpeed's settings, by the names in :data:`DEEPSPEED`; gradients leave through pinned memory unless
+            said otherwise. ``waits``: stage 3 waits for the last copy of a gradient, as it did before 0.19.5.
         host_share: the fraction of parameters that the host updates (``twin-flow``, ``super-offload``,
             ``interleaved``); the first ones stay on the device.
         stride: every so many subgroups one is streamed to the device (``interleaved``).
@@ -205,9 +224,9 @@ class TrainingCase(Case):
                 f"case {self.id}: expert_parallel is {self.expert_parallel}, but must be a multiple of tensor_parallel "
                 f"{tensor} and divide the {ranks} ranks of a stage; correct it"
             )
-        unknown = set(self.deepspeed) - {field.name for field in dataclasses.fields(DeepSpeed)}
-        if unknown:
+        if unknown := self.deepspeed.keys() - DEEPSPEED.keys() - {"waits"}:
             raise CaseError(f"case {self.id}: deepspeed.{min(unknown)} is not known; leave it out")
+        self._zero()
         if isinstance(self.model, ModelConfig):
             self._check_sizes(self.model)
 
@@ -356,7 +375,7 @@ class TrainingCase(Case):
     def _placements(self, setup: Setup) -> Iterator[RivalDecisions] | None:
         """Return the engine's placements with activations kept and recomputed; ``None``: it chooses among more."""
         if self.engine == "deepspeed":
-            return configured(setup, DeepSpeed(**self.deepspeed))
+            return configured(setup, self._zero(), waits=bool(self.deepspeed.get("waits")))
         if self.engine in _IN_MEMORY:
             stage = self.zero_stage if self.data_parallel > 1 else 0
             # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
@@ -367,6 +386,20 @@ class TrainingCase(Case):
         if self.host_share is not None and self.engine in {"twin-flow", "super-offload"}:
             return {"twin-flow": twin_flow, "super-offload": super_offload}[self.engine](setup, (self.host_share,))
         return zero_infinity(setup) if self.engine == "zero-infinity" and self.activations else None
+
+    def _zero(self) -> Zero:
+        """Return DeepSpeed's settings as its configuration has them."""
+        found: dict[str, Any] = {"offload_optimizer": {"pin_memory": True}, "offload_param": {}}
+        for name, path in DEEPSPEED.items():
+            if name in self.deepspeed:
+                outer, _, inner = path.rpartition(".")
+                (found[outer] if outer else found)[inner] = self.deepspeed[name]
+        try:
+            return Zero.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CaseError(f"case {self.id}: deepspeed: {where}: {first['msg']}; correct it") from error
 
     def _changes(self) -> dict[str, Any]:
         """Return in what the run differed from the engine's placement."""
