@@ -25,12 +25,6 @@ class CaseError(ValueError):
     """A case that cannot be read or predicted; the message names the case, the field, and allowed values."""
 
 
-class Strict(Frozen):
-    """A model that converts no types: ``"4"`` is not 4."""
-
-    model_config = ConfigDict(strict=True)
-
-
 class Metric(StrEnum):
     """A measured and predicted quantity of a run, in the order of tables."""
 
@@ -84,7 +78,7 @@ def shortages(case_id: str, memory: Mapping[Tier, TierMemory]) -> Iterator[str]:
             )
 
 
-class Case(Strict, abc.ABC):
+class Case(Frozen, abc.ABC):
     """One published run.
 
     Attributes:
@@ -92,6 +86,8 @@ class Case(Strict, abc.ABC):
         hardware: name of its machine's profile.
         source: who measured it, and where it is published.
     """
+
+    model_config = ConfigDict(strict=True)  # "4" is not 4
 
     id: Annotated[str, Field(min_length=1)]
     hardware: str
@@ -129,18 +125,6 @@ class Case(Strict, abc.ABC):
                     "happens in such a run; leave it out of measured"
                 )
         return outcome
-
-    def check_one_device(self, profile: HardwareProfile) -> None:
-        """Check that a machine has one device, as that of the run had.
-
-        Raises:
-            CaseError: it has several.
-        """
-        if profile.devices_per_node != 1:
-            raise CaseError(
-                f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
-                "name another profile"
-            )
 
     @abc.abstractmethod
     def _predict(self, profile: HardwareProfile) -> Outcome:

@@ -5,18 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from hwprofiles.files import read_json
 from ullage.rivals.cases.base import Case, CaseError
-from ullage.rivals.cases.checkpoints import CheckpointCase
-from ullage.rivals.cases.in_memory import InMemoryCase
-from ullage.rivals.cases.reported import ReportedCase
-from ullage.rivals.cases.streaming import StreamingCase
-from ullage.rivals.cases.swapping import SwappingCase
-from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.cases.layouts import read_case
 
-_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, StreamingCase, TrainingCase, InMemoryCase, ReportedCase)
 _FIELDS = ("schema_version", "title", "note", "cases")
 
 
@@ -49,22 +41,9 @@ def repeated_id(cases: Sequence[Case]) -> str | None:
 
 
 def _parse(path: Path, position: int, entry: Any) -> Case:
-    name = entry.get("id", f"number {position}") if isinstance(entry, dict) else f"number {position}"
-    fields = set(entry) if isinstance(entry, dict) else set()
-    # Of the kind with most of these fields: then the error names the field that is missing or misspelt.
-    kind = max(_KINDS, key=lambda kind: len(fields & set(kind.model_fields)))
+    if not isinstance(entry, dict):
+        raise CaseError(f"{path}: case number {position} must be an object with fields of its own; correct it")
     try:
-        return kind.model_validate(entry)
-    except ValidationError as error:
-        # An unknown field says more than the field that is missing instead of it.
-        details = error.errors(include_url=False)
-        first = min(details, key=lambda detail: (detail["type"] != "extra_forbidden", len(detail["loc"])))
-        field = ".".join(str(part) for part in first["loc"]) or "the case"
-        rule = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            rule = "such a field cannot be predicted from"
-        elif first["type"] == "model_type":
-            rule = "must be an object with fields of its own"
-        elif isinstance(first["input"], (str, int, float)):
-            rule += f", not {str(first['input'])[:40]!r}"
-        raise CaseError(f"{path}: case {name}: {field}: {rule}; correct the case, or leave it out") from error
+        return read_case({"id": f"number {position}"} | entry)
+    except CaseError as error:
+        raise CaseError(f"{path}: {error}") from error
