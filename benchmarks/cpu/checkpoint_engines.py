@@ -51,7 +51,7 @@ from planner.plan.planning import default_precision
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run as simulate
 from ullage.rivals import checkpoints
-from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
+from ullage.rivals.cases.checkpoints import iteration
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_engines.json"
 SIZES = {"llama-22m": 250_000_000, "llama-41m": 330_000_000, "llama-79m": 500_000_000}
@@ -106,10 +106,8 @@ def predicted(
 ) -> dict[str, float] | str:
     """Return what the simulator says of a run of (iterations, iterations from checkpoint to checkpoint), or why not."""
     phases, whole = plan.prediction, iteration_s / plan.prediction.iteration_s
-    known = PhaseTimes(
-        forward=phases.forward_s * whole, backward=phases.backward_s * whole, update=max(phases.update_s * whole, 1e-6)
-    )
-    schedule, training = iteration(known)
+    seconds = [each * whole for each in (phases.forward_s, phases.backward_s, phases.update_s)]
+    schedule, training = iteration(seconds[0], seconds[1], max(seconds[2], 1e-6))
     if name not in POLICIES:
         return f"there is no policy for {name}"
     state = [Shard(num_bytes, Tier.HOST, schedule.tasks[-1].index)]

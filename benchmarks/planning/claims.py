@@ -39,14 +39,14 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.decisions import Decisions
-from planner.models import resolve_model
+from planner.models import ModelConfig, resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
 from planner.simulate.prediction import Prediction
 from ullage.rivals.best import engine_policies
-from ullage.rivals.cases import Metric
-from ullage.rivals.cases.training import DEFAULT_POSITIONS, TrainingCase
+from ullage.rivals.cases import Metric, read_case
+from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import twin_flow, zero_offload, zero_offload_blocking
 from ullage.rivals.engines.interleaved import interleaved
@@ -216,7 +216,9 @@ def stride(cpu: float, link: float, num_slots: int, *, plans: bool) -> dict[str,
 def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
     """Compare the phases of a published run with ours; plan the same model on the same machine if asked for."""
     data = next(case for case in json.loads(OFFLOADED.read_text())["cases"] if case["id"] == name)
-    case = TrainingCase.model_validate(data)
+    case = read_case(data)
+    assert isinstance(case, TrainingCase)
+    assert isinstance(case.model, ModelConfig)
     profile = load_profile(case.hardware)
     predicted, measured = case.predict(profile).values, case.measurements()
     row = {
@@ -228,11 +230,7 @@ def memory_wall(name: str, *, plans: bool) -> dict[str, Any]:
     }
     if plans:
         request = Request(
-            case.model.config(DEFAULT_POSITIONS),
-            profile,
-            num_devices=case.parallel.data_parallel,
-            seq_len=case.batch.seq_len,
-            micro_batch=case.batch.micro_batch,
+            case.model, profile, num_devices=case.devices, seq_len=case.seq_len, micro_batch=case.micro_batch
         )
         one = variants(request)[0]
         setup = one.setup

@@ -9,16 +9,19 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.peers import Peers, owned
+from executor.checkpoint.peers import owned
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.place import Place, step_of
+
+if TYPE_CHECKING:
+    from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END: Final = "end"
 _UNANSWERED: Final = frozenset({"remove", "abandon"})
@@ -39,7 +42,7 @@ class NodePlaces:
     """
 
     def __init__(
-        self, peers: Peers, places: Sequence[Place], num_divided: int, check: Callable[[], None] = lambda: None
+        self, peers: "Nodes", places: Sequence[Place], num_divided: int, check: Callable[[], None] = lambda: None
     ) -> None:
         self.peers, self.places, self.num_divided, self._check = peers, tuple(places), num_divided, check
         self._copies: dict[str, tuple[Manifest, list[FileRecord]]] = {}  # that are not complete, by name

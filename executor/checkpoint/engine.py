@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
 from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorRecord, tensors_of
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.peers import Agreement, Peers, Transfer, owned
+from executor.checkpoint.peers import Agreement, Transfer, owned
 from executor.checkpoint.places.folder import Draft, FolderPlace, joined_folder
 from executor.checkpoint.source import (
     MODEL_FOLDER,
@@ -43,6 +43,9 @@ from executor.checkpoint.source import (
     files_of,
     runs_of,
 )
+
+if TYPE_CHECKING:
+    from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END_S: Final = 10.0  # longest wait for threads to end
 
@@ -88,7 +91,7 @@ class CheckpointEngine:
         place: FolderPlace,
         flusher: Flusher,
         *,
-        peers: Peers | None = None,
+        peers: "Nodes | None" = None,
         is_divided: bool = False,
         nonce: str = "",
         patience_s: float = 120.0,
@@ -341,7 +344,7 @@ class CheckpointEngine:
         capture.agreement.end()
         return None if self._rank else path
 
-    def _copied(self, peers: Peers, draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
+    def _copied(self, peers: "Nodes", draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
         """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
         if not self._is_divided:
             return None

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
 
 from executor.checkpoint.divided import DividedPlace, Follower, NodePlaces, Orders
 from executor.checkpoint.engine import Outcome
@@ -32,12 +32,14 @@ from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.peers import Peers
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import is_remote, place_at
 from executor.checkpoint.places.place import Place
 from planner.checkpoints.policy import EXTRA_CHECKPOINTS, READING_SHARE
 from planner.terms import MIN_CHECKPOINTS
+
+if TYPE_CHECKING:
+    from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _T = TypeVar("_T")
 
@@ -232,7 +234,7 @@ class Levels:
             for index, place in enumerate(self.places if is_first else ())
         ]
 
-    def divide(self, peers: Peers, num_divided: int) -> None:
+    def divide(self, peers: "Nodes", num_divided: int) -> None:
         """Do the same on all nodes from now on; see [Note: Divided places] in :mod:`executor.checkpoint.peers`.
 
         Leaders call it before the first checkpoint, when no other run uses their folders.

@@ -14,14 +14,14 @@ nodes.
 
 import contextlib
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
-from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.source import rank_of
+
+if TYPE_CHECKING:
+    from executor.checkpoint.nodes import Nodes  # which imports torch
 
 
 class Transfer(NamedTuple):
@@ -32,68 +32,7 @@ class Transfer(NamedTuple):
     record: FileRecord
 
 
-class Peers(Protocol):
-    """All ranks of a run, and their nodes.
-
-    Attributes:
-        rank, size: this rank's number, and the number of ranks.
-        nodes: the ranks of each node, its leader first.
-        node: number of this rank's node.
-    """
-
-    rank: int
-    size: int
-    nodes: Sequence[Sequence[int]]
-    node: int
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank is the first of its node."""
-
-    def send(self, key: str, text: str) -> None:
-        """Send a text to whoever receives it.
-
-        Raises:
-            CheckpointError: the ranks can no longer reach each other. The other methods raise it too.
-        """
-
-    def receive(
-        self, key: str, patience_s: float = math.inf, check: Callable[[], None] = lambda: None, *, keeps: bool = False
-    ) -> str:
-        """Wait for a text and return it. It is gone then, unless others receive it too.
-
-        Args:
-            key: of the text.
-            patience_s: longest wait. If a rank is lost, the wait ends soon.
-            check: called again and again. If it raises, the wait ends.
-            keeps: whether other ranks receive the text too.
-
-        Raises:
-            CheckpointError: it did not come in time, or a rank is lost.
-        """
-
-    def forget(self, key: str) -> None:
-        """Remove a text that every receiver has."""
-
-    def exchange(
-        self,
-        transfers: Sequence[Transfer],
-        read: Callable[[FileRecord], Iterator[Buffer]],
-        write: Callable[[FileRecord, Iterator[Buffer]], None],
-    ) -> None:
-        """Copy files between nodes. All leaders call it together, with the same transfers.
-
-        Args:
-            transfers: the files.
-            read: yields the chunks of a file that this node has.
-            write: writes a file that this node gets, and checks it.
-
-        Raises:
-            CheckpointError: a file cannot be read or written here, or is damaged. All other files have been copied.
-        """
-
-
-def owned(peers: Peers, node: int, manifest: Manifest) -> list[FileRecord]:
+def owned(peers: "Nodes", node: int, manifest: Manifest) -> list[FileRecord]:
     """Return the files of a checkpoint that the ranks of a node have written."""
     return [record for record in manifest.files if rank_of(record.path) in peers.nodes[node]]
 
@@ -109,10 +48,13 @@ class Agreement:
         patience_s: longest time for which rank 0 waits for parts.
     """
 
-    def __init__(self, peers: Peers, turn: int, patience_s: float, *, is_divided: bool) -> None:
+    def __init__(self, peers: "Nodes", turn: int, patience_s: float, *, is_divided: bool) -> None:
         self._peers, self._turn, self._patience_s, self._is_divided = peers, turn, patience_s, is_divided
-        # Whether the others know what this rank has to tell them.
-        self._has_part = self._has_gone = self._has_ended = False
+        # What the others still wait for from this rank, in order.
+        self._owed = ["manifest", "go"] if is_divided else []
+        if peers.rank:
+            more = [f"copied {peers.node}", f"end {peers.node}"] if is_divided and peers.is_leader else []
+            self._owed = [f"part {peers.rank}", *more]
 
     def manifest(self, step: int, part: Manifest) -> Manifest | None:
         """Hand in this rank's part, whose files are durable; return the manifest if this rank completes a folder.
@@ -122,16 +64,10 @@ class Agreement:
         """
         peers = self._peers
         if peers.rank:
-            self._send(f"part {peers.rank}", {"part": part.model_dump(mode="json")})
-            self._has_part = True
-            if not (self._is_divided and peers.is_leader):
-                self._has_ended = True
+            self._send({"part": part.model_dump(mode="json")})
+            if not self._owed:
                 return None
-            joined = json.loads(peers.receive(self._key("manifest"), keeps=True))
-            if "error" in joined:
-                self._has_ended = True
-                raise CheckpointError(joined["error"])
-            return Manifest.read(joined["manifest"].encode())
+            return Manifest.read(self._heard("manifest")["manifest"].encode())
         parts = [part]
         for rank in range(1, peers.size):
             sent = json.loads(peers.receive(self._key(f"part {rank}"), self._patience_s))
@@ -140,8 +76,7 @@ class Agreement:
             parts.append(Manifest.model_validate(sent["part"]))
         made = Manifest.of(step, parts, {"ranks": [each.extra for each in parts]})
         if self._is_divided:
-            self._send("manifest", {"manifest": made.to_json().decode()})
-        self._has_part = True
+            self._send({"manifest": made.to_json().decode()})
         return made
 
     def copied(self) -> None:
@@ -152,19 +87,14 @@ class Agreement:
         """
         if not self._is_divided:
             return
-        peers = self._peers
-        if peers.rank:
-            self._send(f"copied {peers.node}", {})
-            answer = json.loads(peers.receive(self._key("go"), keeps=True))
-        else:
-            told = [json.loads(peers.receive(self._key(f"copied {node}"))) for node in range(1, len(peers.nodes))]
-            errors = [f"node {node}: {each['error']}" for node, each in enumerate(told, 1) if "error" in each]
-            answer = {"error": errors[0]} if errors else {}
-            self._send("go", answer)
-        self._has_gone = True
-        if "error" in answer:
-            self._has_ended = True
-            raise CheckpointError(answer["error"])
+        if self._peers.rank:
+            self._send({})
+            self._heard("go")
+            return
+        errors = self._errors("copied")
+        self._send({"error": errors[0]} if errors else {})
+        if errors:
+            raise CheckpointError(errors[0])
 
     def end(self) -> None:
         """Tell rank 0 that this node has completed its folder; rank 0 waits until all nodes have.
@@ -174,31 +104,40 @@ class Agreement:
         """
         if not self._is_divided:
             return
-        peers = self._peers
-        self._has_ended = True
-        if peers.rank:
-            self._send(f"end {peers.node}", {})
+        if self._peers.rank:
+            self._send({})
             return
-        ends = [json.loads(peers.receive(self._key(f"end {node}"))) for node in range(1, len(peers.nodes))]
+        errors = self._errors("end")
         for heard in ("manifest", "go"):
-            peers.forget(self._key(heard))
-        if errors := [f"node {node}: {end['error']}" for node, end in enumerate(ends, 1) if "error" in end]:
+            self._peers.forget(self._key(heard))
+        if errors:
             raise CheckpointError(errors[0])
 
     def fail(self, error: str) -> None:
         """Tell the others that this rank has failed, if they wait for it. Calling it twice is allowed."""
-        peers = self._peers
-        with contextlib.suppress(CheckpointError):
-            if not self._has_part and (peers.rank or self._is_divided):
-                self._send(f"part {peers.rank}" if peers.rank else "manifest", {"error": error})
-            elif not self._has_gone and self._is_divided:
-                self._send(f"copied {peers.node}" if peers.rank else "go", {"error": error})
-            elif not self._has_ended and peers.rank:
-                self._send(f"end {peers.node}", {"error": error})
-        self._has_part = self._has_gone = self._has_ended = True
+        if self._owed:
+            with contextlib.suppress(CheckpointError):
+                self._send({"error": error})
+            self._owed.clear()
 
-    def _send(self, what: str, data: dict[str, object]) -> None:
-        self._peers.send(self._key(what), json.dumps(data))
+    def _send(self, data: dict[str, object]) -> None:
+        """Send what is owed first."""
+        self._peers.send(self._key(self._owed[0]), json.dumps(data))
+        self._owed.pop(0)
+
+    def _heard(self, what: str) -> dict[str, str]:
+        """Return what rank 0 tells all leaders. If that is an error, nobody waits for this rank any more."""
+        heard: dict[str, str] = json.loads(self._peers.receive(self._key(what), keeps=True))
+        if "error" in heard:
+            self._owed.clear()
+            raise CheckpointError(heard["error"])
+        return heard
+
+    def _errors(self, what: str) -> list[str]:
+        """Return what the other nodes tell rank 0 that went wrong, when all have told."""
+        nodes = range(1, len(self._peers.nodes))
+        told = {node: json.loads(self._peers.receive(self._key(f"{what} {node}"))) for node in nodes}
+        return [f"node {node}: {each['error']}" for node, each in told.items() if "error" in each]
 
     def _key(self, what: str) -> str:
         return f"checkpoint {self._turn} {what}"

@@ -21,11 +21,11 @@ from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level, Levels
+from executor.checkpoint.nodes import Nodes
 from executor.checkpoint.peers import Transfer
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.place import Place, candidates, parse_name, step_of
 from executor.prepare import OffloadedOptimizer, check_prepared
-from executor.training_state.nodes import Nodes
 from executor.training_state.restoring import files_needed, restore
 from executor.training_state.rng_state import rng_state
 

@@ -26,7 +26,7 @@ class Board:
 
 
 class Rank:
-    """A rank, as ``Peers`` has it, that meets the others at a board."""
+    """A rank, as ``Nodes`` has it, that meets the others at a board."""
 
     def __init__(self, board: Board, rank: int, nodes: list[list[int]]) -> None:
         self.board, self.rank, self.nodes, self.size = board, rank, nodes, sum(map(len, nodes))

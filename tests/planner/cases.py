@@ -97,7 +97,7 @@ TYPES_OF_OTHERS = (*TYPES, RivalPrecision(weights="bf16", state="bf16"))
 def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = False, ours: bool = False) -> Decisions:
     """Return anything that we, or unless ``ours`` other engines, can decide; if ``in_fp8``, with products in fp8."""
     clip, ours = draw(st.booleans()), ours or draw(st.booleans())
-    # Engines with habits have tests of their own.
+    # Engines with passes over host memory have tests of their own.
     paths = [path for path in GradientPath if path is not GradientPath.BUFFERED]
     gradient_path = draw(st.sampled_from([GradientPath.ONCE] if ours else paths))
     on_device, fsdp2 = gradient_path is GradientPath.ON_DEVICE, gradient_path is GradientPath.FSDP2

@@ -15,7 +15,7 @@ from planner.decisions import Sharding
 from planner.schedule.tasks import Op, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
-from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
+from ullage.rivals.cases.checkpoints import iteration
 from ullage.rivals.checkpoints.costs import EngineCosts
 from ullage.rivals.checkpoints.lowering import EngineSaver
 from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy
@@ -48,8 +48,7 @@ class Job:
     profile: HardwareProfile = POLARIS
 
     def simulate(self) -> tuple[Run, Timeline, RunTimes]:
-        forward, backward, update = self.phases
-        schedule, prices = iteration(PhaseTimes(forward=forward, backward=backward, update=update))
+        schedule, prices = iteration(*self.phases)
         state = [Shard(self.shard_bytes, Tier.GPU, 2)]
         make = saver(self.engine, self.buffer_bytes)
         made = with_checkpoints(schedule, state, make, num_iterations=self.num_iterations, every=self.every)

@@ -17,7 +17,7 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run
 from ullage.rivals.engines.deepspeed import with_host_parameters
-from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.lowering import lower
 
@@ -33,8 +33,9 @@ UPDATING = {
 }
 
 
-def deepspeed(**settings: object) -> Callable[[Setup], Iterator[Decisions]]:
-    return lambda setup: configured(setup, DeepSpeed(**settings))  # type: ignore[arg-type]
+def deepspeed(stage: int, device: str, params: str = "none") -> Callable[[Setup], Iterator[Decisions]]:
+    offloads = {"offload_optimizer": {"device": device, "pin_memory": True}, "offload_param": {"device": params}}
+    return lambda setup: configured(setup, Zero(stage=stage, **offloads))  # type: ignore[arg-type]
 
 
 def on_host(policy: Callable[[Setup], Iterator[Decisions]]) -> Callable[[Setup], Iterator[Decisions]]:
@@ -46,10 +47,10 @@ ENGINES = {
     **STORAGE_POLICIES,
     "interleaved": lambda setup: interleaved(setup, (1,)),  # others stream a share that depends on what is left over
     "zero-offload, parameters too": on_host(POLICIES["zero-offload"]),
-    "zero-1-offload": deepspeed(stage=1, optimizer_device="cpu"),
-    "zero-2-offload": deepspeed(stage=2, optimizer_device="cpu"),
-    "zero-3-offload": deepspeed(stage=3, optimizer_device="cpu", param_device="cpu"),
-    "zero-3-nvme": deepspeed(stage=3, optimizer_device="nvme", param_device="nvme"),
+    "zero-1-offload": deepspeed(1, "cpu"),
+    "zero-2-offload": deepspeed(2, "cpu"),
+    "zero-3-offload": deepspeed(3, "cpu", "cpu"),
+    "zero-3-nvme": deepspeed(3, "nvme", "nvme"),
 }
 
 

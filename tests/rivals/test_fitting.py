@@ -15,8 +15,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from ullage.commands.validate import fitted_runs
-from ullage.rivals.cases import Case, Metric
-from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.cases import Case, Metric, read_case
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]
@@ -31,9 +30,9 @@ def made_by(profile: HardwareProfile) -> list[Case]:
     fields |= {Metric.UPDATE: "update_ms", Metric.ITERATION: "iteration_ms"}
     made: list[Case] = []
     for data in CASES:
-        values = TrainingCase.model_validate(data).predict(profile).values
+        values = read_case(data).predict(profile).values
         measured = {field: 1e3 * values[metric] for metric, field in fields.items()}
-        made.append(TrainingCase.model_validate(data | {"measured": measured}))
+        made.append(read_case(data | {"measured": measured}))
     return made
 
 

@@ -20,8 +20,6 @@ from planner.graph import Attention, Collective, Elementwise, Gemm, Kernel, Unit
 from planner.models import ModelConfig, parameters
 from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
-from ullage.rivals.cases.in_memory import DeepSeekModel
-from ullage.rivals.cases.training import Model
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
@@ -30,18 +28,17 @@ from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
-LLAMA = Model.model_validate(
-    {**SIZES, "name": "llama", "architecture": "llama", "ffn_hidden_size": 96, "num_key_value_heads": 4}
-    | {"mlp": "swiglu", "norm": "rmsnorm", "tied_embeddings": False, "bias": False}
-    | {"flash_attention": True}
-).config(2048)
+SIZES |= {"ffn_hidden_size": 96, "num_key_value_heads": 4, "word_embed_proj_dim": 64}
+SIZES |= {"mlp": "swiglu", "norm": "rmsnorm", "tied_embeddings": False}
+LLAMA = ModelConfig.model_validate(
+    {**SIZES, "name": "llama", "family": "llama", "head_dim": 16, "max_positions": 2048},
+)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-DEEPSEEK = DeepSeekModel.model_validate(
-    {**SIZES, **LATENT, "name": "deepseek", "architecture": "deepseek_v3", "num_dense_layers": 1}
-    | {"ffn_hidden_size": 96, "moe_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32}
-    | {"num_experts": 16, "experts_per_token": 2, "mlp": "swiglu", "norm": "rmsnorm"}
-    | {"tied_embeddings": False, "bias": False, "flash_attention": True}
-).config(64)
+DEEPSEEK = ModelConfig.model_validate(
+    {**SIZES, "name": "deepseek", "family": "deepseek", "head_dim": 12, "max_positions": 64, "dense_layers": (0,)}
+    | {"expert_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32, "num_experts": 16, "experts_per_token": 2}
+    | {"latent": {name: size for name, size in LATENT.items() if name != "qk_nope_head_dim"}}
+)
 HF_SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 HF_SIZES |= {"vocab_size": 256, "intermediate_size": 96, "max_position_embeddings": 64, "attn_implementation": "eager"}
 HF = {

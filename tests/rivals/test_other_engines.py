@@ -1,4 +1,4 @@
-"""Engines with habits that ours has not: what moves, what waits for what, and what that takes."""
+"""Engines that do what ours does not: what moves, what waits for what, and what that takes."""
 
 from collections import Counter
 
@@ -73,7 +73,7 @@ def test_megatrain_fetches_and_computes_every_layer_three_times(num_micro_batche
 
 def test_megatrain_keeps_the_input_of_every_block_only() -> None:
     (blocks, wider) = mega_train(setup())
-    buffers = {d.habits.recompute_block: lowered(d) for d in (blocks, wider) if d.habits}
+    buffers = {d.recompute_block: lowered(d) for d in (blocks, wider)}
     for block, schedule in buffers.items():
         inputs = [b for b in schedule.buffers if b.label.endswith(" input") and b.first is not None]
         since_forward = [b for b in inputs if schedule.tasks[b.first].op is Op.FORWARD]

@@ -18,7 +18,7 @@ from planner.models import resolve_model
 from planner.simulate.uncertainty import interval_s
 from ullage.rivals.cases import CaseError, Metric, load_cases
 from ullage.rivals.cases.attention import with_attention
-from ullage.rivals.cases.reported import ReportedCase
+from ullage.rivals.cases.training import TrainingCase
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "published" / "held_out" / "reported.json"
@@ -37,7 +37,7 @@ SMALL = {
 
 
 def iteration_s(**changes: object) -> float:
-    case = ReportedCase.model_validate(SMALL | changes)
+    case = TrainingCase.model_validate(SMALL | changes)
     return case.predict(load_profile(case.hardware)).values[Metric.ITERATION]
 
 
@@ -117,7 +117,7 @@ def test_the_longest_sequence_that_fits_is_that_of_others(hardware, name, deepsp
     def fits(seq_len: float) -> bool:
         changes = {"hardware": hardware, "model": name, "deepspeed": deepspeed, "devices": 8}
         changes |= {"micro_batch": 1, "clip": False, "activations": "recompute", "seq_len": int(seq_len)}
-        case = ReportedCase.model_validate(SMALL | changes | {"keeps_output": True})
+        case = TrainingCase.model_validate(SMALL | changes | {"keeps_output": True})
         return case.predict(profile).values[Metric.PEAK_GPU] <= profile.device.memory_bytes.value
 
     assert fits(0.9 * longest * 1024)
@@ -128,7 +128,7 @@ def test_plain_optimizers_hold_the_roots_of_all_second_moments() -> None:
     """PyTorch's AdamW takes them all before it uses any, unless it is fused."""
 
     def peak(**changes: object) -> float:
-        case = ReportedCase.model_validate(SMALL | {"engine": "fsdp", "micro_batch": 1, "seq_len": 64} | changes)
+        case = TrainingCase.model_validate(SMALL | {"engine": "fsdp", "micro_batch": 1, "seq_len": 64} | changes)
         return case.predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
 
     model = resolve_model("qwen2.5-0.5b")

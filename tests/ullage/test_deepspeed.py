@@ -25,11 +25,16 @@ from ullage.integrations.deepspeed.importing import imported
 from ullage.main import main
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
-from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.lowering import lower
 
 SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), Sharding(data_parallel=4))
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]
+
+
+def zero(stage: int, device: str = "none", **optimizer: Any) -> Zero:
+    """Return a stage with the optimizer on a device, through pinned memory unless said otherwise."""
+    return Zero(stage=stage, offload_optimizer={"device": device, "pin_memory": True, **optimizer})  # type: ignore[arg-type]
 
 
 def same(found, expected) -> None:
@@ -39,19 +44,19 @@ def same(found, expected) -> None:
 
 
 def test_defaults_are_the_published_engines():
-    same(configured(SETUP, DeepSpeed(3, "cpu")), zero_offload(SETUP))
-    same(configured(SETUP, DeepSpeed(3, "cpu", 0.3)), twin_flow(SETUP, (0.3,)))
-    same(configured(SETUP, DeepSpeed(3, "cpu", 0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
-    same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
+    same(configured(SETUP, zero(3, "cpu")), zero_offload(SETUP))
+    same(configured(SETUP, zero(3, "cpu", ratio=0.3)), twin_flow(SETUP, (0.3,)))
+    same(configured(SETUP, zero(3, "cpu", ratio=0.3, super_offload=True)), super_offload(SETUP, (0.3,)))
+    same(configured(SETUP, zero(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
     differs = {"device_buffer_bytes": 2 * 500_000_000 * 2, "all_reduces": True, "max_prefetch_params": 0}
     differs |= {"step_scratch_bytes": 2 + 4}  # a flat gradient, and the same in fp32
-    same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
+    same(configured(SETUP, zero(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
 
 
-def simulated(settings: DeepSpeed, num_micro_batches: int = 3) -> tuple[list[Any], Phases]:
+def simulated(settings: Zero, num_micro_batches: int = 3, *, waits: bool = False) -> tuple[list[Any], Phases]:
     """Return the tasks of the first of some settings' decisions, and how long its phases take."""
     setup = SETUP.changed(num_micro_batches=num_micro_batches)
-    decisions = next(configured(setup, settings))
+    decisions = next(configured(setup, settings, waits=waits))
     cost = CostModel.of(load_profile("a100-80"), setup.units, decisions)
     schedule = lower(setup.units, decisions, asynchronous=True)
     return list(schedule.tasks), run_until_steady(schedule, cost).phases
@@ -62,7 +67,7 @@ def test_a_step_on_the_device_makes_gradients_in_fp32(stage: int):
     """Stage 3 makes those of one subgroup at a time; nothing holds them outside of the step."""
 
     def held(subgroup_params: int) -> tuple[int, int]:
-        decisions = next(configured(SETUP, DeepSpeed(stage)))
+        decisions = next(configured(SETUP, zero(stage)))
         if stage == 3:
             decisions = decisions.model_copy(update={"step_scratch_params": subgroup_params})
         buffers = [b for b in lower(SETUP.units, decisions, asynchronous=True).buffers if b.label == "updates"]
@@ -78,16 +83,16 @@ def test_a_step_on_the_device_makes_gradients_in_fp32(stage: int):
 def test_zero_1_and_2_all_reduce_beside_nothing_unless_comm_overlaps():
     params = sum(unit.num_params for unit in SETUP.units)
     for stage, rounds in ((1, 1), (2, 3)):  # only ZeRO-2 does in every micro-batch
-        tasks, _ = simulated(DeepSpeed(stage))
+        tasks, _ = simulated(zero(stage))
         moved = sum(task.num_bytes for task in tasks if task.op is Op.SCATTER)
         assert moved == pytest.approx(rounds * 2 * 2 * params, rel=0.01), stage
-    alone, beside = (simulated(DeepSpeed(2, overlap_comm=overlap))[1] for overlap in (False, True))
+    alone, beside = (simulated(zero(2).model_copy(update={"overlap_comm": overlap}))[1] for overlap in (False, True))
     assert beside.backward_s < alone.backward_s
 
 
 def test_unpinned_gradients_are_waited_for_in_every_micro_batch():
-    pageable, _ = simulated(DeepSpeed(3, "cpu", pin_optimizer=False))
-    pinned, _ = simulated(DeepSpeed(3, "cpu"))
+    pageable, _ = simulated(zero(3, "cpu", pin_memory=False))
+    pinned, _ = simulated(zero(3, "cpu"))
 
     def copies(tasks):
         return [task for task in tasks if task.phase is Phase.BACKWARD and task.op in {Op.OVERWRITE, Op.LOAD}]
@@ -95,9 +100,9 @@ def test_unpinned_gradients_are_waited_for_in_every_micro_batch():
     assert len(copies(pageable)) == len(copies(pinned))
     assert not any(task.pinned for task in copies(pageable))
     assert all(task.pinned for task in copies(pinned))
-    ways = DeepSpeed(3, "cpu", pin_optimizer=False), DeepSpeed(3, "cpu", waits=True), DeepSpeed(3, "cpu")
+    ways = (zero(3, "cpu", pin_memory=False), False), (zero(3, "cpu"), True), (zero(3, "cpu"), False)
     for num_micro_batches in (1, 3):
-        times = [simulated(settings, num_micro_batches)[1].backward_s for settings in ways]
+        times = [simulated(settings, num_micro_batches, waits=waits)[1].backward_s for settings, waits in ways]
         assert times == sorted(times, reverse=True), "less waiting, less time"
         assert times[0] > times[-1]
 
@@ -107,7 +112,9 @@ def read(tmp_path: Path, data: dict[str, Any], *given: str, **request: Any):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(data))
     model, machine = resolve_model("opt-1.3b"), load_profile(request.pop("machine", "h100x4-80g"))
-    return imported(load_config(path), Request(model, machine, seq_len=512, **request), given.__contains__)
+    config = load_config(path)
+    asked, assumed = imported(config, Request(model, machine, seq_len=512, **request), given.__contains__)
+    return asked, config.zero_optimization, assumed
 
 
 @pytest.mark.parametrize(
@@ -124,12 +131,12 @@ def read(tmp_path: Path, data: dict[str, Any], *given: str, **request: Any):
 def test_batches_are_completed_as_deepspeed_does(tmp_path, batch, given, expected):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {key: value for key, value in zip(keys, batch, strict=True) if value is not None} | {"zero_optimization": {}}
-    request = read(tmp_path, data, *given, **given).request
+    request, *_ = read(tmp_path, data, *given, **given)
     assert (request.num_devices, request.micro_batch, request.num_micro_batches) == expected
 
 
 def test_types_clipping_optimizer_and_auto(tmp_path):
-    found = read(
+    request, settings, _ = read(
         tmp_path,
         {
             "bf16": {"enabled": "auto"},
@@ -145,24 +152,25 @@ def test_types_clipping_optimizer_and_auto(tmp_path):
         },
         machine="h100x4-56core-nvme",
     )
-    request = found.request
     assert (request.precision.weights, request.optimizer, request.clip, request.storage) == (
         "bf16",
         "lion",
         False,
         "nvme",
     )
-    assert found.settings.reduce_bucket_params == request.model.hidden_size**2
-    assert (found.settings.prefetch_params, found.subgroup_params) == (50_000_000, 100_000_000)
-    plain = read(tmp_path, {"gradient_clipping": 1.0})
-    assert (plain.request.precision.weights, plain.request.clip) == ("fp32", True)
-    assert any(note.startswith("neither bf16 nor fp16 is on: weights are fp32") for note in plain.assumed)
+    hidden_size = request.model.hidden_size
+    assert settings.size("reduce_bucket_size", hidden_size) == hidden_size**2
+    sizes = settings.size("stage3_prefetch_bucket_size", hidden_size), settings.size("sub_group_size")
+    assert sizes == (50_000_000, 100_000_000)
+    plain, _, assumed = read(tmp_path, {"gradient_clipping": 1.0})
+    assert (plain.precision.weights, plain.clip) == ("fp32", True)
+    assert any(note.startswith("neither bf16 nor fp16 is on: weights are fp32") for note in assumed)
 
 
 def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
-    zero = {"stage": 3, "overlap_com": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 1}
-    found = read(tmp_path, {"fp16": {"enabled": True}, "nonsense": 1, "steps_per_print": 5, "zero_optimization": zero})
-    printed_notes = "\n".join(found.assumed)
+    section = {"stage": 3, "overlap_com": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 1}
+    data = {"fp16": {"enabled": True}, "nonsense": 1, "steps_per_print": 5, "zero_optimization": section}
+    printed_notes = "\n".join(read(tmp_path, data)[2])
     assert (
         "zero_optimization.overlap_com is not a key of DeepSpeed (did you mean overlap_comm?); ignored" in printed_notes
     )
@@ -251,16 +259,16 @@ def test_a_plan_becomes_twin_flow_and_comes_back(offloading, tmp_path):
     decided = offloading.decisions
     pieces = [piece for unit in offloading.units() for piece in decided.placed_pieces(unit)]
     away = sum(count for count, place in pieces if place is not Place.GPU) / sum(count for count, _ in pieces)
-    zero = config["zero_optimization"]
+    section = config["zero_optimization"]
     assert away > 0
-    assert away <= zero["offload_optimizer"]["ratio"] <= away + 1e-3
+    assert away <= section["offload_optimizer"]["ratio"] <= away + 1e-3
     assert config["train_batch_size"] == 2 * 2
     assert any("updates overlap with the next forward" in line for line in lost)
-    again = read(tmp_path, config)
-    request, decisions = again.request, offloading.decisions
+    request, settings, _ = read(tmp_path, config)
+    decisions = offloading.decisions
     assert (request.num_devices, request.micro_batch, request.clip) == (2, decisions.micro_batch, decisions.clip)
-    assert again.settings.cpu_ratio == zero["offload_optimizer"]["ratio"]
-    assert set(zero) <= set(known_keys()["zero_optimization"])
+    assert settings.optimizer.ratio == section["offload_optimizer"]["ratio"]
+    assert set(section) <= set(known_keys()["zero_optimization"])
     assert set(config) <= set(known_keys()["config"])
 
 
@@ -281,6 +289,6 @@ def test_deepspeeds_own_parser_takes_what_is_exported(offloading, monkeypatch):
     monkeypatch.setattr(config.dist, "get_world_size", lambda *_: 2)
     found, _ = export_config(offloading)
     read_by_them = config.DeepSpeedConfig(found)
-    zero = read_by_them.zero_config
-    assert zero.offload_optimizer.ratio == found["zero_optimization"]["offload_optimizer"]["ratio"]
-    assert (zero.stage, read_by_them.train_batch_size) == (3, found["train_batch_size"])
+    theirs = read_by_them.zero_config
+    assert theirs.offload_optimizer.ratio == found["zero_optimization"]["offload_optimizer"]["ratio"]
+    assert (theirs.stage, read_by_them.train_batch_size) == (3, found["train_batch_size"])

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.graph import Unit
-from ullage.rivals.habits import Habits
 from ullage.rivals.precision import RivalPrecision
 
 LAYERS_IN_TURN = "layers in turn"
@@ -15,6 +14,9 @@ LAYERS_IN_TURN = "layers in turn"
 
 REDUCE_BUCKET_PARAMS = 500_000_000
 """Gradients that DeepSpeed reduces, and copies to the host, at a time: its default ``reduce_bucket_size``."""
+
+
+Amount = Annotated[int, Field(ge=0)]
 
 
 class GradientPath(StrEnum):
@@ -34,7 +36,7 @@ class GradientPath(StrEnum):
     # one it stays, and with it the weights, until the update there.
     ON_DEVICE = "on-device"
     # Engines with passes of their own on the host: once, in the weights' type, pinned, to a buffer from where a pass of
-    # the host takes them (:class:`ullage.rivals.habits.Habits`).
+    # the host takes them (``sum_bytes``, ``prepare_bytes``).
     BUFFERED = "buffered"
 
     def blocks(self, micro_batch: int, last: int) -> bool:
@@ -108,8 +110,24 @@ class RivalDecisions(Decisions):
             beside gradients and state.
         step_scratch_params: at most so many parameters are taken at once; ``None``: all.
         output_bytes: what the loop keeps of a micro-batch's output while its backward runs.
-        habits: what else an engine does; ``None``: nothing.
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
+        bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
+            parameters (DeepSpeed). 0: each unit has its own.
+        recompute_block: the engine recomputes so many segments in a row before their backward, keeps only their
+            outputs, and then runs each segment's forward once more (MegaTrain). It fetches parameters for each of
+            these uses, into another buffer each time. 0: it recomputes once.
+        layer_by_layer: all micro-batches pass a segment before the next segment begins, and gradients of a segment
+            leave the device once. Inputs of segments travel through the host. If there are several ranks, each works
+            on other segments of the same batch at any time (RoundPipe).
+        publishes_late: the host's updates run beside the next iteration, which therefore uses weights that are one
+            update old. Its end publishes them.
+        num_steps: iterations of the user's batch that one iteration of the schedule stands for (ZenFlow).
+        sum_bytes: bytes of host memory per parameter that a pass moves after each copy of a gradient to the host.
+        prepare_bytes: the same, of a pass before the update; ``None``: as ``host_update`` says.
+        publish_bytes: the same, of a pass after the update.
+        host_bytes: other bytes of host memory that the engine holds per parameter that it updates.
+        head_percent: the share of the last segment's saved activations and workspace that the engine holds, because its
+            own head makes logits in chunks, or their gradient in place.
     """
 
     precision: Precision | RivalPrecision = BF16
@@ -117,17 +135,26 @@ class RivalDecisions(Decisions):
     reduce_start: Literal["step", "backward"] = "backward"
     host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
-    max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
-    max_reuse_params: Annotated[int, Field(ge=0)] | None = None
+    max_prefetch_params: Amount | None = None
+    max_reuse_params: Amount | None = None
     module_hooks: bool = False
     inputs_on_host: bool = False
     loop: bool = False
-    device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
-    step_scratch_bytes: Annotated[int, Field(ge=0)] = 0
+    device_buffer_bytes: Amount = 0
+    step_scratch_bytes: Amount = 0
     step_scratch_params: Annotated[int, Field(gt=0)] | None = None
-    output_bytes: Annotated[int, Field(ge=0)] = 0
-    habits: Habits | None = None
+    output_bytes: Amount = 0
     all_reduces: bool = False
+    bucket_params: Amount = 0
+    recompute_block: Amount = 0
+    layer_by_layer: bool = False
+    publishes_late: bool = False
+    num_steps: Annotated[int, Field(ge=1)] = 1
+    sum_bytes: Amount = 0
+    prepare_bytes: Amount | None = None
+    publish_bytes: Amount = 0
+    host_bytes: Amount = 0
+    head_percent: Annotated[int, Field(ge=0, le=100)] = 100
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -137,7 +164,7 @@ class RivalDecisions(Decisions):
                 "or reduce_start to 'backward'"
             )
         fsdp2 = self.gradient_path is GradientPath.FSDP2
-        if self.fp8_weights and (fsdp2 or self.habits is not None):
+        if self.fp8_weights and fsdp2:
             raise ValueError(f"fp8_weights: policy {self.policy!r} fetches them in another type; leave fp8_weights out")
         if fsdp2:
             _check_fsdp2(self)
@@ -148,20 +175,10 @@ class RivalDecisions(Decisions):
         return self
 
     @property
-    def layer_by_layer(self) -> bool:
-        """Whether all micro-batches pass a segment before the next one begins."""
-        return self.habits is not None and self.habits.layer_by_layer
-
-    @property
     def fills_buckets(self) -> bool:
         """Whether gradients that leave the device wait for one another; see :mod:`ullage.rivals.passes.gradients`."""
         blocking = self.gradient_path in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PAGEABLE}
         return blocking and self.update_start == "step"
-
-    @property
-    def num_steps(self) -> int:
-        """Iterations of the user's batch that one iteration of the schedule stands for."""
-        return self.habits.num_steps if self.habits else 1
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
@@ -191,12 +208,12 @@ class RivalDecisions(Decisions):
     @property
     def numerics(self) -> str | None:
         """How an engine changes what is computed, beyond the order of sums, in words; ``None`` if it does not."""
-        habits, parts = self.habits, []
+        parts = []
         if self.num_steps > 1:
             parts.append(
                 f"the host updates every {self.num_steps} iterations, the device the largest gradients in each"
             )
-        if habits is not None and habits.publishes_late:
+        if self.publishes_late:
             parts.append("weights are one update old")
         if self.precision.rounds and not self.precision.can_be_kept(self.optimizer):
             parts.append(f"no master copy beside weights in {self.precision.weights}")

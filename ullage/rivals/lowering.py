@@ -60,7 +60,7 @@ def _lay(decisions: RivalDecisions, program: Program) -> None:
         stages.lay(program)
     elif decisions.layer_by_layer:
         lay_by_layer(decisions, program)
-    elif decisions.habits and decisions.habits.recompute_block:
-        lay_blocks(decisions.habits.recompute_block, program)
+    elif decisions.recompute_block:
+        lay_blocks(decisions.recompute_block, program)
     else:
         lay_in_turn(program)

@@ -16,7 +16,7 @@ from planner.lowering import lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from ullage.rivals import checkpoints
-from ullage.rivals.cases.checkpoints import PhaseTimes, iteration
+from ullage.rivals.cases.checkpoints import iteration
 from ullage.rivals.checkpoints.costs import EngineCosts
 from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy
 
@@ -126,7 +126,7 @@ def test_numbers_must_be_positive(name):
 
 
 def test_state_of_another_schedule_is_refused():
-    schedule, _ = iteration(PhaseTimes(forward=1.0, backward=1.0, update=1.0))
+    schedule, _ = iteration(1.0, 1.0, 1.0)
     for shard in (Shard(1, Tier.GPU, 3), Shard(-1, Tier.GPU, 2)):
         with pytest.raises(ValueError, match="sizes cannot be negative"):
             with_checkpoints(schedule, [shard], saver(OURS, 1), num_iterations=1, every=1)

@@ -196,7 +196,7 @@ def test_an_engine_with_buckets_reduces_the_same_bytes_in_few_collectives() -> N
 
     def reductions(bucket_params: int) -> list[Task]:
         options = {"reduce_start": "step", "data_parallel": 4, "zero_stage": 0, "num_micro_batches": 3}
-        decisions = decide(model_units, Place.GPU, habits={"bucket_params": bucket_params}, **options)
+        decisions = decide(model_units, Place.GPU, bucket_params=bucket_params, **options)
         tasks = lower(model_units, decisions, asynchronous=True).tasks
         last = max(task.index for task in tasks if task.op is Op.BACKWARD)
         found = [task for task in tasks if task.op is Op.SCATTER]

@@ -24,14 +24,13 @@ from planner.models.formulas.kernel_sets import KERNEL_SETS
 from planner.models.kernels import flop, num_kernels
 from planner.plan.planning import make_plan
 from planner.verification import verify
-from ullage.rivals.cases.training import Model
 
 LLAMA = resolve_model("llama-3.1-8b")
-SMALL = Model.model_validate(
-    {"name": "small", "architecture": "llama", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 384}
+SMALL = ModelConfig.model_validate(
+    {"name": "small", "family": "llama", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 384, "head_dim": 32}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "mlp": "swiglu", "norm": "rmsnorm"}
-    | {"tied_embeddings": False, "bias": False, "flash_attention": True}
-).config(2048)
+    | {"tied_embeddings": False, "max_positions": 2048, "word_embed_proj_dim": 128}
+)
 SETS: tuple[Any, ...] = ("transformers", "liger")
 NAMES = ("llama-3.1-8b", "qwen2.5-0.5b", "qwen3-4b")
 PROBE = Path(__file__).parents[3] / "benchmarks" / "results" / "gpu_probe.json"

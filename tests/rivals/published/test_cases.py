@@ -11,11 +11,11 @@ from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.graph import Attention
-from planner.models import ModelConfigError, num_parameters, resolve_model
+from planner.models import num_parameters, resolve_model
 from planner.schedule.tasks import Op
 from planner.setup import pieces
-from ullage.rivals.cases import CaseError, Metric, load_cases
-from ullage.rivals.cases.training import Model, TrainingCase, decide, setup_of
+from ullage.rivals.cases import CaseError, Metric, load_cases, read_case
+from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.decisions import GradientPath, HostUpdate
 from ullage.rivals.lowering import lower
 
@@ -23,7 +23,6 @@ FILE = Path(__file__).parents[2] / "ullage" / "data" / "published_cases.json"
 CASES = {case["id"]: case for case in json.loads(FILE.read_text())["cases"]}
 BLOCKING = next(name for name in CASES if "blocking" in name)
 TWIN_FLOW = next(name for name in CASES if "r0.5" in name and "async" in name)
-HALF_INTERLEAVED = next(name for name in CASES if "r0.5" in name and "interleave" in name)
 INTERLEAVED = next(name for name in CASES if "interleave-k5" in name)
 MODELS = json.loads((Path(__file__).parents[2] / "data" / "published_models.json").read_text())["models"]
 IN_MEMORY = next(name for name in CASES if "nvlink" in name)
@@ -31,15 +30,21 @@ PIPELINED = next(name for name in CASES if "g4-tp2-dp1-pp2" in name)
 
 
 def case(name: str, **changes: object) -> TrainingCase:
-    return TrainingCase.model_validate(with_changes(CASES[name], changes))
+    some = read_case(with_changes(CASES[name], changes))
+    assert isinstance(some, TrainingCase)
+    return some
 
 
 def decided(some: TrainingCase):
-    _, setup = setup_of(some)
-    decisions = decide(some, setup)
+    setup, decisions = some.decided(load_profile(some.hardware))
     places = [place for unit in decisions.units.values() for place in unit.update]
     sizes = [size for unit in setup.units for size in pieces(setup, unit)]
     return decisions, places, sizes
+
+
+def scheduled(some: TrainingCase):
+    setup, decisions = some.decided(load_profile(some.hardware))
+    return setup, decisions, lower(setup.units, decisions, asynchronous=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,8 +55,7 @@ def test_published_runs_are_predicted_within_a_factor_of_two(name):
     phases = sum(outcome.values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
     loop_s = quantities(load_profile(some.hardware)).get("device.loop_s")
     # Six reports of memory: four in the micro-batch, two around the step.
-    num_micro_batches = some.batch.global_batch // (some.batch.micro_batch * some.parallel.data_parallel)
-    reports_s = number(loop_s) * (4 * num_micro_batches + 2) / 6 if loop_s else 0
+    reports_s = number(loop_s) * (4 * some.num_micro_batches + 2) / 6 if loop_s else 0
     assert outcome.values[Metric.ITERATION] == pytest.approx(phases + reports_s)
     for metric, measured in some.measurements().items():
         if metric in {Metric.ITERATION, Metric.PEAK_GPU}:
@@ -63,7 +67,7 @@ def test_every_micro_batch_reports_its_memory():
     loop_s = number(quantities(load_profile(some.hardware))["device.loop_s"])
     outside = []
     for num_micro_batches in (1, 2, 5):
-        batch = some.batch.micro_batch * some.parallel.data_parallel * num_micro_batches
+        batch = some.micro_batch * some.data_parallel * num_micro_batches
         values = case(BLOCKING, batch__global_batch=batch).predict(load_profile(some.hardware)).values
         phases = sum(values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
         outside.append(values[Metric.ITERATION] - phases)
@@ -72,10 +76,9 @@ def test_every_micro_batch_reports_its_memory():
 
 def test_device_updates_keep_gradients_in_fp32():
     some = case(TWIN_FLOW)
-    decisions, places, sizes = decided(some)
+    _, places, sizes = decided(some)
     on_device = sum(size for place, size in zip(places, sizes, strict=True) if place is Place.GPU)
-    units, _ = setup_of(some)
-    buffers = lower(units, decisions, asynchronous=True).buffers
+    buffers = scheduled(some)[2].buffers
     held = sum(buffer.num_bytes for buffer in buffers if buffer.label.endswith(" buffer"))
     assert on_device > 0
     assert held == 4 * on_device
@@ -122,12 +125,14 @@ def test_loaded_as_written():
 
 def test_model_batch_and_parallelism_reach_the_setup():
     some = case(INTERLEAVED, batch__global_batch=24)
-    units, setup = setup_of(some)
-    assert sum(unit.num_params for unit in units) == some.model.num_params
+    setup, _ = some.decided(load_profile(some.hardware))
+    units = setup.units
+    assert sum(unit.num_params for unit in units) == CASES[INTERLEAVED]["model"]["num_params"]
+    assert some.tokens_per_step == 2 * 4 * 3 * some.seq_len
     assert (setup.given.data_parallel, setup.given.micro_batch, setup.given.num_micro_batches) == (2, 4, 3)
     assert setup.given.subgroup_params == 100_000_000
     attention = [kernel for unit in units for kernel in unit.forward if isinstance(kernel, Attention)]
-    flash, _ = setup_of(case(INTERLEAVED, model__flash_attention=True))
+    flash = case(INTERLEAVED, model__flash_attention=True).setup(load_profile(some.hardware)).units
     fused = [kernel for unit in flash for kernel in unit.forward if isinstance(kernel, Attention)]
     assert fused
     assert not [kernel for kernel in attention if kernel.flash]
@@ -170,22 +175,18 @@ def test_subgroups_are_cut_within_units():
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_activations(activations):
     some = case(TWIN_FLOW, activations=activations)
-    decisions, *_ = decided(some)
-    units, _ = setup_of(some)
-    for unit in units:
+    setup, decisions = some.decided(load_profile(some.hardware))
+    for unit in setup.units:
         assert decisions.units[unit.name].activations == (activations if unit.recompute else "keep")
 
 
 @pytest.mark.parametrize(("zero_stage", "all_reduced"), [(0, True), (1, False), (2, False), (3, False)])
 def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
-    some = case(IN_MEMORY, zero_stage=zero_stage)
-    units, setup = setup_of(some)
-    decisions = decide(some, setup)
+    setup, decisions, schedule = scheduled(case(IN_MEMORY, zero_stage=zero_stage))
     assert (decisions.zero_stage, decisions.data_parallel) == (zero_stage, 8)
-    schedule = lower(units, decisions, asynchronous=True)
     scattered = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
     updated = sum(task.num_params for task in schedule.tasks if task.op is Op.UPDATE)
-    params = sum(unit.num_params for unit in units)
+    params = sum(unit.num_params for unit in setup.units)
     times = 2 if all_reduced else setup.given.num_micro_batches if zero_stage >= 2 else 1
     assert scattered == 2 * params * times  # bytes of bf16
     assert updated == pytest.approx(params if zero_stage == 0 else params / 8, rel=0.01)
@@ -194,9 +195,9 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
 UNSUPPORTED = {
     "need 8 devices": {"parallel__tensor_parallel": 2},
     "parallel.pipeline_parallel is 4": {"parallel__pipeline_parallel": 4},
-    "offload.optimizer is pfs": {"offload__optimizer": "pfs"},
-    "offload.params is nvme": {"offload__params": "nvme"},
-    "precision is fp8": {"precision": "fp8"},
+    "offload.optimizer: Input should be .*, not 'pfs'": {"offload__optimizer": "pfs"},
+    "offload.params: Input should be .*, not 'nvme'": {"offload__params": "nvme"},
+    "precision: Input should be .*, not 'fp8'": {"precision": "fp8"},
     "zero_stage is 2": {"zero_stage": 2},
     "engine.stride is 3": {"engine__stride": 3},
     "engine.gradient_flush is None": {"engine__gradient_flush": None},
@@ -208,9 +209,8 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("message", UNSUPPORTED)
 def test_what_cannot_be_expressed_is_refused_by_name(message):
-    some = case(BLOCKING, **UNSUPPORTED[message])
     with pytest.raises(CaseError, match=f"case {BLOCKING}: .*{message}"):
-        some.predict(load_profile("a100x4-40g"))
+        case(BLOCKING, **UNSUPPORTED[message]).predict(load_profile("a100x4-40g"))
 
 
 def test_tensor_parallel_ranks_share_every_layer():
@@ -219,20 +219,16 @@ def test_tensor_parallel_ranks_share_every_layer():
     shared = case(BLOCKING, parallel__data_parallel=2, parallel__tensor_parallel=2, batch__global_batch=2)
     flushed = []
     for some in (alone, shared):
-        units, setup = setup_of(some)
-        decisions = decide(some, setup)
-        schedule = lower(units, decisions, asynchronous=True)
+        _, decisions, schedule = scheduled(some)
         flushed.append(sum(task.num_bytes for task in schedule.tasks if task.op is Op.OVERWRITE))
-        assert decisions.tensor_parallel == some.parallel.tensor_parallel
+        assert decisions.tensor_parallel == some.tensor_parallel
     assert flushed[1] == pytest.approx(flushed[0] / 2, rel=0.01)
     profile = load_profile("a100x4-40g")
     assert shared.predict(profile).values[Metric.PEAK_GPU] < 0.75 * alone.predict(profile).values[Metric.PEAK_GPU]
 
 
 def test_parameters_on_the_host_are_fetched_for_every_use():
-    some = case(BLOCKING, offload__params="cpu")
-    units, setup = setup_of(some)
-    schedule = lower(units, decide(some, setup), asynchronous=True)
+    schedule = scheduled(case(BLOCKING, offload__params="cpu"))[2]
     fetched = sum(task.num_bytes for task in schedule.tasks if task.op is Op.FETCH)
     assert fetched > 2 * CASES[BLOCKING]["model"]["num_params"] / 4  # bf16 shards, more than once
     assert not [task for task in schedule.tasks if task.op is Op.UPLOAD]
@@ -240,7 +236,7 @@ def test_parameters_on_the_host_are_fetched_for_every_use():
 
 def test_parameters_that_the_device_updates_stay_on_it():
     some = case(TWIN_FLOW, offload__params="cpu")
-    placed = decide(some, setup_of(some)[1]).units.values()
+    placed = scheduled(some)[1].units.values()
     assert {unit.params for unit in placed if Place.GPU in unit.update} == {"gpu"}
     assert {unit.params for unit in placed if set(unit.update) == {Place.CPU}} == {"host"}
 
@@ -252,12 +248,12 @@ def test_interleaved_needs_a_stride():
 
 def test_sizes_that_do_not_add_up_are_refused():
     with pytest.raises(CaseError, match=f"case {BLOCKING}: model: .*num_params"):
-        setup_of(case(BLOCKING, model__num_layers=31))
+        case(BLOCKING, model__num_layers=31)
 
 
 BROKEN = {
     "engine.name": {"engine": {"name": "warp", "gradient_flush": "async"}},
-    "swapping: such a field": {"swapping": {"every": 1}},
+    "swapping.every: such a field": {"swapping": {"every": 1}},
     "batch.micro_batch": {"batch": {"micro_batch": "4", "global_batch": 4, "seq_len": 2048}},
     "measured.iteration_ms": {"measured": {"iteration_ms": -1}},
     "measured.tflops: such a field": {"measured": {"tflops": 3}},
@@ -284,15 +280,15 @@ def test_files_that_are_no_cases(text, tmp_path):
 
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry["case"])
 def test_published_models_have_the_stated_size(entry):
-    model = Model.model_validate(entry["model"] | {"flash_attention": True})
-    assert num_parameters(model.config(2048)) == model.num_params
-    with pytest.raises(ModelConfigError, match="num_params is 7"):
-        model.model_copy(update={"num_params": 7}).config(2048)
+    model = entry["model"] | {"flash_attention": True}
+    assert num_parameters(case(BLOCKING, model=model).model) == model["num_params"]
+    with pytest.raises(CaseError, match=f"case {BLOCKING}: .* parameters, but num_params is 7"):
+        case(BLOCKING, model=model | {"num_params": 7})
 
 
 def test_a_case_of_gpt2_has_its_size():
     sizes = {"num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 3072, "num_attention_heads": 12}
     sizes |= {"num_key_value_heads": 12, "vocab_size": 50257, "max_positions": 1024}
     others = {"mlp": "gelu", "norm": "layernorm", "bias": True, "tied_embeddings": True, "flash_attention": True}
-    model = Model.model_validate({"name": "g", "architecture": "gpt2", **sizes, **others})
-    assert num_parameters(model.config(2048)) == num_parameters(resolve_model("gpt2"))
+    model = case(IN_MEMORY, model={"name": "g", "architecture": "gpt2", **sizes, **others}).model
+    assert num_parameters(model) == num_parameters(resolve_model("gpt2"))

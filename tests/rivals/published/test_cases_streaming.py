@@ -25,8 +25,7 @@ from planner.models.kernels import flop
 from planner.schedule.tasks import Op, Tier
 from planner.search.scoring import Scorer
 from planner.setup import Setup
-from ullage.rivals.cases import Metric, load_cases
-from ullage.rivals.cases.streaming import StreamingCase
+from ullage.rivals.cases import Metric, load_cases, read_case
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.streaming import best_streaming, streaming
 from ullage.rivals.kernels import dataflow
@@ -165,7 +164,7 @@ def test_more_rounds_take_longer_and_more_budget_never_does() -> None:
     profile = load_profile(data["hardware"])
 
     def seconds(**changes: Any) -> float:
-        return StreamingCase.model_validate(data | changes).predict(profile).values[Metric.ITERATION]
+        return read_case(data | changes).predict(profile).values[Metric.ITERATION]
 
     once, twice = (seconds(tokens_per_step=data["tokens_per_round"] * rounds) for rounds in (2, 4))
     assert 1.8 * once < twice <= 2 * once

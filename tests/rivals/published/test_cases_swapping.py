@@ -15,9 +15,9 @@ from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
-from ullage.rivals.cases import CaseError, Metric, load_cases
-from ullage.rivals.cases.swapping import MODEL_SIZES, SwappingCase, lowest
-from ullage.rivals.cases.training import TrainingCase, decide, setup_of
+from ullage.rivals.cases import CaseError, Metric, load_cases, read_case
+from ullage.rivals.cases.layouts import MODEL_SIZES
+from ullage.rivals.cases.training import TrainingCase, lowest
 from ullage.rivals.decisions import GradientPath
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.lowering import lower
@@ -28,9 +28,14 @@ SWAPPED = {case.id: case for case in load_cases(PUBLISHED / "activation_swapping
 STORED = {case.id: case for case in load_cases(PUBLISHED / "nvme_offload.json")}
 
 
-def swapping(**fields: object) -> SwappingCase:
-    base = {"id": "one", "hardware": "rtx4090-12ssd", "source": "a test", "model": "13b", "batch": 32, "ssds": 12}
-    return SwappingCase.model_validate({**base, "measured": {"tflops": 100.0}, **fields})
+ENTRY = {"id": "one", "hardware": "rtx4090-12ssd", "source": "a test", "model": "13b", "batch": 32, "ssds": 12}
+ENTRY |= {"measured": {"tflops": 100.0}}
+
+
+def swapping(**fields: object) -> TrainingCase:
+    case = read_case(ENTRY | fields)
+    assert isinstance(case, TrainingCase)
+    return case
 
 
 def rate(**fields: object) -> float:
@@ -40,10 +45,10 @@ def rate(**fields: object) -> float:
 @pytest.mark.parametrize("name", SWAPPED)
 def test_published_rates_are_predicted(name: str) -> None:
     case = SWAPPED[name]
-    assert isinstance(case, SwappingCase)
+    assert isinstance(case, TrainingCase)
     outcome = case.predict(load_profile(case.hardware))
     assert outcome.converged
-    assert outcome.values[Metric.COMPUTE_RATE] == pytest.approx(case.measured.tflops * 1e12, rel=0.06)
+    assert outcome.values[Metric.COMPUTE_RATE] == pytest.approx(case.measured["tflops"] * 1e12, rel=0.06)
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -81,14 +86,16 @@ def test_what_cannot_be_predicted_is_refused_by_name(fields: dict[str, object], 
         rate(**fields)
 
 
-@pytest.mark.parametrize(("hardware", "message"), [("h100x4-80g", "has 4 per node"), ("round", "nvme.num_drives")])
+@pytest.mark.parametrize(
+    ("hardware", "message"), [("h100x4-80g", "has 4 devices per node"), ("round", "nvme.num_drives")]
+)
 def test_machines_that_do_not_suit_are_refused(hardware: str, message: str) -> None:
     with pytest.raises(CaseError, match=message):
         swapping().predict(MACHINES[hardware])
 
 
 def test_a_field_that_is_not_known_is_named(tmp_path: Path) -> None:
-    entry = swapping().model_dump(mode="json") | {"seq_len": 2048}
+    entry = ENTRY | {"seq_len": 2048}
     path = tmp_path / "cases.json"
     path.write_text(json.dumps({"schema_version": 1, "cases": [entry]}))
     with pytest.raises(CaseError, match="case one: seq_len: such a field cannot be predicted from"):
@@ -102,15 +109,15 @@ def test_models_have_the_sizes_of_their_names() -> None:
         assert 12 * layers * hidden**2 == pytest.approx(float(name[:-1]) * 1e9, rel=0.1)
 
 
-def decided(case: SwappingCase, count: int, num_on_host: int | None = None) -> tuple[Decisions, CostModel]:
-    setup = case._setup()
+def decided(case: TrainingCase, count: int, num_on_host: int | None = None) -> tuple[Decisions, CostModel]:
+    setup = case.setup(load_profile(case.hardware))
     (decisions,) = ratel(setup, (count,), num_on_host)
     return decisions, CostModel(load_profile(case.hardware), setup.units, decisions)
 
 
 def test_what_the_host_cannot_hold_goes_on_to_nvme() -> None:
     case = swapping(model="6b", batch=8)
-    setup = case._setup()
+    setup = case.setup(load_profile(case.hardware))
     tiers = {}
     for num_on_host in (28, 0):
         decisions, cost = decided(case, 28, num_on_host)
@@ -124,7 +131,7 @@ def test_what_the_host_cannot_hold_goes_on_to_nvme() -> None:
 
 def test_a_model_too_large_for_the_drives_misses_bytes_there() -> None:
     case = swapping(model="412b", batch=1)
-    setup = case._setup()
+    setup = case.setup(load_profile(case.hardware))
     (decisions,) = ratel(setup, (0,))
     whole = load_profile(case.hardware)
     assert whole.nvme is not None
@@ -147,12 +154,11 @@ def test_the_lowest_of_a_convex_function_is_found(last: int, centre: int, width:
 def test_an_optimizer_on_nvme_is_swapped_in_turn() -> None:
     case = STORED["h100x4-nvme-host-20b-nvme"]
     assert isinstance(case, TrainingCase)
-    model_units, setup = setup_of(case)
-    decisions = decide(case, setup)
+    setup, decisions = case.decided(load_profile(case.hardware))
     assert decisions.gradient_path is GradientPath.ZERO3_PINNED
     assert {place for unit in decisions.units.values() for place in unit.update} == {Place.NVME}
-    cost = CostModel(load_profile(case.hardware), model_units, decisions)
-    simulation = run_until_steady(lower(model_units, decisions, asynchronous=True), cost)
+    cost = CostModel(load_profile(case.hardware), setup.units, decisions)
+    simulation = run_until_steady(lower(setup.units, decisions, asynchronous=True), cost)
     swaps = sorted(
         (span.start_s, span.end_s)
         for span in simulation.timeline.of_iteration(simulation.steady)
@@ -162,8 +168,7 @@ def test_an_optimizer_on_nvme_is_swapped_in_turn() -> None:
 
 
 def test_only_one_optimizer_fraction_can_be_swapped() -> None:
-    data = STORED["h100x4-nvme-host-20b-nvme"].model_dump(mode="json", exclude_none=True)
+    data = json.loads((PUBLISHED / "nvme_offload.json").read_text())["cases"][1]
     data["engine"]["cpu_optimizer_fraction"] = 0.5
-    case = TrainingCase.model_validate(data)
     with pytest.raises(CaseError, match=r"engine.cpu_optimizer_fraction is 0.5, but only 1.0"):
-        case.check()
+        read_case(data)

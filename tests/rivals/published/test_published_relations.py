@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from ullage.rivals.cases import Metric
-from ullage.rivals.cases.swapping import SwappingCase
-from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.cases import Metric, read_case
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
 
@@ -24,7 +22,7 @@ def cases(file: str) -> dict[str, dict[str, Any]]:
 def iteration_s(name: str, **engine: object) -> float:
     data = copy.deepcopy(cases("offloaded_update")[name])
     data["engine"] |= engine
-    return TrainingCase.model_validate(data).predict(load_profile(data["hardware"])).values[Metric.ITERATION]
+    return read_case(data).predict(load_profile(data["hardware"])).values[Metric.ITERATION]
 
 
 def measured_s(name: str) -> float:
@@ -66,7 +64,7 @@ def test_more_drives_stop_helping_where_the_device_is_busy() -> None:
     found, measured = {}, {}
     for drives in (1, 2, 3, 6, 12):
         data = cases("activation_swapping")[f"lohan-13b-bs32-ssd{drives}"]
-        found[drives] = SwappingCase.model_validate(data).predict(load_profile(data["hardware"]))
+        found[drives] = read_case(data).predict(load_profile(data["hardware"]))
         measured[drives] = data["measured"]["tflops"]
     rates = {drives: outcome.values[Metric.COMPUTE_RATE] for drives, outcome in found.items()}
     for fewer, more in ((1, 2), (2, 3), (3, 6), (6, 12)):

@@ -74,7 +74,7 @@ def test_what_cannot_be_predicted_is_an_error_even_among_what_can(found, tmp_pat
     assert main(["validate", str(path)]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert "case disk: offload.optimizer is pfs" in shown.err
+    assert "case disk: offload.optimizer: Input should be 'gpu', 'cpu' or 'nvme', not 'pfs'" in shown.err
 
 
 def test_tables_have_every_case(found, capsys):

@@ -22,7 +22,9 @@ def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:
         raise ValueError("--global-batch is given by train_batch_size of the configuration; leave it out")
     if args.mtbf is not None:
         raise ValueError("--mtbf is for a plan, not for a comparison with DeepSpeed; leave --mtbf or --deepspeed out")
-    found = side_by_side(imported(load_config(args.deepspeed), request, given_options(args).__contains__))
+    config = load_config(args.deepspeed)
+    request, assumed = imported(config, request, given_options(args).__contains__)
+    found = side_by_side(request, config.zero_optimization, assumed)
     if found.ours is not None:
         write_whole(args.output, found.ours.to_json())
     answer(args, found.to_json(), *_shown(found), *([f"plan written to {args.output}"] if found.ours else []))
@@ -31,13 +33,13 @@ def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:
 
 def _shown(found: SideBySide) -> tuple[Shown, ...]:
     """Return DeepSpeed's iteration beside the plan's; all figures are predictions."""
-    request = found.imported.request
+    request = found.request
     tiers = [tier for tier in Tier if tier in found.theirs.peaks]
     summary = {
         "training": f"{request.model.name} on {request.num_devices} device(s) of {request.hardware.name}: "
         f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es), "
         f"{found.theirs.decisions.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
-        "DeepSpeed": f"{words(found.imported.settings)}, " + describe(found.theirs.decisions, found.theirs.units),
+        "DeepSpeed": f"{words(found.zero)}, " + describe(found.theirs.decisions, found.theirs.units),
     }
     if found.ours is not None:
         summary["Ullage"] = describe(found.ours.decisions, found.ours.units())
@@ -47,7 +49,7 @@ def _shown(found: SideBySide) -> tuple[Shown, ...]:
     lines = [f"DeepSpeed does not fit: {found.theirs.missing}"] if found.theirs.missing else []
     lines += [f"no plan: {found.missing}"] if found.missing else []
     lines += [f"the plan is {found.ratio:.2f} x as fast (predicted)"] if found.ratio is not None else []
-    lines += [f"- {line}" for line in found.reasons] + [f"note: {line}" for line in found.imported.assumed]
+    lines += [f"- {line}" for line in found.reasons] + [f"note: {line}" for line in found.assumed]
     return summary, Table("predicted", columns, rows), "", *lines
 
 

@@ -7,55 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from hwprofiles.files import read_json
-from ullage.rivals.engines.deepspeed_config import Device
+from ullage.rivals.engines.deepspeed_config import Auto, Part, Positive, Zero
 
 AUTO: Final = "auto"
-Auto = Literal["auto"]
-
-
-def _whole(value: object) -> object:
-    """Return a float that is a whole number, such as ``5e8`` in JSON, as ``int``."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class Offload(_Part):
-    """``offload_optimizer`` or ``offload_param``. Keys that only one of them has keep their default in the other."""
-
-    device: Device = "none"
-    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    pin_memory: bool = False
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    super_offload: bool = False
-
-
-class Zero(_Part):
-    """``zero_optimization``."""
-
-    stage: Annotated[int, Field(ge=0, le=3)] = 0
-    offload_optimizer: Offload | None = None
-    offload_param: Offload | None = None
-    cpu_offload: bool = False  # the old name of ``offload_optimizer``
-    overlap_comm: bool | Auto | None = None  # ``None``: in stage 3 only
-    reduce_bucket_size: Positive | Auto = 500_000_000
-    sub_group_size: Positive | Auto = 1_000_000_000
-    stage3_prefetch_bucket_size: Count | Auto = 50_000_000
-    stage3_param_persistence_threshold: Count | Auto = 100_000
-    stage3_max_live_parameters: Positive | Auto = 1_000_000_000
-    stage3_max_reuse_distance: Count | Auto = 1_000_000_000
 
 
 def _value_of(key: str, *, needed: bool = False) -> BeforeValidator:
@@ -68,7 +27,7 @@ def _value_of(key: str, *, needed: bool = False) -> BeforeValidator:
 Enabled = Annotated[bool | Auto, _value_of("enabled")]
 
 
-class Config(_Part):
+class Config(Part):
     """A whole configuration."""
 
     train_batch_size: Positive | Auto | None = None
@@ -138,7 +97,7 @@ def _is_on(value: Any) -> bool:
     return value is True or (isinstance(value, int | float) and value > 1)
 
 
-def _parts(config: Config) -> Iterator[tuple[str, _Part, list[str]]]:
+def _parts(config: Config) -> Iterator[tuple[str, Part, list[str]]]:
     zero, known = config.zero_optimization, known_keys()
     yield "", config, known["config"]
     yield "zero_optimization.", zero, known["zero_optimization"]

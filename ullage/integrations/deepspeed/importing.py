@@ -16,12 +16,10 @@ from planner.search import Scorer, best_of
 from planner.terms import default_micro_batch
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned
-from ullage.integrations.deepspeed.config import AUTO, Config, Offload, left_out, unknown_keys
+from ullage.integrations.deepspeed.config import AUTO, Config, left_out, unknown_keys
 from ullage.output.formatting import percent, si
 from ullage.rivals import make_plan
-from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS
-from ullage.rivals.engines.deepspeed import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS
-from ullage.rivals.engines.deepspeed_config import DeepSpeed, configured
+from ullage.rivals.engines.deepspeed_config import Offload, Zero, configured
 from ullage.rivals.lowering import lower
 
 # Ullage's optimizers by DeepSpeed's and PyTorch's names.
@@ -37,34 +35,22 @@ _OPTIMIZERS: Final[dict[str, Optimizer]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
-    """A configuration as a request and settings of the simulator.
-
-    Attributes:
-        request: the training, for the simulation of DeepSpeed and for the plan.
-        settings: DeepSpeed's settings.
-        subgroup_params: parameters per subgroup in DeepSpeed's optimizer step.
-        assumed: assumptions about values that the configuration leaves open or that are not simulated, in words.
-    """
-
-    request: Request
-    settings: DeepSpeed
-    subgroup_params: int
-    assumed: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class SideBySide:
     """The same training by DeepSpeed and by a plan.
 
     Attributes:
+        request: the training.
+        zero: DeepSpeed's settings.
+        assumed: assumptions about values that the configuration leaves open or that are not simulated, in words.
         theirs: an iteration by DeepSpeed.
         ours: the plan; ``None`` if no plan fits.
         our_iteration: an iteration of the plan.
         missing: the reason if there is no plan.
     """
 
-    imported: Imported
+    request: Request
+    zero: Zero
+    assumed: tuple[str, ...]
     theirs: Iteration
     ours: Plan | None
     our_iteration: Iteration | None
@@ -116,13 +102,13 @@ class SideBySide:
             "ours": plain(self.our_iteration) if self.our_iteration else None,
             "ratio": self.ratio,
             "reasons": self.reasons,
-            "assumed": self.imported.assumed,
+            "assumed": self.assumed,
             "why_no_plan": self.missing or None,
         }
 
 
-def imported(config: Config, request: Request, given: Callable[[str], bool]) -> Imported:
-    """Return a configuration as a request and settings.
+def imported(config: Config, request: Request, given: Callable[[str], bool]) -> tuple[Request, tuple[str, ...]]:
+    """Return a configuration as a request, and what was assumed, in words.
 
     Args:
         config: the configuration.
@@ -136,27 +122,28 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
     assumed = [f"{key}; ignored" for key in unknown_keys(config)] + left_out(config)
     request = _with_types(config, request, given, assumed)
     request = _with_batch(config, request, given, assumed)
-    settings, subgroup_params = _settings(config, request, assumed)
-    if not given("storage") and "nvme" in {settings.optimizer_device, settings.param_device}:
+    zero = config.zero_optimization
+    _note_settings(zero, request.hardware, assumed)
+    if not given("storage") and "nvme" in {zero.optimizer.device, zero.params.device}:
         request = dataclasses.replace(request, storage="nvme")
     assumed.append(
         "the model, not the configuration, decides whether activations are recomputed: the faster way is assumed"
     )
-    return Imported(request, settings, subgroup_params, tuple(assumed))
+    return request, tuple(assumed)
 
 
-def side_by_side(found: Imported) -> SideBySide:
+def side_by_side(request: Request, zero: Zero, assumed: tuple[str, ...]) -> SideBySide:
     """Simulate an iteration by DeepSpeed, and plan the same training."""
-    request = found.request
-    own = variants(dataclasses.replace(request, subgroup_params=found.subgroup_params))[0]
-    best = best_of(map(Scorer.of(own, lower=lower).score, configured(own.setup, found.settings)))
+    own = variants(dataclasses.replace(request, subgroup_params=zero.size("sub_group_size")))[0]
+    placements = configured(own.setup, zero, getattr(request.model, "hidden_size", None))
+    best = best_of(map(Scorer.of(own, lower=lower).score, placements))
     units, seq_len = own.setup.units, request.seq_len
     theirs = Iteration("DeepSpeed", request.model, request.hardware, units, seq_len, best.decisions, own.cost)
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
-        return SideBySide(found, theirs, None, None, str(error))
-    return SideBySide(found, theirs, plan, planned(plan))
+        return SideBySide(request, zero, assumed, theirs, None, None, str(error))
+    return SideBySide(request, zero, assumed, theirs, plan, planned(plan))
 
 
 def _precision(config: Config, assumed: list[str]) -> Precision:
@@ -243,12 +230,10 @@ def _with_batch(config: Config, request: Request, given: Callable[[str], bool], 
     )
 
 
-def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[DeepSpeed, int]:
-    """Return the settings that a schedule depends on, and the parameters per subgroup."""
-    zero = config.zero_optimization
-    optimizer = zero.offload_optimizer or Offload(device="cpu" if zero.cpu_offload else "none")
-    params = zero.offload_param or Offload()
-    _check_devices(zero.stage, optimizer, params, request.hardware)
+def _note_settings(zero: Zero, hardware: HardwareProfile, assumed: list[str]) -> None:
+    """Check where state is, and note what of the settings is simulated otherwise."""
+    optimizer, params = zero.optimizer, zero.params
+    _check_devices(zero.stage, optimizer, params, hardware)
     if zero.stage < 3 and optimizer.ratio < 1:
         assumed.append(f"offload_optimizer.ratio needs stage 3; in stage {zero.stage} the CPU updates all")
     if 0 < zero.stage < 3 and optimizer.device == "cpu":
@@ -261,34 +246,6 @@ def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[Dee
         assumed.append("parameters on NVMe are simulated as on the host, as their optimizer state is there")
     if optimizer.super_offload:
         assumed.append("offload_optimizer.super_offload: its kernels are not simulated; CPUAdam is")
-    hidden = getattr(request.model, "hidden_size", None)
-    square = hidden * hidden if hidden else None
-
-    def size(value: int | str, usual: int, auto: int | None = None) -> int:
-        return (auto or usual) if isinstance(value, str) else value
-
-    settings = DeepSpeed(
-        stage=zero.stage,
-        optimizer_device=optimizer.device,
-        cpu_ratio=optimizer.ratio,
-        super_offload=optimizer.super_offload,
-        pin_optimizer=optimizer.pin_memory,
-        overlap_comm=zero.overlap_comm is True,
-        param_device=params.device,
-        pipeline_read=optimizer.pipeline_read,
-        pipeline_write=optimizer.pipeline_write,
-        # The values that ``transformers`` substitutes for 'auto'.
-        reduce_bucket_params=size(zero.reduce_bucket_size, REDUCE_BUCKET_PARAMS, square),
-        prefetch_params=size(
-            zero.stage3_prefetch_bucket_size, PREFETCH_BUCKET_PARAMS, int(0.9 * square) if square else None
-        ),
-        persistent_params=size(
-            zero.stage3_param_persistence_threshold, 100_000, 10 * hidden if hidden is not None else None
-        ),
-        max_live_params=size(zero.stage3_max_live_parameters, MAX_LIVE_PARAMS),
-        max_reuse_params=size(zero.stage3_max_reuse_distance, MAX_REUSE_PARAMS),
-    )
-    return settings, size(zero.sub_group_size, 1_000_000_000)
 
 
 def _check_devices(stage: int, optimizer: Offload, params: Offload, hardware: HardwareProfile) -> None:
@@ -303,12 +260,12 @@ def _check_devices(stage: int, optimizer: Offload, params: Offload, hardware: Ha
             )
 
 
-def words(settings: DeepSpeed) -> str:
+def words(zero: Zero) -> str:
     """Return settings in a few words."""
     where = {"none": "the device", "cpu": "the host", "nvme": "NVMe"}
-    parts = [f"ZeRO-{settings.stage}", f"optimizer on {where[settings.optimizer_device]}"]
-    if settings.optimizer_device == "cpu" and settings.stage == 3 and settings.cpu_ratio < 1:
-        parts[-1] = f"{percent(settings.cpu_ratio)} of the optimizer on the host"
-    if settings.param_device != "none":
-        parts.append(f"parameters on {where[settings.param_device]}")
+    parts = [f"ZeRO-{zero.stage}", f"optimizer on {where[zero.optimizer.device]}"]
+    if zero.optimizer.device == "cpu" and zero.stage == 3 and zero.optimizer.ratio < 1:
+        parts[-1] = f"{percent(zero.optimizer.ratio)} of the optimizer on the host"
+    if zero.params.device != "none":
+        parts.append(f"parameters on {where[zero.params.device]}")
     return ", ".join(parts)

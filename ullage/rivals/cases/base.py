@@ -18,17 +18,11 @@ from planner.simulate.prediction import TierMemory
 Number = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[float, Field(ge=1e-12, le=1e15)]
 
-Unit = Literal["s", "B", "B/s", "FLOP/s"]
+Unit = Literal["s", "B", "B/s", "FLOP/s", "tokens"]
 
 
 class CaseError(ValueError):
     """A case that cannot be read or predicted; the message names the case, the field, and allowed values."""
-
-
-class Strict(Frozen):
-    """A model that converts no types: ``"4"`` is not 4."""
-
-    model_config = ConfigDict(strict=True)
 
 
 class Metric(StrEnum):
@@ -42,6 +36,8 @@ class Metric(StrEnum):
     BLOCKING = "blocking throughput"
     END_TO_END = "end to end"
     COMPUTE_RATE = "model FLOP rate"
+    LONGEST = "longest sequence"
+    OURS = "our plan in its place"
 
     @property
     def unit(self) -> Unit:
@@ -54,7 +50,12 @@ class Metric(StrEnum):
         return self in {Metric.ITERATION, Metric.BLOCKING, Metric.END_TO_END, Metric.COMPUTE_RATE}
 
 
-_UNITS: dict[Metric, Unit] = {Metric.PEAK_GPU: "B", Metric.BLOCKING: "B/s", Metric.COMPUTE_RATE: "FLOP/s"}
+_UNITS: dict[Metric, Unit] = {
+    Metric.PEAK_GPU: "B",
+    Metric.BLOCKING: "B/s",
+    Metric.COMPUTE_RATE: "FLOP/s",
+    Metric.LONGEST: "tokens",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def shortages(case_id: str, memory: Mapping[Tier, TierMemory]) -> Iterator[str]:
             )
 
 
-class Case(Strict, abc.ABC):
+class Case(Frozen, abc.ABC):
     """One published run.
 
     Attributes:
@@ -92,6 +93,8 @@ class Case(Strict, abc.ABC):
         hardware: name of its machine's profile.
         source: who measured it, and where it is published.
     """
+
+    model_config = ConfigDict(strict=True)  # "4" is not 4
 
     id: Annotated[str, Field(min_length=1)]
     hardware: str
@@ -129,18 +132,6 @@ class Case(Strict, abc.ABC):
                     "happens in such a run; leave it out of measured"
                 )
         return outcome
-
-    def check_one_device(self, profile: HardwareProfile) -> None:
-        """Check that a machine has one device, as that of the run had.
-
-        Raises:
-            CaseError: it has several.
-        """
-        if profile.devices_per_node != 1:
-            raise CaseError(
-                f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
-                "name another profile"
-            )
 
     @abc.abstractmethod
     def _predict(self, profile: HardwareProfile) -> Outcome:

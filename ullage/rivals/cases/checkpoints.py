@@ -15,7 +15,7 @@ in fp32), and layers as wide as 128 times their number, as the published models 
 import math
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.checkpoints.lowering import with_checkpoints
@@ -28,7 +28,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.simulate.machine import run
 from ullage.rivals import checkpoints
-from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
+from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome
 
 _GB = 1e9
 # Of a checkpoint whose number of files is not given:
@@ -38,66 +38,49 @@ _MATRIX_VALUES = 12  # a layer has so many parameters for each square of its wid
 _FILES_PER_RANK = 2
 
 
-class Checkpoint(Strict):
-    """What is saved, by what, and how often.
-
-    Attributes:
-        engine: see :data:`ullage.rivals.checkpoints.policy.POLICIES`; or ours.
-        bytes_total_gb: GB (1e9) of all ranks together; each has an equal share.
-        every_iterations: from one checkpoint to the next.
-        host_buffer_gb_per_node: host memory for copies that are not written yet, of engines that bound it.
-        files: of one checkpoint, of all ranks; ``None``: as DeepSpeed's pipeline engine makes them.
-    """
-
-    engine: Literal["deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"]
-    bytes_total_gb: Amount
-    every_iterations: Number
-    host_buffer_gb_per_node: Amount
-    files: Number | None = None
-
-
-class PhaseTimes(Strict):
-    """Seconds of the phases of an iteration without checkpoints."""
-
-    forward: Amount
-    backward: Amount
-    update: Amount
-
-
-class MeasuredCheckpoints(Strict):
-    """What was measured: GB (1e9) per second of blocked time, or seconds of the whole run."""
-
-    blocking_throughput_gb_per_s: Amount | None = None
-    end_to_end_s: Amount | None = None
-
-    @model_validator(mode="after")
-    def _something(self) -> Self:
-        if self.blocking_throughput_gb_per_s is None and self.end_to_end_s is None:
-            raise ValueError("give blocking_throughput_gb_per_s or end_to_end_s")
-        return self
-
-
 class CheckpointCase(Case):
-    """A run with checkpoints whose plain iteration is known.
+    """A run with checkpoints whose plain iteration is known. Aliases are the paths of its fields in a file.
 
     Attributes:
         nodes, gpus: of the whole job.
-        phases_s: of a plain iteration.
+        engine: see :data:`ullage.rivals.checkpoints.policy.POLICIES`; or ours.
+        checkpoint_gb: GB (1e9) of one checkpoint, of all ranks together; each has an equal share.
+        every_iterations: from one checkpoint to the next.
+        host_buffer_gb_per_node: host memory for copies that are not written yet, of engines that bound it.
+        files: of one checkpoint, of all ranks; ``None``: as DeepSpeed's pipeline engine makes them.
+        forward_s, backward_s, update_s: seconds of the phases of an iteration without checkpoints.
         iterations: of the whole run; needed for ``end_to_end_s``.
+        blocking_gb_per_s, end_to_end_s: what was measured: GB (1e9) per second of blocked time, and seconds of the
+            whole run.
     """
 
     nodes: Number
     gpus: Number
-    checkpoint: Checkpoint
-    phases_s: PhaseTimes
+    engine: Literal["deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"] = Field(
+        alias="checkpoint.engine"
+    )
+    checkpoint_gb: Amount = Field(alias="checkpoint.bytes_total_gb")
+    every_iterations: Number = Field(alias="checkpoint.every_iterations")
+    host_buffer_gb_per_node: Amount = Field(alias="checkpoint.host_buffer_gb_per_node")
+    files: Number | None = Field(None, alias="checkpoint.files")
+    forward_s: Amount = Field(alias="phases_s.forward")
+    backward_s: Amount = Field(alias="phases_s.backward")
+    update_s: Amount = Field(alias="phases_s.update")
     iterations: Number | None = None
-    measured: MeasuredCheckpoints
+    blocking_gb_per_s: Amount | None = Field(None, alias="measured.blocking_throughput_gb_per_s")
+    end_to_end_s: Amount | None = Field(None, alias="measured.end_to_end_s")
+
+    @model_validator(mode="after")
+    def _something_is_measured(self) -> Self:
+        if self.blocking_gb_per_s is None and self.end_to_end_s is None:
+            raise ValueError("nothing is measured; give measured.blocking_throughput_gb_per_s or measured.end_to_end_s")
+        return self
 
     def measurements(self) -> dict[Metric, float]:
         """Return what was measured, in SI units."""
         found = {
-            Metric.BLOCKING: (self.measured.blocking_throughput_gb_per_s, _GB),
-            Metric.END_TO_END: (self.measured.end_to_end_s, 1.0),
+            Metric.BLOCKING: (self.blocking_gb_per_s, _GB),
+            Metric.END_TO_END: (self.end_to_end_s, 1.0),
         }
         return {metric: value * unit for metric, (value, unit) in found.items() if value is not None}
 
@@ -107,15 +90,15 @@ class CheckpointCase(Case):
             raise CaseError(
                 f"case {self.id}: gpus is {self.gpus}, but must be a multiple of nodes {self.nodes}; correct it"
             )
-        if self.measured.end_to_end_s is not None and self.iterations is None:
+        if self.end_to_end_s is not None and self.iterations is None:
             raise CaseError(f"case {self.id}: end_to_end_s is of a whole run; give its number of iterations")
 
     @property
     def num_files(self) -> int:
         """The files of one checkpoint, of all ranks."""
-        if self.checkpoint.files is not None:
-            return self.checkpoint.files
-        num_params = self.checkpoint.bytes_total_gb * _GB / _BYTES_PER_PARAM
+        if self.files is not None:
+            return self.files
+        num_params = self.checkpoint_gb * _GB / _BYTES_PER_PARAM
         num_layers = round(math.cbrt(num_params / (_MATRIX_VALUES * _WIDTH_OVER_LAYERS**2)))
         return num_layers * (self.gpus // self.nodes) + _FILES_PER_RANK * self.gpus
 
@@ -128,38 +111,33 @@ class CheckpointCase(Case):
                 f"{profile.devices_per_node} devices per node; name another profile"
             )
         values: dict[Metric, float] = {}
-        if self.measured.blocking_throughput_gb_per_s is not None:
-            blocked_s = self._simulate(profile, self.checkpoint.every_iterations + 1).blocked_s[0]
+        if self.blocking_gb_per_s is not None:
+            blocked_s = self._simulate(profile, self.every_iterations + 1).blocked_s[0]
             if not blocked_s:
                 raise CaseError(
-                    f"case {self.id}: blocking_throughput_gb_per_s: {self.checkpoint.engine} is predicted not to block "
+                    f"case {self.id}: blocking_throughput_gb_per_s: {self.engine} is predicted not to block "
                     "training at all, which is no throughput; give end_to_end_s instead"
                 )
-            values[Metric.BLOCKING] = self.checkpoint.bytes_total_gb * _GB / blocked_s
+            values[Metric.BLOCKING] = self.checkpoint_gb * _GB / blocked_s
         if self.iterations is not None:
             values[Metric.END_TO_END] = self._simulate(profile, self.iterations).end_to_end_s
         return Outcome(values)
 
     def _simulate(self, profile: HardwareProfile, num_iterations: int) -> RunTimes:
-        checkpoint = self.checkpoint
-        taken, training = iteration(self.phases_s)
-        state = [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, taken.tasks[-1].index)]
-        buffer_bytes = round(checkpoint.host_buffer_gb_per_node * _GB * self.nodes / self.gpus)
+        taken, training = iteration(self.forward_s, self.backward_s, self.update_s)
+        state = [Shard(round(self.checkpoint_gb * _GB / self.gpus), Tier.GPU, taken.tasks[-1].index)]
+        buffer_bytes = round(self.host_buffer_gb_per_node * _GB * self.nodes / self.gpus)
         cost = CostModel(profile, (), Sharding(data_parallel=self.gpus))
         try:
-            make, costs = checkpoints.engine(
-                checkpoint.engine, cost, "pfs", state, buffer_bytes, num_files=self.num_files
-            )
-            made = with_checkpoints(
-                taken, state, make, num_iterations=num_iterations, every=checkpoint.every_iterations
-            )
+            make, costs = checkpoints.engine(self.engine, cost, "pfs", state, buffer_bytes, num_files=self.num_files)
+            made = with_checkpoints(taken, state, make, num_iterations=num_iterations, every=self.every_iterations)
             prices = costs.prices(made, training)
         except ValueError as error:
             raise CaseError(f"case {self.id}: {error}") from error
         return times(made, run(made.schedule, prices, costs.capacities(), 1))
 
 
-def iteration(phases: PhaseTimes) -> tuple[Schedule, list[Price]]:
+def iteration(forward_s: float, backward_s: float, update_s: float) -> tuple[Schedule, list[Price]]:
     """Return an iteration of which only the phases are known, and the prices of its tasks.
 
     Its only update takes no snapshot by itself: it waits for what the saver of a checkpoint names.
@@ -167,6 +145,5 @@ def iteration(phases: PhaseTimes) -> tuple[Schedule, list[Price]]:
     forward = Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, after_previous=(2,))
     backward = Task(1, Lane.COMPUTE, Op.BACKWARD, Phase.BACKWARD, after=(0,))
     update = Task(2, Lane.GPU_UPDATE, Op.UPDATE, Phase.UPDATE, after=(1,))
-    durations_s = (phases.forward, phases.backward, phases.update)
-    prices = [Price(0.0, duration_s, ((Resource.DEVICE, 1.0),)) for duration_s in durations_s]
+    prices = [Price(0.0, seconds, ((Resource.DEVICE, 1.0),)) for seconds in (forward_s, backward_s, update_s)]
     return Schedule((forward, backward, update), description="an iteration of known phases"), prices

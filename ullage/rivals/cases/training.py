@@ -1,256 +1,497 @@
-"""Cases of training: an engine, its parallelism and batch, and the phases of its iteration."""
+"""Cases of training that others measured, in the words of a request: any engine that has a row, on any machine."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
-from planner.costs.model import CostModel
-from planner.decisions import BF16, Sharding
-from planner.graph import Batch, Unit, units
-from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.huggingface import build
+from planner.choices.request import batch_of
+from planner.costs.model import CostModel, total_flop
+from planner.decisions import Sharding
+from planner.graph import Batch, Operator, Unit, build_graph, units
+from planner.models.adapters import Lora
+from planner.models.captured import Model
+from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
+from planner.models.quantization import Quantization
+from planner.models.registry import resolve_model
+from planner.optimizers import Optimizer
+from planner.placements import ACTIVATIONS
 from planner.schedule.tasks import Tier
+from planner.search import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import memory_peaks
+from planner.simulate.prediction import always_held, capacities, memory_peaks
+from planner.terms import KernelChoice
+from ullage.rivals.best import best_of_engine
 from ullage.rivals.cases.attention import AttentionKernel, with_attention
-from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
-from ullage.rivals.decisions import GradientPath, RivalDecisions
+from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, shortages
+from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
-from ullage.rivals.engines.deepspeed import twin_flow, with_host_parameters, zero_infinity, zero_offload
+from ullage.rivals.engines.deepspeed import super_offload, twin_flow, with_host_parameters, zero_infinity
+from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
-from ullage.rivals.habits import Habits
-from ullage.rivals.kernels import megatron_lm
+from ullage.rivals.engines.ratel import ratel
+from ullage.rivals.engines.streaming import best_streaming
+from ullage.rivals.kernels import dataflow, megatron_core, megatron_lm
 from ullage.rivals.lowering import lower
+from ullage.rivals.precision import RivalPrecision
 
 # Of one iteration: more would take minutes to simulate, and say nothing new.
-_MAX_PASSES = 100_000
-_MAX_SUBGROUPS = 20_000
-# Number of learned positions where a published run does not record it: at least as many as it was trained on.
-DEFAULT_POSITIONS = 2048
+_MAX_PASSES: Final = 100_000
+_MAX_SUBGROUPS: Final = 20_000
+# The search for the placement of a streaming engine simulates at most so many micro-batches: further ones change all
+# placements alike.
+_SEARCHED_MICRO_BATCHES: Final = 4
 # DeepSpeed reduces gradients after the last micro-batch in buckets (``MEMORY_OPT_ALLREDUCE_SIZE`` in
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
-_BUCKET_PARAMS = 500_000_000
+_BUCKET_PARAMS: Final = 500_000_000
+_IN_MEMORY: Final = ("fsdp", "megatron")
 
+DEEPSPEED: Final[dict[str, str]] = {
+    "stage": "stage",
+    "optimizer_device": "offload_optimizer.device",
+    "cpu_ratio": "offload_optimizer.ratio",
+    "pin_optimizer": "offload_optimizer.pin_memory",
+    "pipeline_read": "offload_optimizer.pipeline_read",
+    "pipeline_write": "offload_optimizer.pipeline_write",
+    "super_offload": "offload_optimizer.super_offload",
+    "param_device": "offload_param.device",
+    "overlap_comm": "overlap_comm",
+    "reduce_bucket_params": "reduce_bucket_size",
+    "prefetch_params": "stage3_prefetch_bucket_size",
+    "persistent_params": "stage3_param_persistence_threshold",
+    "max_live_params": "stage3_max_live_parameters",
+    "max_reuse_params": "stage3_max_reuse_distance",
+}
+"""What cases call the settings of ``zero_optimization`` in DeepSpeed's configuration."""
 
-class Model(Strict):
-    """Sizes of the model. ``num_key_value_heads`` share heads of ``hidden_size / num_attention_heads``."""
+Quantity = Literal[
+    "forward_ms", "backward_ms", "update_ms", "iteration_ms", "tokens_per_s", "tflops", "peak_gpu_allocated_gib"
+]
+"""What may be measured: milliseconds, tokens of all devices together, 1e12 FLOP/s of the model (recomputation not
+counted), and GiB that the device's allocator had handed out at most. DeepSpeed's log calls GiB "GB"
+(``utils.py::see_memory_usage``)."""
 
-    name: str
-    architecture: Literal["llama", "gpt2"]
-    num_layers: Number
-    hidden_size: Number
-    ffn_hidden_size: Number
-    num_attention_heads: Number
-    num_key_value_heads: Number
-    vocab_size: Number
-    mlp: str
-    norm: str
-    tied_embeddings: bool
-    bias: bool
-    flash_attention: bool
-    max_positions: Number | None = None
-    num_params: Number | None = None
-
-    def config(self, num_positions: int) -> ModelConfig:
-        """Return the model, which has so many positions unless they are stated.
-
-        Raises:
-            ModelConfigError: a size breaks a rule, or the parameters do not add up to ``num_params``.
-        """
-        others = {"name", "architecture", "bias", "flash_attention", "num_params"}
-        sizes = {"max_positions": num_positions} | self.model_dump(exclude_none=True, exclude=others)
-        sizes |= dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), self.bias)
-        config = build(sizes, self.name, self.architecture)
-        if self.num_params is not None and (found := num_parameters(config)) != self.num_params:
-            raise ModelConfigError(
-                f"{self.name}: its sizes make {found} parameters, but num_params is {self.num_params}; correct the "
-                "sizes or leave it out"
-            )
-        return config
-
-
-class Engine(Strict):
-    """What trained it.
-
-    Attributes:
-        gradient_flush: whether backward waits for unpinned copies of gradients to the host.
-        cpu_optimizer_fraction: fraction of the parameters that the CPU updates; the first ones stay on the device.
-        subgroup_params: parameters in one subgroup of the optimizer step.
-        stride: every so many subgroups one is streamed to the device (``interleaved``).
-    """
-
-    name: Literal["gpu-only", "zero3-offload", "interleaved"]
-    gradient_flush: Literal["blocking", "async"] | None = None
-    cpu_optimizer_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    subgroup_params: Number = 100_000_000
-    stride: Number | None = None
-
-
-class Parallel(Strict):
-    """How many devices, and what is split over them."""
-
-    data_parallel: Number
-    tensor_parallel: Number = 1
-    pipeline_parallel: Number = 1
-    gpus_per_node: Number
-    nodes: Number = 1
-
-
-class BatchSizes(Strict):
-    """Sequences per forward on one device, sequences per iteration on all, tokens per sequence."""
-
-    micro_batch: Number
-    global_batch: Number
-    seq_len: Number
-
-
-class Offload(Strict):
-    """Where parameters and optimizer state live."""
-
-    params: str
-    optimizer: str
-
-
-class Measured(Strict):
-    """What was measured, as far as it was.
-
-    Milliseconds, and what the allocator had handed out at most: GiB, which DeepSpeed's log calls GB
-    (``utils.py::see_memory_usage``).
-    """
-
-    forward_ms: Amount | None = None
-    backward_ms: Amount | None = None
-    update_ms: Amount | None = None
-    iteration_ms: Amount
-    peak_gpu_allocated_gb: Amount | None = None
+_MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
+    "forward_ms": (Metric.FORWARD, 1e-3),
+    "backward_ms": (Metric.BACKWARD, 1e-3),
+    "update_ms": (Metric.UPDATE, 1e-3),
+    "iteration_ms": (Metric.ITERATION, 1e-3),
+    "tflops": (Metric.COMPUTE_RATE, 1e12),
+    "peak_gpu_allocated_gib": (Metric.PEAK_GPU, 2**30),
+}
 
 
 class TrainingCase(Case):
-    """A run whose iterations were timed.
+    """A run of an engine whose iterations were timed.
 
     Attributes:
-        attention: its attention kernel, if that is not the one whose rate the profile has.
+        machine: the machine in words, as far as its source names it.
+        differs: what is known to differ between the run and what is simulated, as of its machine and the profile.
+        note: what else the source says.
+        model: a name of ``ullage models``, the content of a ``config.json``, or the model itself.
+        lora, quantize: adapters beside frozen projections, as ``--lora`` and ``--quantize`` have them.
+        engine: ``deepspeed``; ``fsdp``, which shards everything over the devices; ``megatron``, which keeps everything
+            on the devices and reduces gradients after backward; or one of ``ullage simulate``. What of its setting and
+            its activations is not stated is the best that the engine finds.
+        zero_stage: what ``fsdp`` and ``megatron`` shard.
+        deepspeed: DeepSpeed's settings, by the names in :data:`DEEPSPEED`; gradients leave through pinned memory unless
+            said otherwise. ``waits``: stage 3 waits for the last copy of a gradient, as it did before 0.19.5.
+        host_share: the fraction of parameters that the host updates (``twin-flow``, ``super-offload``,
+            ``interleaved``); the first ones stay on the device.
+        stride: every so many subgroups one is streamed to the device (``interleaved``).
+        host_params: whether weights that the host updates are fetched from it (the same engines).
+        gradient_path: how these engines copied gradients: whether backward waited for the last, unpinned copy.
+        subgroup_params: parameters in one subgroup of the optimizer step; ``None``: as ours.
+        ssds: NVMe drives that were used, out of those of the machine; ``None``: all.
+        devices, tensor_parallel, pipeline_parallel: their number, and what is split over them.
+        nodes, gpus_per_node: of the machine, if they are known; its profile must have as many devices per node.
+        context_parallel, expert_parallel: ranks, among those that share neither layers nor stages, which share the
+            tokens of a sequence; and ranks that share experts (only with ``megatron-core``).
+        micro_batch, num_micro_batches, seq_len: sequences per forward on a rank, forwards per iteration, tokens.
+        kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, or of
+            ``dataflow``.
+        loss_tile, precision, optimizer, clip: as in a request.
+        attention: the attention kernel, if it is known; ``unfused``: products and a softmax.
+        activations: what layers did with theirs; ``None``: as the engine's users would choose.
+        loop: whether the script's own work between iterations counts: logging, data, waiting for the device, reports of
+            memory ([Note: Reports]).
+        inputs_on_host: whether inputs of recomputed layers waited on the host.
+        updates_in_backward: whether each gradient was used as soon as it was there.
+        keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
+        fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
+            is not by default: it takes the square roots of all second moments before it uses any.
+        device_budget_gib: device memory that the engine might use.
+        predicted_by_simumax_ms, over_their_prediction: the iteration that SimuMax predicts, and the measured iteration
+            over the one that the engine itself predicts. They are kept for comparison only.
     """
 
-    model: Model
-    attention: AttentionKernel | None = None
-    engine: Engine
-    parallel: Parallel
-    batch: BatchSizes
-    activations: Literal["keep", "recompute"]
-    zero_stage: Annotated[int, Field(ge=0, le=3)]
-    offload: Offload = Offload(params="gpu", optimizer="gpu")
-    precision: str
-    measured: Measured
+    machine: str = ""
+    differs: str = ""
+    note: str = ""
+    model: str | dict[str, Any] | ModelConfig
+    lora: str | None = None
+    quantize: Quantization | None = None
+    engine: str
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    host_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    stride: Number | None = None
+    host_params: bool = False
+    gradient_path: Literal["zero3-blocking", "zero3-async"] | None = None
+    subgroup_params: Number | None = None
+    ssds: Number | None = None
+    devices: Number = 1
+    nodes: Number | None = None
+    gpus_per_node: Number | None = None
+    tensor_parallel: Number = 1
+    pipeline_parallel: Number = 1
+    context_parallel: Number = 1
+    expert_parallel: Number = 1
+    micro_batch: Number
+    num_micro_batches: Number = 1
+    seq_len: Number
+    kernels: KernelChoice | Literal["megatron-lm", "megatron-core", "dataflow"] = "transformers"
+    attention: AttentionKernel | Literal["unfused"] | None = None
+    loss_tile: Number | None = None
+    precision: RivalPrecision = RivalPrecision(weights="bf16")
+    optimizer: Optimizer = "adamw"
+    clip: bool = True
+    activations: Literal["keep", "recompute"] | None = None
+    loop: bool = False
+    inputs_on_host: bool = False
+    updates_in_backward: bool = False
+    keeps_output: bool = False
+    fused_update: bool = False
+    device_budget_gib: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    measured: dict[Quantity, Amount]
+    predicted_by_simumax_ms: Amount | None = None
+    over_their_prediction: Amount | None = None
 
     def measurements(self) -> dict[Metric, float]:
         """Return what was measured, in SI units."""
-        measured = self.measured
         found = {
-            Metric.FORWARD: (measured.forward_ms, 1e-3),
-            Metric.BACKWARD: (measured.backward_ms, 1e-3),
-            Metric.UPDATE: (measured.update_ms, 1e-3),
-            Metric.ITERATION: (measured.iteration_ms, 1e-3),
-            Metric.PEAK_GPU: (measured.peak_gpu_allocated_gb, 2**30),
+            metric: self.measured[name] * unit for name, (metric, unit) in _MEASURED.items() if name in self.measured
         }
-        return {metric: value * unit for metric, (value, unit) in found.items() if value is not None}
+        if (rate := self.measured.get("tokens_per_s")) is not None:
+            found[Metric.ITERATION] = self.tokens_per_step / rate
+        return found
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that share neither layers nor stages."""
+        return self.devices // (self.tensor_parallel * self.pipeline_parallel)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one iteration over all devices."""
+        return self.data_parallel // self.context_parallel * self.num_micro_batches * self.micro_batch * self.seq_len
 
     def check(self) -> None:
         """Check that the case can be expressed."""
-        for field, value, allowed in _requirements(self):
-            if value not in allowed:
-                choices = " or ".join(str(choice) for choice in allowed)
-                raise CaseError(f"case {self.id}: {field} is {value}, but only {choices} can be predicted so far")
-        parallel, data_parallel = self.parallel, self.parallel.data_parallel
-        ranks = data_parallel * parallel.tensor_parallel * parallel.pipeline_parallel
-        if ranks > (devices := parallel.gpus_per_node * parallel.nodes):
+        if not self.measured.keys() & {"iteration_ms", "tokens_per_s", "tflops"}:
             raise CaseError(
-                f"case {self.id}: parallel.data_parallel {data_parallel} x tensor_parallel {parallel.tensor_parallel} "
-                f"x pipeline_parallel {parallel.pipeline_parallel} need {ranks} devices, but there are {devices}; "
-                "correct it"
+                f"case {self.id}: measured has no whole iteration; give iteration_ms, tokens_per_s or tflops"
             )
-        if parallel.pipeline_parallel > self.model.num_layers:
+        engines = ("deepspeed", *_IN_MEMORY, *POLICIES, *STORAGE_POLICIES)
+        if self.engine not in engines:
+            raise CaseError(f"case {self.id}: engine is {self.engine!r}, but must be one of {', '.join(engines)}")
+        if self.devices % (self.tensor_parallel * self.pipeline_parallel):
             raise CaseError(
-                f"case {self.id}: parallel.pipeline_parallel is {parallel.pipeline_parallel}, but there are "
-                f"{self.model.num_layers} layers to deal to the stages; correct it"
+                f"case {self.id}: devices is {self.devices}, but must be a multiple of tensor_parallel "
+                f"{self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}; correct it"
             )
-        self._check_nodes(ranks)
-        self.share()
-        if self.batch.global_batch % (self.batch.micro_batch * data_parallel):
+        if self.context_parallel * self.expert_parallel > 1 and self.kernels != "megatron-core":
             raise CaseError(
-                f"case {self.id}: batch.global_batch is {self.batch.global_batch}, but must be a multiple of "
-                f"micro_batch {self.batch.micro_batch} times data_parallel {data_parallel}; correct it"
+                f"case {self.id}: context_parallel and expert_parallel are only known of kernels megatron-core, not of "
+                f"{self.kernels}; leave them out"
             )
-        self._check_size()
+        ranks, tensor = self.data_parallel * self.tensor_parallel, self.tensor_parallel
+        shares_experts = self.expert_parallel > 1 or (isinstance(self.model, ModelConfig) and self.model.num_experts)
+        if shares_experts and (self.expert_parallel % tensor or ranks % self.expert_parallel):
+            raise CaseError(
+                f"case {self.id}: expert_parallel is {self.expert_parallel}, but must be a multiple of tensor_parallel "
+                f"{tensor} and divide the {ranks} ranks of a stage; correct it"
+            )
+        if unknown := self.deepspeed.keys() - DEEPSPEED.keys() - {"waits"}:
+            raise CaseError(f"case {self.id}: deepspeed.{min(unknown)} is not known; leave it out")
+        self._zero()
+        if isinstance(self.model, ModelConfig):
+            self._check_sizes(self.model)
 
-    def _check_nodes(self, ranks: int) -> None:
-        """Check that ranks fill one node after the other; see [Note: Layout] in :mod:`planner.costs.layout`."""
-        parallel = self.parallel
-        needed = -(-ranks // parallel.gpus_per_node)
-        if parallel.nodes > needed:
+    def _check_sizes(self, model: ModelConfig) -> None:
+        """Check that a model divides as stated, and that one iteration can be walked: passes and pieces are tasks."""
+        if self.pipeline_parallel > model.num_layers:
             raise CaseError(
-                f"case {self.id}: parallel.nodes is {parallel.nodes}, but {ranks} ranks fill {needed} of "
-                f"them with {parallel.gpus_per_node} devices each; state how many were used"
+                f"case {self.id}: pipeline_parallel is {self.pipeline_parallel}, but there are {model.num_layers} "
+                "layers to deal to the stages; correct it"
             )
-        tensor_parallel, per_node = parallel.tensor_parallel, parallel.gpus_per_node
-        if needed > 1 and per_node % tensor_parallel and tensor_parallel % per_node:
-            raise CaseError(
-                f"case {self.id}: parallel.tensor_parallel is {tensor_parallel}, which on nodes of {per_node} devices "
-                "spreads some groups of ranks over two nodes and others not; choose one that divides the other"
-            )
-
-    def _check_size(self) -> None:
-        """Check that one iteration can be walked: every micro-batch's passes and every subgroup is a task."""
-        stages, num_micro_batches = self.parallel.pipeline_parallel, _num_micro_batches(self)
-        passes = num_micro_batches * (stages if stages > 1 else self.model.num_layers)
+        passes = self.num_micro_batches * (self.pipeline_parallel if self.pipeline_parallel > 1 else model.num_layers)
         if passes > _MAX_PASSES:
             raise CaseError(
-                f"case {self.id}: batch.global_batch {self.batch.global_batch} makes {num_micro_batches} micro-batches "
-                f"and {passes} passes through layers or stages, more than {_MAX_PASSES}; predict a smaller one, as "
-                "time grows in proportion"
+                f"case {self.id}: {self.num_micro_batches} micro-batches make {passes} passes through layers or "
+                f"stages, more than {_MAX_PASSES}; predict a smaller batch, as time grows in proportion"
             )
-        config, _ = self.share()
-        subgroups = num_parameters(config) // (self.engine.subgroup_params * self.parallel.data_parallel)
-        if subgroups > _MAX_SUBGROUPS:
+        piece_params = (self.subgroup_params or num_parameters(model)) * self.data_parallel
+        if (subgroups := num_parameters(model) // piece_params) > _MAX_SUBGROUPS:
             raise CaseError(
-                f"case {self.id}: engine.subgroup_params is {self.engine.subgroup_params}, which makes {subgroups} "
-                f"subgroups per rank, more than {_MAX_SUBGROUPS}; state a larger one"
+                f"case {self.id}: subgroup_params is {self.subgroup_params}, which makes {subgroups} subgroups per "
+                f"rank, more than {_MAX_SUBGROUPS}; state a larger one"
             )
-
-    def share(self) -> tuple[ModelConfig, Batch]:
-        """Return the model and the batch, whose graph is one rank's share of every layer.
-
-        Raises:
-            CaseError: the sizes contradict one another, or do not divide evenly.
-        """
-        batch = Batch(
-            self.batch.micro_batch,
-            self.batch.seq_len,
-            2,
-            flash_attention=self.model.flash_attention,
-            tensor_parallel=self.parallel.tensor_parallel,
-        )
-        try:
-            config = self.model.config(max(DEFAULT_POSITIONS, self.batch.seq_len))
-            megatron_lm.share(config, batch)
-        except ValueError as error:
-            raise CaseError(f"case {self.id}: model: {error}") from error
-        return config, batch
+        if self.kernels in _KERNELS_OF_OTHERS:
+            try:
+                self._operators_of_others(model)
+            except ValueError as error:
+                raise CaseError(f"case {self.id}: model: {error}") from error
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
-        """Lower what the case's engine did, and simulate it until iterations repeat."""
-        if self.parallel.gpus_per_node != profile.devices_per_node:
+        """Simulate the engine's iterations until they repeat."""
+        profile = self.machine_of(profile)
+        setup, decisions = self.decided(profile)
+        outcome = simulated(self.id, profile, setup.units, decisions)
+        if "tflops" in self.measured:
+            rate = total_flop(setup.units, decisions) / outcome.values[Metric.ITERATION]
+            outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.COMPUTE_RATE: rate})
+        # The placement of an engine that searches depends on the machine.
+        return dataclasses.replace(outcome, iteration_s=None) if self._searches else outcome
+
+    @property
+    def _searches(self) -> bool:
+        return self.engine == "ratel" or (self.engine == "streaming" and self.kernels == "dataflow")
+
+    def machine_of(self, profile: HardwareProfile) -> HardwareProfile:
+        """Return what the run had of a machine: its memory, its drives, and the rate of its attention kernel.
+
+        Raises:
+            CaseError: the machine has fewer devices or drives.
+        """
+        per_node = profile.devices_per_node
+        if self.gpus_per_node not in {None, per_node}:
             raise CaseError(
-                f"case {self.id}: parallel.gpus_per_node is {self.parallel.gpus_per_node}, but {profile.name} has "
-                f"{profile.devices_per_node} devices per node; name another profile"
+                f"case {self.id}: gpus_per_node is {self.gpus_per_node}, but {profile.name} has {per_node} devices per "
+                "node; name another profile"
             )
-        model_units, setup = setup_of(self)
-        profile = with_attention(profile, self.attention) if self.attention else profile
-        return simulated(self.id, profile, model_units, decide(self, setup))
+        if self.nodes and self.devices > self.nodes * per_node:
+            raise CaseError(
+                f"case {self.id}: it had {self.devices} ranks on {self.nodes} node(s), but {profile.name} has "
+                f"{per_node} devices per node; name another profile"
+            )
+        if self.devices > per_node and profile.inter_node is None:
+            raise CaseError(
+                f"case {self.id}: devices is {self.devices}, but {profile.name} has {profile.devices_per_node} and no "
+                "network; name another profile"
+            )
+        if self.device_budget_gib:
+            capacity = profile.device.memory_bytes.value
+            profile = profile.with_device_memory(int(min(self.device_budget_gib * 2**30, capacity)))
+        if self.attention and self.attention != "unfused":
+            profile = with_attention(profile, self.attention)
+        if self.ssds is None:
+            return profile
+        nvme = profile.nvme
+        if nvme is None or nvme.num_drives is None:
+            raise CaseError(
+                f"case {self.id}: {profile.name} does not say how many drives its NVMe has; add nvme.num_drives"
+            )
+        if self.ssds > nvme.num_drives:
+            raise CaseError(
+                f"case {self.id}: ssds is {self.ssds}, but {profile.name} has {nvme.num_drives}; correct it"
+            )
+        return profile.model_copy(update={"nvme": nvme.striped(self.ssds)})
+
+    def setup(self, profile: HardwareProfile) -> Setup:
+        """Return the model's units, one rank's share of every layer, and the batch and degrees in the case's types."""
+        ours = self.kernels not in _KERNELS_OF_OTHERS
+        given = Sharding(
+            data_parallel=self.data_parallel,
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            expert_parallel=max(self.expert_parallel // self.tensor_parallel, 1),
+            micro_batch=self.micro_batch,
+            num_micro_batches=self.num_micro_batches,
+            loss_tile_tokens=self.loss_tile,
+            kernels=self.kernels if ours else None,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            clip=self.clip,
+        )
+        with self._model(as_on_gpu=profile.device.kind == "gpu") as model:
+            made = units(self._operators(model, given, profile) if ours else self._operators_of_others(model))
+        subgroup_params = self.subgroup_params or given.subgroup_params
+        if self._searches:  # these hand gradients to the optimizer, and move state, a whole unit at a time
+            subgroup_params = max(unit.num_params for unit in made if unit.can_swap or self.engine == "ratel")
+        return Setup(made, given.model_copy(update={"subgroup_params": subgroup_params}))
+
+    def _operators(self, model: Model, given: Sharding, profile: HardwareProfile) -> tuple[Operator, ...]:
+        batch = batch_of(given, self.precision, self.seq_len, (), profile)
+        return build_graph(model, dataclasses.replace(batch, flash_attention=self.attention != "unfused"))
+
+    def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
+        if not isinstance(model, ModelConfig):
+            raise CaseError(f"case {self.id}: kernels is {self.kernels}, which are not known of a captured model")
+        return _KERNELS_OF_OTHERS[self.kernels](self, model)
+
+    def decided(self, profile: HardwareProfile) -> tuple[Setup, RivalDecisions]:
+        """Return what the engine had on a machine, and what it decided.
+
+        Raises:
+            CaseError: the engine does not do what the case says.
+        """
+        setup = self.setup(profile)
+        return setup, self._decided(setup, CostModel(profile, setup.units, setup.given))
+
+    def _decided(self, setup: Setup, cost: CostModel) -> RivalDecisions:
+        if self.engine == "ratel":
+            return _swapping(setup, cost)
+        if self._searches:
+            few = setup.changed(num_micro_batches=min(self.num_micro_batches, _SEARCHED_MICRO_BATCHES))
+            best = best_streaming(few, Scorer(few.units, self.seq_len, cost, lower=lower)).decisions
+            assert isinstance(best, RivalDecisions)
+            return best.model_copy(update={"num_micro_batches": self.num_micro_batches})
+        if (placements := self._placements(setup)) is None:
+            scorer = Scorer(setup.units, self.seq_len, cost, lower=lower, whole=False)
+            found = best_of_engine(setup, scorer, self.engine).decisions
+            assert isinstance(found, RivalDecisions)
+            return found
+        pairs = dict(zip(ACTIVATIONS, placements, strict=False))  # activations kept, and recomputed
+        try:
+            placed = pairs[self.activations or "keep"]
+            placed = with_host_parameters(placed, setup) if self.host_params else placed
+            return RivalDecisions.model_validate(dict(placed) | self._changes())
+        except ValidationError as error:
+            raise CaseError(f"case {self.id}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+
+    def _placements(self, setup: Setup) -> Iterator[RivalDecisions] | None:
+        """Return the engine's placements with activations kept and recomputed; ``None``: it chooses among more."""
+        if self.engine == "deepspeed":
+            return configured(setup, self._zero(), waits=bool(self.deepspeed.get("waits")))
+        if self.engine in _IN_MEMORY:
+            stage = self.zero_stage if self.data_parallel > 1 else 0
+            # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
+            whole = setup if stage else setup.changed(data_parallel=1)
+            return itertools.islice((each for each in gpu_only(whole) if each.zero_stage == stage), 2)
+        if self.engine == "interleaved" and self.stride:
+            return interleaved(setup, (self.stride,), 1.0 if self.host_share is None else self.host_share)
+        if self.host_share is not None and self.engine in {"twin-flow", "super-offload"}:
+            return {"twin-flow": twin_flow, "super-offload": super_offload}[self.engine](setup, (self.host_share,))
+        return zero_infinity(setup) if self.engine == "zero-infinity" and self.activations else None
+
+    def _zero(self) -> Zero:
+        """Return DeepSpeed's settings as its configuration has them."""
+        found: dict[str, Any] = {"offload_optimizer": {"pin_memory": True}, "offload_param": {}}
+        for name, path in DEEPSPEED.items():
+            if name in self.deepspeed:
+                outer, _, inner = path.rpartition(".")
+                (found[outer] if outer else found)[inner] = self.deepspeed[name]
+        try:
+            return Zero.model_validate(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CaseError(f"case {self.id}: deepspeed: {where}: {first['msg']}; correct it") from error
+
+    def _changes(self) -> dict[str, Any]:
+        """Return in what the run differed from the engine's placement."""
+        changes: dict[str, Any] = {
+            "data_parallel": self.data_parallel,
+            "inputs_on_host": self.inputs_on_host,
+            "pipeline_parallel": self.pipeline_parallel,
+            "loop": self.loop,
+        }
+        if self.gradient_path:
+            changes["gradient_path"] = self.gradient_path
+        if self.keeps_output:
+            tokens = self.micro_batch * self.seq_len
+            changes["output_bytes"] = tokens * self._vocab_size() * self.precision.weight_bytes
+        if self.engine == "megatron" and self.zero_stage < 2:  # it adds gradients up after the last micro-batch
+            changes["reduce_start"] = "step"
+            changes["bucket_params"] = _BUCKET_PARAMS if self.zero_stage == 0 else 0
+        if self.updates_in_backward:
+            changes |= {"update_start": "backward", "update_order": "backward"}
+        elif self.engine == "fsdp" and self.optimizer == "adamw" and not self.fused_update:
+            changes["step_scratch_bytes"] = 2 if self.precision.state else 4
+        return changes
+
+    def _vocab_size(self) -> int:
+        if isinstance(self.model, dict):
+            return int(self.model["vocab_size"])
+        try:
+            return (resolve_model(self.model) if isinstance(self.model, str) else self.model).vocab_size
+        except NoFormulasError as error:
+            raise CaseError(
+                f"case {self.id}: keeps_output needs the size of the vocabulary, which {self.model} does not state; "
+                "give the model's config.json"
+            ) from error
+
+    @contextlib.contextmanager
+    def _model(self, *, as_on_gpu: bool) -> Iterator[Model]:
+        """Yield the model, captured if there are no formulas for it or it has adapters.
+
+        A captured model is captured again, from the same file, at the sizes of a batch.
+        """
+        if isinstance(self.model, ModelConfig):
+            yield self.model
+        elif isinstance(self.model, str):
+            yield self._named(self.model, as_on_gpu=as_on_gpu)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "config.json"
+                write_whole(path, json.dumps(self.model))
+                yield self._named(str(path), as_on_gpu=as_on_gpu)
+
+    def _named(self, name: str, *, as_on_gpu: bool) -> Model:
+        if self.lora is None:
+            with contextlib.suppress(NoFormulasError):
+                return resolve_model(name)
+        from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
+        from ullage.capture.architectures import architecture  # noqa: PLC0415
+
+        inputs = architecture(name).inputs(self.micro_batch, self.seq_len)
+        lora = Lora.read(self.lora) if self.lora else None
+        return capture(name, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
+
+
+def _megatron_lm(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
+    adds_gradients = case.engine in _IN_MEMORY and case.zero_stage < 3
+    return megatron_lm.build_graph(config, _batch(case), adds_gradients=adds_gradients)
+
+
+def _megatron_core(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
+    batch = megatron_core.Batch(
+        case.micro_batch,
+        case.seq_len,
+        tensor_parallel=case.tensor_parallel,
+        context_parallel=case.context_parallel,
+        expert_parallel=case.expert_parallel,
+    )
+    return megatron_core.build_graph(config, batch)
+
+
+def _dataflow(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
+    return dataflow.build_graph(config, _batch(case))
+
+
+def _batch(case: TrainingCase) -> Batch:
+    fused = case.attention != "unfused"
+    return Batch(case.micro_batch, case.seq_len, flash_attention=fused, tensor_parallel=case.tensor_parallel)
+
+
+_KERNELS_OF_OTHERS: Final[dict[str, Callable[[TrainingCase, ModelConfig], tuple[Operator, ...]]]] = {
+    "megatron-lm": _megatron_lm,
+    "megatron-core": _megatron_core,
+    "dataflow": _dataflow,
+}
 
 
 def simulated(
@@ -276,101 +517,31 @@ def simulated(
     return Outcome(values, simulation.converged, (*cost.warnings, *shortages(case_id, peaks)), iteration_s)
 
 
-def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
-    """Return the units of a case's model at its batch, and the setup of its engine."""
-    config, batch = case.share()
-    try:
-        model_units = units(megatron_lm.build_graph(config, batch, adds_gradients=case.zero_stage < 3))
-    except ValueError as error:
-        raise CaseError(f"case {case.id}: model: {error}") from error
-    setup = Setup(
-        model_units,
-        Sharding(
-            data_parallel=case.parallel.data_parallel,
-            micro_batch=case.batch.micro_batch,
-            num_micro_batches=_num_micro_batches(case),
-            precision=BF16,
-            subgroup_params=case.engine.subgroup_params,
-        ),
-    )
-    return model_units, setup
+def _swapping(setup: Setup, cost: CostModel) -> RivalDecisions:
+    """Return Ratel's decisions: as many activations swapped as the simulator finds best."""
+    first = setup.swappable[0]
+    swap_bytes = sum(unit.swap_bytes for unit in setup.units if unit.segment == first)
+    (nothing,) = ratel(setup, (0,))
+    held = always_held(lower(setup.units, nothing, asynchronous=cost.asynchronous), cost)
+    num_on_host = max((capacities(cost)[Tier.HOST] - held[Tier.HOST]) // swap_bytes, 0)
+
+    @functools.cache
+    def iteration_s(count: int) -> float:
+        (decisions,) = ratel(setup, (count,), num_on_host)
+        return run_until_steady(lower(setup.units, decisions, asynchronous=cost.asynchronous), cost).period_s
+
+    (best,) = ratel(setup, (lowest(iteration_s, len(setup.swappable)),), num_on_host)
+    return best
 
 
-def decide(case: TrainingCase, setup: Setup) -> RivalDecisions:
-    """Return the decisions that stand for what a case's engine did, in a script that also logs and loads data."""
-    decisions = _engine(case, setup)
-    try:
-        if case.offload.params == "cpu":
-            decisions = with_host_parameters(decisions, setup)
-        return RivalDecisions.model_validate(
-            dict(decisions) | {"loop": True, "tensor_parallel": case.parallel.tensor_parallel}
-        )
-    except ValidationError as error:
-        rule = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise CaseError(f"case {case.id}: offload.params: {rule}") from error
-
-
-def _engine(case: TrainingCase, setup: Setup) -> RivalDecisions:
-    engine = case.engine
-    if engine.name == "gpu-only":
-        # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
-        whole = setup if case.zero_stage else setup.changed(data_parallel=1)
-        chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.given.data_parallel > 1 else 0)
-        return chosen.model_copy(
-            update={
-                "data_parallel": setup.given.data_parallel,
-                "pipeline_parallel": case.parallel.pipeline_parallel,
-                # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
-                "reduce_start": "step" if case.zero_stage < 2 else "backward",
-                "habits": Habits(bucket_params=_BUCKET_PARAMS) if case.zero_stage == 0 else None,
-            }
-        )
-    if engine.name == "interleaved":
-        assert engine.stride is not None
-        candidates = interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction)
-    elif engine.cpu_optimizer_fraction < 1:
-        candidates = twin_flow(setup, (engine.cpu_optimizer_fraction,))
-    elif case.offload.optimizer == "nvme":  # gradients always leave through pinned buffers
-        return _pick(zero_infinity(setup), case)
-    else:
-        candidates = zero_offload(setup)
-    path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
-    return _pick(candidates, case).model_copy(update={"gradient_path": path})
-
-
-def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[object, ...]]]:
-    """Yield field, value and what it may be."""
-    engine = case.engine
-    offloaded = engine.name != "gpu-only"
-    yield "offload.params", case.offload.params, ("gpu", "cpu") if offloaded else ("gpu",)
-    offloads = ("cpu", "nvme") if engine.name == "zero3-offload" else ("cpu",)
-    yield "offload.optimizer", case.offload.optimizer, offloads if offloaded else ("gpu",)
-    if case.offload.optimizer == "nvme":
-        yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
-    # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
-    yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
-    if offloaded:
-        yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
-        yield "zero_stage", case.zero_stage, (3,)
-        yield "engine.gradient_flush", engine.gradient_flush, ("async", "blocking")
-    else:
-        # Pipeline engines refuse more: every micro-batch would send its gradients again.
-        yield "zero_stage", case.zero_stage, (0, 1) if case.parallel.pipeline_parallel > 1 else (0, 1, 2, 3)
-        yield "engine.gradient_flush", engine.gradient_flush, (None,)
-        yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
-    if engine.name == "interleaved":
-        yield "engine.stride given", engine.stride is not None, (True,)
-    else:
-        yield "engine.stride", engine.stride, (None,)
-
-
-def _pick(candidates: Iterator[RivalDecisions], case: TrainingCase, *, zero_stage: int | None = None) -> RivalDecisions:
-    for decisions in candidates:
-        keeps_activations = all(unit.activations == "keep" for unit in decisions.units.values())
-        if keeps_activations == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
-            return decisions
-    raise AssertionError(f"{case.id}: the policy offers no such decisions")
-
-
-def _num_micro_batches(case: TrainingCase) -> int:
-    return case.batch.global_batch // (case.batch.micro_batch * case.parallel.data_parallel)
+def lowest(value: Callable[[int], float], last: int) -> int:
+    """Return where a convex function of 0 to ``last`` is lowest, by ternary search."""
+    low, high = 0, last
+    while high - low > 2:
+        third = (high - low) // 3
+        left, right = low + third, high - third
+        if value(left) <= value(right):
+            high = right
+        else:
+            low = left
+    return min(range(low, high + 1), key=value)

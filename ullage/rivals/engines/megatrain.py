@@ -13,7 +13,6 @@ from planner.schedule.tasks import Op
 from planner.setup import Setup
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
 from ullage.rivals.engines.deciding import decide
-from ullage.rivals.habits import Habits
 
 # Layers from one kept input to the next: the default, and as many as large models need.
 _BLOCKS = (4, 8)
@@ -52,15 +51,6 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
     largest = max((sum(sizes) for sizes in layers.values()), default=0)
     num_units = max(map(len, layers.values()), default=1)
     for block in _BLOCKS:
-        habits = Habits(
-            recompute_block=block,
-            # The first is copied, others added.
-            sum_bytes=(2 if setup.given.num_micro_batches == 1 else 3) * weight_bytes,
-            prepare_bytes=3 * weight_bytes if setup.given.clip else 0,  # the norm reads, scaling reads and writes
-            publish_bytes=3 * weight_bytes,  # weights are read and written, gradients cleared
-            host_bytes=_HOST_BYTES,
-            head_percent=_HEAD_PERCENT,
-        )
         resident = decide(
             setup,
             "megatrain",
@@ -73,7 +63,13 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
             num_param_slots=_SLOTS,
             num_gradient_slots=_LAYERS_OF_GRADIENTS * num_units,
             device_buffer_bytes=(_LAYERS_ON_DEVICE - _SLOTS) * weight_bytes * largest,
-            habits=habits,
+            recompute_block=block,
+            # The first is copied, others added.
+            sum_bytes=(2 if setup.given.num_micro_batches == 1 else 3) * weight_bytes,
+            prepare_bytes=3 * weight_bytes if setup.given.clip else 0,  # the norm reads, scaling reads and writes
+            publish_bytes=3 * weight_bytes,  # weights are read and written, gradients cleared
+            host_bytes=_HOST_BYTES,
+            head_percent=_HEAD_PERCENT,
         )
         units = {
             unit.name: resident.units[unit.name].model_copy(update={"params": "host"})

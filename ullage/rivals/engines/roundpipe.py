@@ -26,7 +26,6 @@ from planner.schedule.tasks import Lane, Op, Phase
 from planner.setup import Setup
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import decide
-from ullage.rivals.habits import Habits
 
 SEGMENTS_OF_STAGE = 3
 """Segments in a stage of forward, of which backward has one."""
@@ -73,14 +72,12 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         num_param_slots=_STAGES_ON_DEVICE,
         # Gradients of a stage are whole on its device.
         device_buffer_bytes=_STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0,
-        habits=Habits(
-            layer_by_layer=True,
-            publishes_late=publishes_late,
-            prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.given.clip else 0),
-            publish_bytes=_FP32_BYTES + weight_bytes,
-            host_bytes=_FP32_BYTES,
-            head_percent=_HEAD_PERCENT,
-        ),
+        layer_by_layer=True,
+        publishes_late=publishes_late,
+        prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.given.clip else 0),
+        publish_bytes=_FP32_BYTES + weight_bytes,
+        host_bytes=_FP32_BYTES,
+        head_percent=_HEAD_PERCENT,
     )
 
 
@@ -102,7 +99,7 @@ def lay_by_layer(decisions: RivalDecisions, program: Program) -> None:
             for unit in segment if segment is last else ():
                 program.lay(unit.forwards, Op.FORWARD, unit, micro_batch)
             lay_backward(program, segment, micro_batch)
-    if decisions.habits is not None and not decisions.habits.publishes_late:
+    if not decisions.publishes_late:
         _fill(program)
 
 

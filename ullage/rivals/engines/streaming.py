@@ -15,7 +15,6 @@ from planner.search.scoring import ENDLESS, Candidate, Scorer
 from planner.setup import Setup, pieces
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import given
-from ullage.rivals.habits import Habits
 
 # Layers that are on their way to or from the device: one is used while the next one arrives.
 _SLOTS = 2
@@ -86,7 +85,7 @@ def streamed(setup: Setup) -> Iterator[RivalDecisions]:
 
 def with_own_head(decisions: RivalDecisions) -> RivalDecisions:
     """Return decisions of an engine that makes logits in chunks, where the model's own head does not."""
-    return decisions.model_copy(update={"habits": Habits(head_percent=_HEAD_PERCENT)})
+    return decisions.model_copy(update={"head_percent": _HEAD_PERCENT})
 
 
 def best_streaming(setup: Setup, scorer: Scorer) -> Candidate:

@@ -9,7 +9,6 @@ from planner.setup import Setup, pieces
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.engines.deciding import decide
 from ullage.rivals.engines.deepspeed import deepspeed_options
-from ullage.rivals.habits import Habits
 
 # Steps between the host's updates, as in DeepSpeed's tutorial (``DeepSpeedExamples/training/DeepSpeed-ZenFlow``). By
 # default ZenFlow chooses them while it trains. ``topk_ratio`` is DeepSpeed's default.
@@ -43,8 +42,8 @@ def zen_flow(setup: Setup, intervals: Sequence[int] = UPDATE_INTERVALS) -> Itera
     options = deepspeed_options(setup, GradientPath.ZERO3_BLOCKING)
     selected_bytes = _SELECTED_VALUES * setup.given.precision.weight_bytes * math.ceil(TOPK_RATIO * shard_params)
     options["device_buffer_bytes"] += selected_bytes
+    options |= {"publishes_late": True, "prepare_bytes": _SCALE_BYTES, "host_bytes": _HOST_BYTES}
     for interval in intervals:
-        habits = Habits(publishes_late=True, num_steps=interval, prepare_bytes=_SCALE_BYTES, host_bytes=_HOST_BYTES)
-        options |= {"habits": habits, "num_micro_batches": interval * setup.given.num_micro_batches}
+        options |= {"num_steps": interval, "num_micro_batches": interval * setup.given.num_micro_batches}
         for activations in ACTIVATIONS:
             yield decide(setup, "zenflow", activations, lambda _: Place.CPU, **options)

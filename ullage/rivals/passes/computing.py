@@ -46,7 +46,7 @@ def buffered_params(amounts: Amounts) -> int:
 
 def parameters(decisions: RivalDecisions, program: Program) -> None:
     """Fetch and all-gather parameters as the engine does."""
-    again = decisions.habits is not None and decisions.habits.recompute_block > 0
+    again = decisions.recompute_block > 0
 
     def released(unit: LoweredUnit, user: Task, num_params: int) -> bool:
         """Return whether parameters are brought again though they are in a slot."""

@@ -154,8 +154,7 @@ def _reduce_at_step(decisions: RivalDecisions, program: Program) -> None:
     exchange_tied(program)
     last = decisions.num_micro_batches - 1
     ends = {draft.stage: draft for draft in program.computing}
-    habits = decisions.habits
-    bucket_params, joint = habits.bucket_params if habits else 0, dict[tuple[int, int], tuple[Task, int]]()
+    bucket_params, joint = decisions.bucket_params, dict[tuple[int, int], tuple[Task, int]]()
     for unit in reversed(program.units):
         piled_up = unit.amounts.replicas > 1 and not unit.amounts.flushed_params
         if not (unit.num_params and piled_up and last not in unit.scatters):
@@ -183,11 +182,10 @@ def _sum(
 
     The next micro-batch waits for the last pass.
     """
-    habits = decisions.habits
-    if habits is None or not habits.sum_bytes:
+    if not decisions.sum_bytes:
         return None
     added = program.draft(Lane.CPU, Op.PASS, Phase.BACKWARD, unit, flushed.micro_batch, (flushed.index,))
-    added.num_bytes = habits.sum_bytes * unit.amounts.flushed_params
+    added.num_bytes = decisions.sum_bytes * unit.amounts.flushed_params
     program.behind[unit.backwards[flushed.micro_batch].index].append(added)
     unit.summed = added  # in the end, that of the last micro-batch
     if following and following.op is Op.FORWARD:

@@ -19,7 +19,7 @@ _BUFFER_BYTES_PER_PARAM = 4
 def memory(decisions: RivalDecisions, program: Program) -> None:
     """Add all buffers of the engine."""
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, decisions.device_buffer_bytes, "engine's buffers")
-    if decisions.gradient_path is GradientPath.ONCE and decisions.habits is None:
+    if decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params:
         core_memory(program)
     else:
         core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
@@ -34,10 +34,10 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
         _hold_spilled(decisions, program)
     if decisions.gradient_path is GradientPath.ON_DEVICE:
         _shorten_state_slots(program)
-    if decisions.habits and decisions.habits.recompute_block:
-        _hold_blocks(program, decisions.habits.recompute_block)
-    if decisions.habits:
-        _shrink_head(program, decisions.habits.head_percent)
+    if decisions.recompute_block:
+        _hold_blocks(program, decisions.recompute_block)
+    if decisions.head_percent < 100:
+        _shrink_head(program, decisions.head_percent)
 
 
 def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -> None:
@@ -46,9 +46,9 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
     elif decisions.gradient_path.is_deepspeed and not decisions.step_scratch_bytes:
         num_bytes = _BUFFER_BYTES_PER_PARAM * buffered_params(unit.amounts)
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
-    if unit.num_params and decisions.habits:
+    if unit.num_params and decisions.host_bytes:
         on_cpu = sum(num_params for num_params, place in unit.amounts.pieces if place is Place.CPU)
-        program.hold(Tier.HOST, MemoryClass.OPTIMIZER, decisions.habits.host_bytes * on_cpu, unit.name, unit.stage)
+        program.hold(Tier.HOST, MemoryClass.OPTIMIZER, decisions.host_bytes * on_cpu, unit.name, unit.stage)
     if decisions.inputs_on_host and unit.activations == "recompute":
         # Layer by layer, those of all micro-batches are there at once.
         count = decisions.num_micro_batches if decisions.layer_by_layer else 1

@@ -19,7 +19,6 @@ from planner.lowering.updates import (
 from planner.lowering.updates import updates as core_updates
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
-from ullage.rivals.habits import Habits
 
 # Separate passes of DeepSpeed over fp32 values, each of which is read and written: before the update, scaling gradients
 # in place, or in Super-Offload copying them to the worker; and there, before the upload, both copying the worker's
@@ -32,9 +31,8 @@ _CLIP_PASSES = 3
 
 def updates(decisions: RivalDecisions, program: Program) -> None:
     """Update every subgroup as the engine does."""
-    habits = decisions.habits
-    if habits is not None and habits.publishes_late:
-        _update_late(decisions, program, habits)
+    if decisions.publishes_late:
+        _update_late(decisions, program)
         return
     core_updates(program, _ways(decisions))
     if decisions.gradient_path is GradientPath.ON_DEVICE and decisions.update_start == "backward":
@@ -54,8 +52,8 @@ def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
         if uploaded and decisions.host_update is not HostUpdate.FUSED:
             blocker[:] = [uploaded.index]  # the update thread waits for the copy
         done = [uploaded or updated]
-        if decisions.habits is not None and decisions.habits.publish_bytes:
-            num_bytes = decisions.habits.publish_bytes * num_params
+        if decisions.publish_bytes:
+            num_bytes = decisions.publish_bytes * num_params
             done.append(_pass(program, unit, subgroup.piece, num_bytes, (updated.index,)))
         return done
 
@@ -86,8 +84,8 @@ def _worker_goes_on(decisions: RivalDecisions) -> bool:
 def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: Subgroup, after: Keys) -> Task:
     unit, piece, num_params, *_ = subgroup
     passed_bytes = 0
-    if decisions.habits is not None:
-        passed_bytes = decisions.habits.prepare_bytes
+    if decisions.prepare_bytes is not None:
+        passed_bytes = decisions.prepare_bytes
     elif not decisions.host_update.is_pinned:
         passed_bytes = _PASS_BYTES_PER_PARAM
     elif decisions.clip and decisions.gradient_path is GradientPath.FSDP2:
@@ -153,7 +151,7 @@ def _bound_gradients(decisions: RivalDecisions, program: Program) -> None:
             updated.append(unit.updates[-1])
 
 
-def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) -> None:
+def _update_late(decisions: RivalDecisions, program: Program) -> None:
     """Publish what the updates of the iteration before made, and start this iteration's updates.
 
     ZenFlow's caller waits for the worker, uploads its weights one subgroup after the other, scales the gradients and
@@ -171,7 +169,7 @@ def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) ->
     done: dict[str, list[Task]] = {unit.name: [] for unit in program.units}
     for _, unit, piece, num_params in pieces:
         if unit.amounts.fetched:
-            draft = _pass(program, unit, piece, habits.publish_bytes * num_params, (end,))
+            draft = _pass(program, unit, piece, decisions.publish_bytes * num_params, (end,))
         else:
             draft = add(program, unit, piece, Lane.H2D, Op.UPLOAD, (end, *(d.index for d in published[-1:])))
             draft.num_bytes = decisions.precision.weight_bytes * num_params
@@ -184,7 +182,7 @@ def _update_late(decisions: RivalDecisions, program: Program, habits: Habits) ->
             program,
             unit,
             piece,
-            habits.prepare_bytes * num_params,
+            (decisions.prepare_bytes or 0) * num_params,
             (*ready(program, unit, Place.CPU), published[-1].index),
         )
         for _, unit, piece, num_params in pieces

@@ -26,10 +26,15 @@ _SLAB_BYTES: Final = 4 << 20  # of one value in the store, which takes at most 8
 
 @final
 class Nodes:
-    """All ranks of a run, and their nodes; see :class:`executor.checkpoint.peers.Peers`.
+    """All ranks of a run, and their nodes.
 
     All ranks construct it at the same time. ``torchrun`` says which ranks share a node, by ``LOCAL_RANK``. Without it,
     those on one machine do.
+
+    Attributes:
+        rank, size: this rank's number, and the number of ranks.
+        nodes: the ranks of each node, its leader first.
+        node: number of this rank's node.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -48,7 +53,7 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """See :class:`Peers`."""
+        """Whether this rank is the first of its node."""
         return self.nodes[self.node][0] == self.rank
 
     def connect(self) -> None:
@@ -58,7 +63,11 @@ class Nodes:
         self._group = self._ranks.host_group((leaders, *alone))
 
     def send(self, key: str, text: str) -> None:
-        """See :class:`Peers`. Texts are ASCII."""
+        """Send a text, in ASCII, to whoever receives it.
+
+        Raises:
+            CheckpointError: the ranks can no longer reach each other. The other methods raise it too.
+        """
         with _reaching():
             count = -(-len(text) // _SLAB_BYTES)
             for number in range(count):
@@ -68,7 +77,17 @@ class Nodes:
     def receive(
         self, key: str, patience_s: float = math.inf, check: Callable[[], None] = lambda: None, *, keeps: bool = False
     ) -> str:
-        """See :class:`Peers`."""
+        """Wait for a text and return it. It is gone then, unless others receive it too.
+
+        Args:
+            key: of the text.
+            patience_s: longest wait. If a rank is lost, the wait ends soon.
+            check: called again and again. If it raises, the wait ends.
+            keeps: whether other ranks receive the text too.
+
+        Raises:
+            CheckpointError: it did not come in time, or a rank is lost.
+        """
         waits = waiting(patience_s, self._ranks.has_failed)
         with _reaching():
             while not self._store.check([key]):
@@ -82,7 +101,7 @@ class Nodes:
         return data.decode()
 
     def forget(self, key: str) -> None:
-        """See :class:`Peers`."""
+        """Remove a text that every receiver has."""
         with _reaching():
             if self._store.check([key]):
                 for number in range(int(self._store.get(key))):
@@ -95,7 +114,18 @@ class Nodes:
         read: Callable[[FileRecord], Iterator[Buffer]],
         write: Callable[[FileRecord, Iterator[Buffer]], None],
     ) -> None:
-        """See :class:`Peers`. A node sends one file at a time, while it receives one."""
+        """Copy files between nodes. A node sends one file at a time, while it receives one.
+
+        All leaders call it together, with the same transfers.
+
+        Args:
+            transfers: the files.
+            read: yields the chunks of a file that this node has.
+            write: writes a file that this node gets, and checks it.
+
+        Raises:
+            CheckpointError: a file cannot be read or written here, or is damaged. All other files have been copied.
+        """
         failures: list[OSError] = []
         for at_once in _rounds(transfers):
             sent = next((one for one in at_once if one.source == self.node), None)
