@@ -58,7 +58,7 @@ def _adding(store: dict[Any, Tensor], slots: list[tuple[int, Any]]) -> Callable[
     def add(to_inputs: Any, _from_outputs: Any) -> None:
         for index, number in slots:
             if (gradient := to_inputs[index]) is not None:
-                held = host_copy(gradient)
+                held = host_copy(gradient.to_dense() if gradient.is_sparse else gradient)
                 store[number] = store[number] + held if number in store else held
 
     return add
