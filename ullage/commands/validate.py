@@ -19,6 +19,7 @@ from ullage.output.progress import progress_bar
 from ullage.report.charts import Table
 from ullage.report.terminal import answer
 from ullage.rivals.cases import Case, CaseError, Metric, read_file
+from ullage.rivals.cases.beside import BesideCase
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -35,6 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage validate cases.json
         ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
         ullage validate nvme.json --case '*-cpu' --json
+        ullage validate llmq.json --beside
         """,
     )
     parser.add_argument("files", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
@@ -42,6 +44,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--case", metavar="PATTERN", help="only the cases whose id matches, as in '*-cpu'")
     parser.add_argument("--max-mean-error", type=positive_float, metavar="PCT", help="fail if the mean exceeds this")
     parser.add_argument("--max-error", type=positive_float, metavar="PCT", help="fail if any case exceeds this")
+    parser.add_argument(
+        "--beside",
+        action="store_true",
+        help="plan what engines without a row trained, and show our predicted iteration beside theirs (takes longer)",
+    )
     parser.add_argument(
         "--intervals",
         action="store_true",
@@ -52,12 +59,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict all cases, print errors, apply thresholds."""
-    files = [read_file(path) for path in dict.fromkeys(args.files)]
+    files, pattern = [read_file(path) for path in dict.fromkeys(args.files)], args.case or "*"
     chosen = [
         (file, case)
         for file in files
         for case in file.cases
-        if args.hardware in {None, case.hardware} and fnmatch.fnmatchcase(case.id, args.case or "*")
+        if args.hardware in {None, case.hardware} and fnmatch.fnmatchcase(case.id, pattern)
     ]
     if not chosen:
         raise CaseError("no case is left; choose another --hardware or --case")
@@ -66,7 +73,12 @@ def run(args: argparse.Namespace) -> int:
             case.check()  # before any work
     profiles = _profiles(case for _, case in chosen)
     fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
-    left_out = {name: reason for file in files for name, reason in file.left_out.items()}
+    unread = [(name, reason) for file in files for name, reason in file.left_out.items()]
+    left_out = {name: reason for name, reason in unread if fnmatch.fnmatchcase(name, pattern)}
+    if not args.beside:
+        unlike = "there is no row for its engine; --beside shows our plan in its place"
+        left_out |= {case.id: unlike for _, case in chosen if isinstance(case, BesideCase)}
+        chosen = [(file, case) for file, case in chosen if not isinstance(case, BesideCase)]
     checked: list[dict[str, Any]] = []
     with progress_bar() as show:
         for number, (file, case) in enumerate(chosen):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hwprofiles.registry import load_profile
+from ullage.main import main
 from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
 from ullage.rivals.cases.capacity import CapacityCase
 from ullage.rivals.cases.collected import read_collected
@@ -92,3 +93,12 @@ def test_a_wrong_collection_is_refused_in_one_line(tmp_path, change, words):
     with pytest.raises(CaseError, match=words) as refused:
         read_file(path)
     assert "\n" not in str(refused.value)
+
+
+def test_validate_shows_what_is_left_out_and_what_is_predicted(capsys):
+    assert main(["validate", str(COLLECTION), "--case", "*[rp][ou]2*", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {case["id"] for case in found["cases"]} == {"rp-a800x8-nvlink-zero2-llama-3.1-8b"}
+    assert found["left_out"].keys() == {"lohan-70b-bs16-ssd12-gpu2"}
+    assert main(["validate", str(COLLECTION), "--case", "llmq*"]) == 2
+    assert "--beside shows our plan in its place" in capsys.readouterr().err

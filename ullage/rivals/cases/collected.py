@@ -19,6 +19,7 @@ from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.capacity import CapacityCase
 from ullage.rivals.cases.layouts import read_case
 from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.engines.catalogue import POLICIES
 
 Values = dict[str, Any]
 
@@ -33,7 +34,7 @@ _MACHINES: Final[dict[str, tuple[str, str]]] = {
     "b300": ("b300", ""),
     "gb200": ("gb200", ""),
     "gh200": ("gh200", ""),
-    "h100-": ("h100", "another host, which the source does not state"),
+    "h100": ("h100", _OTHER_HOST),
     "h100x8": ("h100", ""),
     "h200": ("h200", ""),
     "l40s": ("l40s", _OTHER_HOST),
@@ -307,7 +308,9 @@ def _lora(stated: _Stated) -> str | None:
         return None
     targets, saved = stated("lora.targets", "all linear"), stated("lora.modules_to_save", ())
     if isinstance(targets, str):
-        targets = [targets.split(" ")[0] if targets.startswith("attention") else "all-linear"]
+        if "head" in targets:
+            raise LeftOutError("adapters of the head are not known")
+        targets = ["attention" if "attention" in targets and "mlp" not in targets else "all-linear"]
     if set(targets) == _QWEN_LINEAR:
         targets = ["all-linear"]
     parts = [f"rank={rank}", f"targets={'+'.join(_PROJECTIONS.get(name, name) for name in targets)}"]
@@ -378,7 +381,10 @@ def _clips(stated: _Stated) -> bool | None:
 
 def _activations(stated: _Stated) -> str | None:
     words = str(stated("activations", ""))
-    return next((kind for kind in ("recompute", "keep") if words.startswith(kind)), None)
+    found = next((kind for kind in ("recompute", "keep") if words.startswith(kind)), None)
+    if words and not found:
+        raise LeftOutError(f"activations are {words!r}, neither recomputed nor kept")
+    return found
 
 
 def _on_host(stated: _Stated) -> bool:
@@ -388,22 +394,20 @@ def _on_host(stated: _Stated) -> bool:
 
 def _engine(stated: _Stated) -> Values:
     """Return the engine with its settings."""
-    name, stage = stated("engine.name"), stated("engine.zero_stage", stated("zero_stage", 0))
-    wrapper, framework = str(stated("engine.wrapper", "")), str(stated("engine.framework", ""))
-    if name in {"roundpipe", "zenflow", "super-offload", "megatrain"}:
-        waits = stated("engine.asynchronous_update")
-        return {"engine": "roundpipe-sync" if name == "roundpipe" and waits is False else name}
-    if name == "shadowspill":
-        return {"engine": "streaming"}
-    if name == "gpu-only" and not _is_megatron(stated) and stage and "FSDP" not in wrapper:
-        return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
+    name, stage = str(stated("engine.name")), stated("engine.zero_stage", stated("zero_stage", 0))
+    rows = {"shadowspill": "streaming", "zen-flow": "zenflow"}
+    if name == "roundpipe" and not stated("engine.asynchronous_update", True):
+        name = "roundpipe-sync"
     if name == "gpu-only":
-        if framework and not _is_megatron(stated) and "DeepSpeed" in framework:
+        by_deepspeed = stage > 0 and "FSDP" not in str(stated("engine.wrapper", "")) and not _is_megatron(stated)
+        if by_deepspeed:
             return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
         return {"engine": "fsdp", "zero_stage": stage}
     if name == "zero-offload":
         return {"engine": "deepspeed", "deepspeed": _deepspeed(stated, stage)}
-    raise LeftOutError(f"there is no row for engine {name}")
+    if (row := rows.get(name, name)) not in POLICIES:
+        raise LeftOutError(f"there is no row for engine {name}")
+    return {"engine": row}
 
 
 def _deepspeed(stated: _Stated, stage: int) -> Values:
