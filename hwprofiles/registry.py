@@ -74,6 +74,11 @@ def load_profile(text: str) -> HardwareProfile:
         return _built_in(*same)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
+    if "," in text:
+        raise ProfileError(
+            f"{text!r} names several machines, but a plan is for devices of one kind; `ullage whatif --question "
+            "unlike` divides a batch among unlike ones"
+        )
     near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? Built-in" if near else "built-in"
     raise ProfileError(

@@ -182,6 +182,7 @@ class CapturedModel(Frozen):
         assumed: what its capture did not know, as sentences for the user; ``None`` if it knew everything.
         attention: the ``attn_implementation`` of ``transformers`` that it assumes, and is executed with; ``None``: that
             which the model has.
+        scans: packages whose kernels it assumes for scans over tokens, and is executed with.
         others: the same at other sizes, for plans that were compared at several; they have no others.
         calls: paths of the modules that a step of the user's loop calls, in order, of a step that calls several, or one
             that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
@@ -204,6 +205,7 @@ class CapturedModel(Frozen):
     layer_tile_tokens: int | None = None
     assumed: tuple[str, ...] | None = None
     attention: str | None = None
+    scans: tuple[str, ...] | None = None
     others: tuple["CapturedModel", ...] = ()
     calls: tuple[str, ...] | None = None
     second_order: Literal[True] | None = None

@@ -47,7 +47,7 @@ def fused_attention(model: Any) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS[_STAND_IN], ALL_MASK_ATTENTION_FUNCTIONS[_STAND_IN]
 
 
-def in_words(attention: str) -> str:
+def attention_in_words(attention: str) -> str:
     """Return the assumption, as a sentence for the user."""
     return (
         f"attention is assumed to be one kernel, attn_implementation={attention!r}, with which execute runs it; to "

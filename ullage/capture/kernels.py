@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from planner.models.formulas.work import equal_shares, grouped
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
 from ullage.capture.records import strided
+from ullage.capture.scans import kernels_of_work
 
 # Operators that move no data, beside views (is_view).
 _FREE = frozenset(
@@ -207,3 +208,4 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "_scaled_dot_product_flash_attention_for_cpu_backward": functools.partial(_attention, backward=True),
 }
 assert all(hasattr(torch.ops.aten, name) for name in _PRODUCTS)
+_PRODUCTS["fused"] = lambda args, _kwargs, _output: kernels_of_work(*args[2:])  # of ``ullage``

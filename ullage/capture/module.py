@@ -38,7 +38,7 @@ from planner.models.registry import list_models
 from ullage.capture.adapters import check_adapters, make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
-from ullage.capture.attention import assumed_attention, fused_attention, in_words
+from ullage.capture.attention import assumed_attention, attention_in_words, fused_attention
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
@@ -48,6 +48,7 @@ from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
+from ullage.capture.scans import fused_scans, scans_in_words
 from ullage.capture.tiles.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
@@ -171,17 +172,24 @@ class _Capture:
         check_adapters(model)
         _check_statistics(model, self.name, DTYPES[self.dtype])
         # Nothing is known of how a model is executed that has no name.
-        attention = assumed_attention(model) if self.make is None and self.as_on_gpu else None
-        with fused_attention(model) if attention else contextlib.nullcontext():
+        named = self.make is None and self.as_on_gpu
+        attention = assumed_attention(model) if named else None
+        with (
+            fused_attention(model) if attention else contextlib.nullcontext(),
+            fused_scans(model, assumed=named) as packages,
+        ):
             try:
                 captured = self._attempted(model, inputs, tiles)
             except _AssumedValuesError:
                 holding = dataclasses.replace(self, example=dataclasses.replace(self.example, all_hold=True))
                 captured = holding._attempted(model, inputs, tiles)
-        if attention is None:
-            return captured
-        assumed = *(captured.assumed or ()), in_words(attention)
-        return captured.model_copy(update={"attention": attention, "assumed": assumed})
+        assumed, scans = list(captured.assumed or ()), tuple(sorted(packages)) if named else ()
+        if attention is not None:
+            assumed.append(attention_in_words(attention))
+        if scans:
+            assumed.append(scans_in_words(scans))
+        update = {"attention": attention, "scans": scans or None, "assumed": tuple(assumed) or None}
+        return captured.model_copy(update=update)
 
     def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)

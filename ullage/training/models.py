@@ -27,6 +27,7 @@ from ullage.capture.architectures import architecture
 from ullage.capture.attention import use_attention
 from ullage.capture.module import load_factory
 from ullage.capture.records import DTYPES
+from ullage.capture.scans import check_scans
 from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import Options
 from ullage.training.out_of_memory import reporting_out_of_memory
@@ -169,6 +170,7 @@ def _made(plan: Plan, weights: Path | None) -> nn.Module:
         made = _captured(plan.model, weights)
         if plan.model.attention is not None:
             use_attention(made, plan.model.attention)
+        check_scans(plan.model.scans or ())
         return made
     config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
     dtype = DTYPES[plan.decisions.precision.weights]

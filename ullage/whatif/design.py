@@ -100,6 +100,12 @@ class Space:
         """Name of the machine of points that do not set another."""
         return str(self._set.get("hardware", self._default_hardware))
 
+    def values(self, name: str) -> list[Value]:
+        """Return the values of a field in the order in which they were given; that of all points is one."""
+        if name in self._levels:
+            return [_plain(level) for level in self._levels[name]]
+        return [_plain(self._set[name])] if name in self._set else []
+
     def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
         """Return the point at some values of axes or other fields.
 

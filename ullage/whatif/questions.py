@@ -15,6 +15,7 @@ from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
 from ullage.whatif.running.runner import Evaluator, narrowed
 from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study
+from ullage.whatif.unlike import divide
 from ullage.whatif.values import Number, Question
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
@@ -38,7 +39,7 @@ def answer(run: Evaluator) -> Study:
     """
     question = run.space.request.question
     assert question is not None
-    if swept := run.space.request.sweep.keys() - ({"model"} if question == "largest" else set()):
+    if swept := run.space.request.sweep.keys() - _SWEPT.get(question, set()):
         name = min(swept)
         raise ValueError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
     return _QUESTIONS[question](run)
@@ -346,7 +347,10 @@ _QUESTIONS: Final[Mapping[Question, Callable[[Evaluator], Study]]] = {
     "scale": _scale,
     "longest": _longest,
     "largest": _largest,
+    "unlike": divide,
 }
+_SWEPT: Final[Mapping[Question, set[str]]] = {"largest": {"model"}, "unlike": {"hardware", "gpus"}}
+"""Fields whose values are given to a question as axes."""
 
 
 def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]:
