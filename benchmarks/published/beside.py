@@ -1,9 +1,7 @@
 """Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py [SUBSTRING]``.
 
-Same model, sequences per step, types and machine; how a step is cut into micro-batches and shared by devices is each
-engine's choice. LLMQ's state is all bf16 with stochastic rounding, as that of our ``adamw-bf16`` with a master copy in
-bf16. Each row says what bounds our iteration and how much of it products take: the rest is what other kernels, or none,
-could win.
+See :class:`ullage.rivals.cases.beside.BesideCase`. Each row says what bounds our iteration and how much of it products
+take: the rest is what other kernels, or none, could win.
 
 With a substring only runs whose name has it are planned again.
 """
@@ -13,39 +11,15 @@ import json
 import sys
 from typing import Any
 
-import ullage
 from benchmarks.origin import origin, write_result
 from benchmarks.published.run import HERE, ROOT
 from planner.costs.model import CostModel
-from planner.decisions import Precision
-from planner.models.config import ModelConfigError
 from planner.models.kernels import Attention, Gemm
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError
 from ullage.output.formatting import binds
+from ullage.rivals.cases.beside import BesideCase
 
 OUTPUT = ROOT / "benchmarks" / "results" / "published_beside.json"
-KERNELS = "transformers", "compiled"
-
-
-def planned(run: dict[str, Any], kernels: str) -> Plan | None:
-    """Return our plan for a run with one kind of kernels; ``None`` if there is none."""
-    try:
-        return ullage.plan(
-            run["model"],
-            hardware=run["hardware"],
-            gpus=run["devices"],
-            seq_len=run["seq_len"],
-            global_batch=run["devices"] * run["micro_batch"] * run["num_micro_batches"],
-            precision=Precision(weights="bf16", master="bf16"),
-            products=run["products"],
-            optimizer="adamw-bf16",
-            pipeline_parallel=1,  # which can be executed
-            kernels=kernels,
-            storage="activations" if kernels == "transformers" else "never",
-        )
-    except (InfeasibleError, ModelConfigError):
-        return None
 
 
 def products_share(plan: Plan) -> float:
@@ -59,7 +33,7 @@ def products_share(plan: Plan) -> float:
 
 def row(run: dict[str, Any]) -> dict[str, Any]:
     """Return the better of our plans beside a run."""
-    plans = {kernels: plan for kernels in KERNELS if (plan := planned(run, kernels))}
+    plans = BesideCase.model_validate(run).plans()
     found = {name: run[name] for name in ("id", "model", "hardware", "devices", "products", "source")}
     found["theirs_tokens_per_s"] = run["tokens_per_s"]
     if not plans:
@@ -81,7 +55,7 @@ def main() -> None:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     before = {each["id"]: each for each in json.loads(OUTPUT.read_text())["rows"]} if part else {}
     rows = []
-    for run in json.loads((HERE / "llmq.json").read_text())["runs"]:
+    for run in json.loads((HERE / "llmq.json").read_text())["cases"]:
         rows.append(row(run) if part in run["id"] else before[run["id"]])
         print(json.dumps(rows[-1]), flush=True)
     write_result(OUTPUT, {**origin("numpy"), "rows": rows})

@@ -43,7 +43,7 @@ class Row:
     name: str
     predicted: float | None
     measured: float | None
-    unit: Literal["s", "B", "B/s", "FLOP/s"]
+    unit: Literal["s", "B", "B/s", "FLOP/s", "tokens"]
 
     @property
     def error(self) -> float | None:

@@ -3,7 +3,7 @@
 import argparse
 import fnmatch
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent
+from ullage.output.progress import progress_bar
 from ullage.report.charts import Table
 from ullage.report.terminal import answer
-from ullage.rivals.cases import Case, CaseError, Metric, load_cases
+from ullage.rivals.cases import Case, CaseError, Metric, read_file
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -51,26 +52,38 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict all cases, print errors, apply thresholds."""
+    files = [read_file(path) for path in dict.fromkeys(args.files)]
     chosen = [
-        (path, case)
-        for path in dict.fromkeys(args.files)
-        for case in load_cases(path)
+        (file, case)
+        for file in files
+        for case in file.cases
         if args.hardware in {None, case.hardware} and fnmatch.fnmatchcase(case.id, args.case or "*")
     ]
     if not chosen:
         raise CaseError("no case is left; choose another --hardware or --case")
-    for _, case in chosen:
-        case.check()  # before any work
+    for file, case in chosen:
+        if not file.is_collection:
+            case.check()  # before any work
     profiles = _profiles(case for _, case in chosen)
     fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
-    checked = [
-        _checked(path, case, profiles[case.hardware], case.id in fitted[case.hardware], intervals=args.intervals)
-        for path, case in chosen
-    ]
+    left_out = {name: reason for file in files for name, reason in file.left_out.items()}
+    checked: list[dict[str, Any]] = []
+    with progress_bar() as show:
+        for number, (file, case) in enumerate(chosen):
+            show(case.id, number, len(chosen))
+            profile, was_fitted = profiles[case.hardware], case.id in fitted[case.hardware]
+            try:
+                checked.append(_checked(file.path, case, profile, was_fitted, intervals=args.intervals))
+            except ValueError as error:
+                if not file.is_collection:
+                    raise
+                left_out[case.id] = str(error).removeprefix(f"case {case.id}: ")
+    if not checked:
+        raise CaseError(f"no case can be predicted: {next(iter(left_out.values()))}")
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
-    data = {"cases": checked, "summaries": summaries, "failures": failures}
-    answer(args, data, *_shown(checked, summaries, failures))
+    data = {"cases": checked, "left_out": left_out, "summaries": summaries, "failures": failures}
+    answer(args, data, *_shown(checked, left_out, summaries, failures))
     return 1 if failures else 0
 
 
@@ -89,6 +102,7 @@ def _checked(path: Path, case: Case, profile: HardwareProfile, fitted: bool, *, 
         "fitted": fitted,
         "converged": outcome.converged,
         "warnings": outcome.warnings,
+        **({"differs": differs} if (differs := getattr(case, "differs", "")) else {}),
     }
     if intervals and outcome.iteration_s is not None and Metric.ITERATION in measurements:
         low_s, high_s = interval_s(profile, outcome.iteration_s, outcome.values[Metric.ITERATION])
@@ -133,7 +147,7 @@ def _summaries(checked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for group, members in groups.items()
         for metric in Metric
-        if (errors := [c[metric]["error"] for c in members if metric in c])
+        if metric is not Metric.OURS and (errors := [c[metric]["error"] for c in members if metric in c])
     ]
 
 
@@ -150,7 +164,7 @@ def _statistics(errors: Iterable[float]) -> dict[str, float]:
 
 def _failures(checked: Sequence[dict[str, Any]], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
     sizes = [(f"{c['id']} ({m})", abs(c[m]["error"])) for c in checked for m in Metric if m in c and m.headline]
-    mean = statistics.mean(size for _, size in sizes)
+    mean = statistics.mean([size for _, size in sizes] or [0.0])
     failures = []
     if max_mean_pct is not None and 100 * mean > max_mean_pct:
         failures.append(f"the mean error of whole runs is {percent(mean)}, more than {max_mean_pct:g} %")
@@ -160,7 +174,10 @@ def _failures(checked: Sequence[dict[str, Any]], max_mean_pct: float | None, max
 
 
 def _shown(
-    checked: Sequence[dict[str, Any]], summaries: Sequence[dict[str, Any]], failures: Sequence[str]
+    checked: Sequence[dict[str, Any]],
+    left_out: Mapping[str, str],
+    summaries: Sequence[dict[str, Any]],
+    failures: Sequence[str],
 ) -> tuple[str | Table, ...]:
     """Return a table for each quantity, one of all errors, and what is to be known about them."""
     tables = [
@@ -189,4 +206,6 @@ def _shown(
     ]
     warnings = dict.fromkeys(f"warning: {text}" for c in checked for text in c["warnings"])
     errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
+    if left_out:
+        tables.append(Table("left out", ("case", "because"), tuple(left_out.items())))
     return (*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))

@@ -116,6 +116,7 @@ OF_COMMANDS = {
     "SignalledError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
+    "LeftOutError",  # never leaves `ullage validate`
     "_AssumedValuesError",  # likewise
     "_UnlikeError",  # likewise
 }

@@ -18,7 +18,7 @@ from planner.simulate.prediction import TierMemory
 Number = Annotated[int, Field(ge=1, le=10**15)]
 Amount = Annotated[float, Field(ge=1e-12, le=1e15)]
 
-Unit = Literal["s", "B", "B/s", "FLOP/s"]
+Unit = Literal["s", "B", "B/s", "FLOP/s", "tokens"]
 
 
 class CaseError(ValueError):
@@ -36,6 +36,8 @@ class Metric(StrEnum):
     BLOCKING = "blocking throughput"
     END_TO_END = "end to end"
     COMPUTE_RATE = "model FLOP rate"
+    LONGEST = "longest sequence"
+    OURS = "our plan in its place"
 
     @property
     def unit(self) -> Unit:
@@ -48,7 +50,12 @@ class Metric(StrEnum):
         return self in {Metric.ITERATION, Metric.BLOCKING, Metric.END_TO_END, Metric.COMPUTE_RATE}
 
 
-_UNITS: dict[Metric, Unit] = {Metric.PEAK_GPU: "B", Metric.BLOCKING: "B/s", Metric.COMPUTE_RATE: "FLOP/s"}
+_UNITS: dict[Metric, Unit] = {
+    Metric.PEAK_GPU: "B",
+    Metric.BLOCKING: "B/s",
+    Metric.COMPUTE_RATE: "FLOP/s",
+    Metric.LONGEST: "tokens",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,94 @@
+"""Collections of published runs, read as their sources state them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hwprofiles.registry import load_profile
+from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
+from ullage.rivals.cases.capacity import CapacityCase
+from ullage.rivals.cases.collected import read_collected
+from ullage.rivals.cases.training import TrainingCase
+
+ROOT = Path(__file__).parents[3]
+COLLECTION = ROOT / "tests" / "data" / "collection.json"
+BY_HAND = {case.id: case for case in load_cases(ROOT / "benchmarks" / "published" / "held_out" / "reported.json")}
+READ = {case.id: case for case in read_file(COLLECTION).cases}
+
+
+@pytest.mark.parametrize("name", sorted(BY_HAND.keys() & READ.keys()))
+def test_a_run_is_read_as_it_was_translated_by_hand(name):
+    """All that is simulated is the same; peaks were rounded."""
+    read, by_hand = READ[name], BY_HAND[name]
+    words = {"note", "machine", "differs", "measured"}
+    assert read.model_dump(exclude=words) == by_hand.model_dump(exclude=words)
+    assert read.measured == pytest.approx(by_hand.measured, rel=1e-4)
+
+
+def test_enough_of_them_are_compared():
+    assert len(BY_HAND.keys() & READ.keys()) >= 14
+
+
+def test_what_nothing_is_like_is_left_out_with_its_reason():
+    left_out = read_file(COLLECTION).left_out
+    assert left_out == {
+        "fsdpqlora-2x3090-yi-34b-qlora-b2-s2048": "machine 2x3090: the rate of its PCIe is not stated, and no profile "
+        "has RTX 3090",
+        "lohan-70b-bs16-ssd12-gpu2": "there is no row of this engine for 2 devices",
+        "mlpoffload-h100x4-40b-mlp-offload": "machine h100x4-mlpoffload: the rate of its drives is not stated",
+        "rp-maxseq-rtx4090x8-mobius-qwen3-32b": "there is no row for system mobius",
+        "superoffload-gb200-32b-s56000": "no longest sequence is stated",
+    }
+
+
+def test_what_is_not_read_is_said():
+    run = next(run for run in json.loads(COLLECTION.read_text())["cases"] if run["id"].startswith("slideformer"))
+    assert "not read" not in READ[run["id"]].differs
+    run["engine"]["spins"] = 3
+    assert read_collected(run, {}).differs.endswith("not read: engine.spins")
+
+
+def test_our_plan_stands_beside_an_engine_without_a_row():
+    run = READ["llmq-4090x1-0.5b-bf16-b16"]
+    assert run.num_sequences == 512
+    assert run.measurements() == {Metric.OURS: pytest.approx(13.158, rel=1e-3)}
+
+
+def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
+    case = next(case for case in READ.values() if isinstance(case, CapacityCase))
+    assert isinstance(case.run, TrainingCase)
+    assert (case.run.engine, case.run.devices, case.longest) == ("deepspeed", 8, 9)
+    for last in (1, 7, 9, 40):
+        monkeypatch.setattr(CapacityCase, "_fits", lambda _self, _machine, length, last=last: length <= last)
+        assert predicted(case) == last * 1024
+    monkeypatch.setattr(CapacityCase, "_fits", lambda *_: False)
+    with pytest.raises(CaseError, match="not even sequences of 1024 tokens"):
+        predicted(case)
+
+
+def predicted(case: CapacityCase) -> float:
+    return case.predict(load_profile(case.hardware)).values[Metric.LONGEST]
+
+
+def test_longer_sequences_need_more_memory():
+    case = next(case for case in READ.values() if isinstance(case, CapacityCase))
+    machine = case.run.machine_of(load_profile(case.hardware))
+    assert case._fits(machine, 1)
+    assert not case._fits(machine, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cases": [3]}, "cases number 0 must be an object with an id"),
+        ({"colour": 1}, "colour: such a field is not known"),
+        ({"cases": [{"id": "a", "hardware": "abacus"}], "capacity": []}, "none of its runs can be predicted"),
+    ],
+)
+def test_a_wrong_collection_is_refused_in_one_line(tmp_path, change, words):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(json.loads(COLLECTION.read_text()) | change))
+    with pytest.raises(CaseError, match=words) as refused:
+        read_file(path)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,52 @@
+"""The longest sequences that an engine trained on a machine."""
+
+from hwprofiles.profile import HardwareProfile
+from planner.costs.model import CostModel
+from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
+from ullage.rivals.cases.base import Case, CaseError, Metric, Number, Outcome
+from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.lowering import lower
+
+_STEP = 1024  # tokens: what sources give lengths in
+_MOST = 2**12  # steps
+
+
+class CapacityCase(Case):
+    """The longest sequence of an engine.
+
+    Attributes:
+        run: the engine's run; its sequences are as long as what was measured.
+        longest: thousands (1024) of tokens of the longest sequence that did not run out of memory.
+    """
+
+    run: TrainingCase
+    longest: Number
+
+    def measurements(self) -> dict[Metric, float]:
+        """Return what was measured."""
+        return {Metric.LONGEST: float(self.longest * _STEP)}
+
+    def check(self) -> None:
+        """Check that the run can be expressed."""
+        self.run.check()
+
+    def _predict(self, profile: HardwareProfile) -> Outcome:
+        """Find the longest sequence that fits, by bisection."""
+        machine = self.run.machine_of(profile)
+        low, high = 0, self.longest
+        while high <= _MOST and self._fits(machine, high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(machine, middle) else (low, middle)
+        if not low:
+            raise CaseError(f"case {self.id}: not even sequences of {_STEP} tokens are predicted to fit")
+        return Outcome({Metric.LONGEST: float(low * _STEP)})
+
+    def _fits(self, machine: HardwareProfile, length: int) -> bool:
+        setup, decisions = self.run.model_copy(update={"seq_len": length * _STEP}).decided(machine)
+        cost = CostModel.of(machine, setup.units, decisions)
+        simulation = run_until_steady(lower(setup.units, decisions, asynchronous=cost.asynchronous), cost)
+        peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
+        return not any(used.missing_bytes for used in peaks.values())

@@ -1,0 +1,439 @@
+"""Runs as collections state them: in words that differ from source to source.
+
+A collection has a ``tier`` for each run, and describes its machines in words. What it says of an engine, of types and
+of memory is translated by the rules below, which were written down before any run was predicted; what a run says
+beyond them is listed as not read. A run is left out, with the reason, if nothing here is like its machine or engine.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, get_args
+
+from pydantic import ValidationError
+
+from hwprofiles.registry import list_profiles
+from ullage.rivals.cases.attention import AttentionKernel
+from ullage.rivals.cases.base import Case, CaseError
+from ullage.rivals.cases.beside import BesideCase
+from ullage.rivals.cases.capacity import CapacityCase
+from ullage.rivals.cases.layouts import read_case
+from ullage.rivals.cases.training import TrainingCase
+
+Values = dict[str, Any]
+
+# Profiles by the beginnings of machines' names, the longest first that fits; and what differs then.
+_OTHER_HOST: Final = "another host, which the source does not state"
+_MACHINES: Final[dict[str, tuple[str, str]]] = {
+    "a100-80": ("a100-80", ""),
+    "a100x2-40g": ("a100-40", ""),
+    "a100-40": ("a100-40", ""),
+    "a800": ("a800-80", ""),
+    "b200": ("b200", ""),
+    "b300": ("b300", ""),
+    "gb200": ("gb200", ""),
+    "gh200": ("gh200", ""),
+    "h100-": ("h100", "another host, which the source does not state"),
+    "h100x8": ("h100", ""),
+    "h200": ("h200", ""),
+    "l40s": ("l40s", _OTHER_HOST),
+    "2x4090": ("rtx-4090x8", _OTHER_HOST),
+    "rtx4090": ("rtx-4090", "another host, with more memory"),
+    "rtx4090-llmq": ("rtx-4090x8", _OTHER_HOST),
+    "rtx4090x": ("rtx-4090x8", _OTHER_HOST),
+    "rtx5060ti": ("rtx-5060-ti", _OTHER_HOST),
+    "rtx5090": ("rtx-5090", _OTHER_HOST),
+    "rtxa6000": ("rtx-a6000", _OTHER_HOST),
+    "rtxpro6000": ("rtx-pro-6000", _OTHER_HOST),
+}
+_UNSTATED: Final[dict[str, str]] = {
+    "h100x4-mlpoffload": "the rate of its drives is not stated",
+    "2x3090": "the rate of its PCIe is not stated, and no profile has RTX 3090",
+    "rtx5090x4": "how four RTX 5090 are connected is not stated",
+}
+# Architectures whose ``config.json`` follows from the sizes, with their names in ``transformers``.
+_FAMILIES: Final = {"llama": "llama", "mistral": "mistral", "qwen": "qwen2", "qwen2": "qwen2", "qwen3": "qwen3"}
+_PROJECTIONS: Final = {
+    "output_proj": "o_proj",
+    "mlp": "gate_proj+up_proj+down_proj",
+    "attention": "q_proj+k_proj+v_proj+o_proj",
+}
+_SAVED: Final = {"wte": "embed_tokens", "lm_head": "lm_head", "output": "lm_head", "tok_embeddings": "embed_tokens"}
+_QWEN_LINEAR: Final = {"c_attn", "c_proj", "w1", "w2"}  # all projections of Qwen's first models
+_LOSS_TILE: Final = {"chunk": 1024, "fused linear": 2048}  # tokens, where the loss is not of whole logits
+# Fields that say nothing of how a run is predicted, or say again what others do.
+_WORDS: Final = re.compile(
+    r"id|tier|core|source|note|hardware|model\..*|fp16_accumulation|parallel\.(gpus_per_node|nodes)"
+    r"|batch\.(global_batch|tokens_per_\w+|accumulation)|lora\.(alpha|factors|frozen|trainable_m)|measured\..*"
+    r"|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush)|host_budget_gib"
+)
+
+
+class LeftOutError(CaseError):
+    """A run that nothing here is like; the message is the reason."""
+
+
+class _Stated:
+    """What a run states, by dotted paths; it notes what was asked for."""
+
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        self._values = dict(_flat(entry))
+        self._read: set[str] = set()
+
+    def __call__(self, path: str, otherwise: Any = None) -> Any:
+        self._read.add(path)
+        value = self._values.get(path)
+        return otherwise if value is None else value
+
+    @property
+    def unread(self) -> list[str]:
+        """Paths that were not asked for, and may matter."""
+        return sorted(path for path in self._values.keys() - self._read if not _WORDS.fullmatch(path))
+
+
+def read_collected(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Case:
+    """Return a run of a collection as a case.
+
+    Args:
+        entry: the run.
+        machines: the collection's words for its machines, by name.
+
+    Raises:
+        LeftOutError: there is no profile or engine for it, or it does not state enough.
+    """
+    stated = _Stated(entry)
+    with _left_out():
+        if stated("ssds"):
+            return _swapped(stated)
+        if stated("engine.name") == "llmq":
+            return _beside(stated, machines)
+        return _translated(stated, machines)
+
+
+def read_capacity(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Case:
+    """Return the longest sequence that a system trained as a case.
+
+    Args:
+        entry: the machine, the system, the name of the model, and thousands of tokens.
+        machines: the collection's words for its machines, by name.
+
+    Raises:
+        LeftOutError: there is no profile or engine for it, or it does not state enough.
+    """
+    system, machine = str(entry.get("system")), str(entry.get("hardware"))
+    if (longest := entry.get("measured", {}).get("max_seq_thousands")) is None:
+        raise LeftOutError("no longest sequence is stated")
+    if system not in _SYSTEMS:
+        raise LeftOutError(f"there is no row for system {system}")
+    count = re.search(r"\dx(\d+)", machine)
+    devices = int(count[1]) if count else 1
+    run = {
+        "id": entry.get("id"),
+        "hardware": machine,
+        "source": entry.get("source"),
+        "model": {"name": entry.get("model"), "num_experts": True},
+        "batch": {"micro_batch": entry.get("micro_batch", 1), "num_micro_batches": 1, "seq_len": longest * 1024},
+        "activations": "recompute",
+        "measured": {"iteration_ms": 1.0},  # which nobody looks at
+    } | _SYSTEMS[system](devices)
+    with _left_out():
+        translated = _translated(_Stated(run), machines)
+        fields = {name: getattr(translated, name) for name in ("id", "hardware", "source")}
+        return CapacityCase.model_validate(fields | {"run": translated, "longest": longest})
+
+
+@contextlib.contextmanager
+def _left_out() -> Iterator[None]:
+    """Make of what a case refuses the reason for which it is left out."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise LeftOutError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _sharded(name: str, stage: int, **engine: Any) -> Callable[[int], Values]:
+    made = {"name": name, "zero_stage": stage, "loss": "whole logits"} | engine
+    return lambda devices: {"engine": made, "parallel": {"data_parallel": devices}}
+
+
+def _divided(kind: str) -> Callable[[int], Values]:
+    return lambda devices: {"engine": {"name": "gpu-only", "framework": "Megatron"}, "parallel": {kind: devices}}
+
+
+# What RoundPipe's artifact compared, in the words of its runs; by the number of devices.
+_SYSTEMS: Final[dict[str, Callable[[int], Values]]] = {
+    "zero-infinity": _sharded(
+        "zero-offload", 3, offload_param=True, prefetch_bucket=500_000_000, persistence_threshold=1_000_000
+    ),
+    "zero2": _sharded("gpu-only", 2),
+    "fsdp1": _sharded("gpu-only", 3, wrapper="FSDP"),
+    "megatron-pp": _divided("pipeline_parallel"),
+    "megatron-tp": _divided("tensor_parallel"),
+    "roundpipe": _sharded("roundpipe", 0, asynchronous_update=True),
+    "roundpipe-sync": _sharded("roundpipe", 0, asynchronous_update=False),
+}
+
+
+def _beside(stated: _Stated, machines: Mapping[str, str]) -> Case:
+    """Return a run of LLMQ, beside which our plan of the same work is set."""
+    machine, ranks = stated("hardware"), stated("parallel.data_parallel", 1)
+    size, count = _batch(stated, ranks)
+    return BesideCase(
+        id=stated("id"),
+        hardware=_profile(machine)[0],
+        machine=machines.get(machine, ""),
+        source=stated("source"),
+        model=stated("model.name"),
+        devices=ranks,
+        micro_batch=size,
+        num_micro_batches=count,
+        seq_len=stated("batch.seq_len"),
+        products="fp8" if stated("engine.products") == "fp8" else None,
+        tokens_per_s=float(stated("measured.tokens_per_s")),
+    )
+
+
+def _swapped(stated: _Stated) -> Case:
+    if (count := stated("devices", 1)) != 1:
+        raise LeftOutError(f"there is no row of this engine for {count} devices")
+    names = ("id", "hardware", "source", "model", "batch", "ssds")
+    return read_case({name: stated(name) for name in names} | {"measured": {"tflops": stated("measured.tflops")}})
+
+
+def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
+    machine = stated("hardware")
+    profile, differs = _profile(machine)
+    ranks = [stated(f"parallel.{kind}_parallel", 1) for kind in ("data", "tensor", "pipeline")]
+    devices = ranks[0] * ranks[1] * ranks[2]
+    micro_batch, num_micro_batches = _batch(stated, ranks[0])
+    fields: Values = {
+        "id": stated("id"),
+        "hardware": profile,
+        "machine": machines.get(machine, ""),
+        "source": stated("source"),
+        "note": stated("note", ""),
+        "model": _model(stated),
+        "lora": _lora(stated),
+        "quantize": _quantized(stated),
+        "devices": devices,
+        "tensor_parallel": ranks[1],
+        "pipeline_parallel": ranks[2],
+        "micro_batch": micro_batch,
+        "num_micro_batches": num_micro_batches,
+        "seq_len": stated("batch.seq_len"),
+        "kernels": _kernels(stated),
+        "attention": _attention(stated),
+        "loss_tile": _loss_tile(stated),
+        "precision": _precision(stated),
+        "optimizer": _optimizer(stated),
+        "clip": _clips(stated),
+        "activations": _activations(stated),
+        "inputs_on_host": _on_host(stated),
+        "updates_in_backward": stated("engine.update") == "in backward",
+        "keeps_output": stated("engine.loss") == "whole logits" and not _is_megatron(stated),
+        "device_budget_gib": stated("device_budget_gib"),
+        "measured": _measured(stated, devices),
+    } | _engine(stated)
+    unread = f"not read: {', '.join(stated.unread)}" if stated.unread else ""
+    fields["differs"] = "; ".join(filter(None, (differs, unread)))
+    return TrainingCase.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def _flat(entry: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entry.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{outer}{name}.")
+        else:
+            yield f"{outer}{name}", value
+
+
+def _profile(machine: str) -> tuple[str, str]:
+    """Return the profile that is like a machine, and what differs."""
+    if machine in list_profiles():
+        return machine, ""
+    for names, reason in _UNSTATED.items():
+        if machine.startswith(names):
+            raise LeftOutError(f"machine {machine}: {reason}")
+    fitting = [name for name in _MACHINES if machine.startswith(name)]
+    if not fitting:
+        raise LeftOutError(f"machine {machine} has no profile")
+    return _MACHINES[max(fitting, key=len)]
+
+
+def _batch(stated: _Stated, data_parallel: int) -> tuple[int, int]:
+    """Return sequences of a rank's micro-batch, and their number.
+
+    Some engines cut a rank's sequences into unequal micro-batches; they are stated as equal ones of the next size.
+    """
+    count = stated("batch.num_micro_batches", 1)
+    if (size := stated("batch.micro_batch")) is not None:
+        return size, count
+    each = stated("batch.sequences", stated("batch.global_batch", 0)) // data_parallel
+    if not each:
+        raise LeftOutError("the batch is not stated")
+    size = next(size for size in range(-(-each // count), each + 1) if each % size == 0)
+    return size, each // size
+
+
+def _model(stated: _Stated) -> str | Values:
+    name, family = stated("model.name"), stated("model.architecture")
+    if stated("model.num_experts") or family not in _FAMILIES:
+        return str(name)  # of a packaged configuration
+    sizes = {
+        "vocab_size": stated("model.vocab_size"),
+        "hidden_size": stated("model.hidden_size"),
+        "intermediate_size": stated("model.ffn_hidden_size"),
+        "num_hidden_layers": stated("model.num_layers"),
+        "num_attention_heads": stated("model.num_attention_heads"),
+        "num_key_value_heads": stated("model.num_key_value_heads"),
+        "head_dim": stated("model.head_dim"),
+    }
+    if missing := [key for key, value in sizes.items() if value is None and key != "head_dim"]:
+        raise LeftOutError(f"the model's {missing[0]} is not stated")
+    return (
+        {"model_type": _FAMILIES[family]}
+        | {key: value for key, value in sizes.items() if value is not None}
+        | {
+            "max_position_embeddings": 200_000,
+            "tie_word_embeddings": stated("model.tied_embeddings", False),
+            "hidden_act": "silu",
+        }
+    )
+
+
+def _lora(stated: _Stated) -> str | None:
+    if (rank := stated("lora.rank")) is None:
+        return None
+    targets, saved = stated("lora.targets", "all linear"), stated("lora.modules_to_save", ())
+    if isinstance(targets, str):
+        targets = [targets.split(" ")[0] if targets.startswith("attention") else "all-linear"]
+    if set(targets) == _QWEN_LINEAR:
+        targets = ["all-linear"]
+    parts = [f"rank={rank}", f"targets={'+'.join(_PROJECTIONS.get(name, name) for name in targets)}"]
+    if "QwenLM/Qwen" in stated("source"):  # its finetune.py has dropout
+        parts.append("dropout=0.05")
+    if saved:
+        parts.append(f"save={'+'.join(_SAVED.get(name, name) for name in saved)}")
+    return ",".join(parts)
+
+
+def _quantized(stated: _Stated) -> str | None:
+    weights = str(stated("engine.weights", "")).lower()
+    return "nf4" if "nf4" in weights or "4-bit" in weights else None
+
+
+def _kernels(stated: _Stated) -> str | None:
+    if _is_megatron(stated):
+        return "megatron-core"
+    if stated("engine.liger") or "liger" in f"{stated('note', '')} {stated('engine.kernels', '')}".lower():
+        return "liger"
+    return "compiled" if stated("engine.compile") else None
+
+
+def _is_megatron(stated: _Stated) -> bool:
+    return "megatron" in str(stated("engine.framework", "")).lower() or stated("engine.name") == "megatron"
+
+
+def _attention(stated: _Stated) -> str | None:
+    kernel = stated("engine.attention")
+    return kernel if kernel in get_args(AttentionKernel) else None
+
+
+def _loss_tile(stated: _Stated) -> int | None:
+    words = str(stated("engine.loss", ""))
+    if stated("engine.name") in {"roundpipe", "shadowspill"}:  # rows of their own, which know it
+        return None
+    if "pytorch/torchtune" in stated("source") and stated("lora.rank"):  # its recipes for adapters have it
+        words = "chunk"
+    return next((tokens for word, tokens in _LOSS_TILE.items() if word in words), None)
+
+
+def _precision(stated: _Stated) -> Values | None:
+    """Return the types if they are not bf16 weights with fp32 state. fp16 takes what bf16 takes."""
+    words, wrapper = str(stated("precision", "")), str(stated("engine.wrapper", ""))
+    all_bf16 = {"weights": "bf16", "state": "bf16"}
+    if _is_megatron(stated):
+        return {"weights": "bf16", "gradients": "fp32"}
+    if "bf16-adam" in words or (words == "bf16" and "FSDP" not in wrapper) or stated("lora.modules_to_save"):
+        return all_bf16
+    return {"weights": "bf16", "master": "bf16"} if "bf16-master" in words else None
+
+
+def _optimizer(stated: _Stated) -> str | None:
+    words = str(stated("engine.optimizer", "")).lower().partition("(")[0]  # behind it, what it is not
+    if "8bit" in words or "8-bit" in words or stated("engine.moments") == "8-bit":
+        return "adamw-8bit"
+    return next((name for name in ("muon", "lion") if name in words), None)
+
+
+def _clips(stated: _Stated) -> bool | None:
+    if (clip := stated("engine.clip")) is not None:
+        return bool(clip)
+    others = stated("engine.name") == "roundpipe" or _is_megatron(stated)
+    if stated("engine.update") == "in backward" or ("RoundPipe-artifact" in stated("source") and not others):
+        return False
+    return None
+
+
+def _activations(stated: _Stated) -> str | None:
+    words = str(stated("activations", ""))
+    return next((kind for kind in ("recompute", "keep") if words.startswith(kind)), None)
+
+
+def _on_host(stated: _Stated) -> bool:
+    checkpoints = f"{stated('engine.checkpoints', '')} {stated('activations', '')}"
+    return bool(stated("engine.activations_offloaded")) or "host" in checkpoints
+
+
+def _engine(stated: _Stated) -> Values:
+    """Return the engine with its settings."""
+    name, stage = stated("engine.name"), stated("engine.zero_stage", stated("zero_stage", 0))
+    wrapper, framework = str(stated("engine.wrapper", "")), str(stated("engine.framework", ""))
+    if name in {"roundpipe", "zenflow", "super-offload", "megatrain"}:
+        waits = stated("engine.asynchronous_update")
+        return {"engine": "roundpipe-sync" if name == "roundpipe" and waits is False else name}
+    if name == "shadowspill":
+        return {"engine": "streaming"}
+    if name == "gpu-only" and not _is_megatron(stated) and stage and "FSDP" not in wrapper:
+        return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
+    if name == "gpu-only":
+        if framework and not _is_megatron(stated) and "DeepSpeed" in framework:
+            return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
+        return {"engine": "fsdp", "zero_stage": stage}
+    if name == "zero-offload":
+        return {"engine": "deepspeed", "deepspeed": _deepspeed(stated, stage)}
+    raise LeftOutError(f"there is no row for engine {name}")
+
+
+def _deepspeed(stated: _Stated, stage: int) -> Values:
+    where = stated("offload.optimizer", "cpu"), stated("offload.params", "gpu")
+    if "nvme" in where:
+        raise LeftOutError("its drives are not stated")
+    pinned = stated("engine.pinned", False)
+    found = {
+        "stage": stage,
+        "optimizer_device": "cpu",
+        "param_device": "cpu" if stated("engine.offload_param") or where[1] == "cpu" else None,
+        "prefetch_params": stated("engine.prefetch_bucket"),
+        "persistent_params": stated("engine.persistence_threshold"),
+        "max_live_params": stated("engine.max_live_parameters"),
+        "pin_optimizer": pinned if isinstance(pinned, bool) else "optimizer not" not in pinned,
+        "waits": True,  # releases before 0.19.5
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _measured(stated: _Stated, devices: int) -> Values:
+    """Return what was measured. A peak may be in GB or GiB, or of all devices; reserved memory is another quantity."""
+    found: Values = {"iteration_ms": stated("measured.iteration_ms")}
+    if found["iteration_ms"] is None:
+        found = {"tokens_per_s": stated("measured.tokens_per_s")}
+    if next(iter(found.values())) is None:
+        raise LeftOutError("no iteration was timed")
+    peak_gib = stated("measured.peak_gpu_allocated_gib", stated("measured.peak_gpu_gib"))
+    if peak_gib is None and (peak_gb := stated("measured.peak_gpu_allocated_gb", stated("measured.peak_gpu_gb"))):
+        peak_gib = peak_gb * 1e9 / 2**30
+    if peak_gib is not None:
+        found["peak_gpu_allocated_gib"] = peak_gib / (devices if "of both GPUs" in stated("note", "") else 1)
+    return found
