@@ -348,7 +348,17 @@ class TrainingCase(Case):
     def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
         if not isinstance(model, ModelConfig):
             raise CaseError(f"case {self.id}: kernels is {self.kernels}, which are not known of a captured model")
-        return _KERNELS_OF_OTHERS[self.kernels](self, model)
+        batch = Batch(
+            self.micro_batch,
+            self.seq_len,
+            flash_attention=self.attention != "unfused",
+            tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
+            context_parallel=self.context_parallel,
+        )
+        if self.kernels == "megatron-lm" and (self.engine not in _IN_MEMORY or self.zero_stage == 3):
+            return megatron_lm.build_graph(model, batch, adds_gradients=False)
+        return _KERNELS_OF_OTHERS[self.kernels](model, batch)
 
     def decided(self, profile: HardwareProfile) -> tuple[Setup, RivalDecisions]:
         """Return what the engine had on a machine, and what it decided.
@@ -470,35 +480,10 @@ class TrainingCase(Case):
         return capture(name, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
 
 
-def _megatron_lm(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    adds_gradients = case.engine in _IN_MEMORY and case.zero_stage < 3
-    return megatron_lm.build_graph(config, _batch(case), adds_gradients=adds_gradients)
-
-
-def _megatron_core(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    batch = megatron_core.Batch(
-        case.micro_batch,
-        case.seq_len,
-        tensor_parallel=case.tensor_parallel,
-        context_parallel=case.context_parallel,
-        expert_parallel=case.expert_parallel,
-    )
-    return megatron_core.build_graph(config, batch)
-
-
-def _dataflow(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    return dataflow.build_graph(config, _batch(case))
-
-
-def _batch(case: TrainingCase) -> Batch:
-    fused = case.attention != "unfused"
-    return Batch(case.micro_batch, case.seq_len, flash_attention=fused, tensor_parallel=case.tensor_parallel)
-
-
-_KERNELS_OF_OTHERS: Final[dict[str, Callable[[TrainingCase, ModelConfig], tuple[Operator, ...]]]] = {
-    "megatron-lm": _megatron_lm,
-    "megatron-core": _megatron_core,
-    "dataflow": _dataflow,
+_KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], tuple[Operator, ...]]]] = {
+    "megatron-lm": megatron_lm.build_graph,
+    "megatron-core": megatron_core.build_graph,
+    "dataflow": dataflow.build_graph,
 }
 
 
