@@ -236,8 +236,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if frozen := [name for name in names if name not in self.runtime.state.by_parameter]:
             raise ValueError(
                 f"{frozen[0]} was frozen at prepare(), so the plan has no optimizer state for it; give the optimizer "
-                "all that is ever trained before prepare(), and freeze it there (requires_grad_(False)) as long as it "
-                "is not"
+                "all that is ever trained, let it require gradients in prepare(), and freeze it after that "
+                "(requires_grad_(False)) as long as it is not"
             )
         check_groups(self.driver.entry, groups, self._names, is_alone=self._ranks is None)
         for parameter in [part for name in names for _, part in self.runtime.state.by_parameter[name]]:

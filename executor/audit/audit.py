@@ -41,7 +41,7 @@ from executor.audit.tensors import (
     referred_to,
     sampled,
     targets_of,
-    watch_inputs,
+    watch_edges,
 )
 from executor.callbacks import (
     copied_cache,
@@ -56,7 +56,7 @@ from executor.distributed.lazy_rows import LazyRows
 from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
-from executor.module.guarded_parameters import lifted
+from executor.module.guarded_parameters import lifted, unguarded
 from executor.module.own_checkpoints import passing_through
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
@@ -339,13 +339,10 @@ class Audit:
     def _watch(self, case: Case, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward, and copy what comes in and goes out."""
         leaves, structure = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, nn.Parameter) for leaf in leaves):
-            case.why_not = "it is given a weight"
-            return forward(*args, **kwargs)
         if any(isinstance(leaf, LazyRows) for leaf in leaves):
             return self._watch_tiled(case, forward(*args, **kwargs))
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            case.why_not = "a transform of torch.func runs it"
+        if why_not := _why_not(case.module, leaves):
+            case.why_not = why_not
             return forward(*args, **kwargs)
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
@@ -371,7 +368,14 @@ class Audit:
         for number, target in targets:
             assert target.grad_fn is not None
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
-        watch_inputs(edges, [target for _, target in targets], begun, case.input_gradients)
+        watch_edges(edges, [target for _, target in targets], begun, case.input_gradients)
+        with unguarded():  # a hook of the user's on a gradient wants the whole
+            own_edges = {
+                get_gradient_edge(shard.leaf): shard.shard_name
+                for shard in case.trained()
+                if shard.leaf.requires_grad and not shard.leaf._backward_hooks
+            }
+        watch_edges(own_edges, [target for _, target in targets], begun, case.own_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
         if isinstance(output, TiledLogits):
             case.forget_call()
@@ -476,7 +480,8 @@ class Audit:
                 gradient = summed(gradient.float())
             if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
                 own = shard.part(gradient)
-                self._compare(f"the gradient of {shard.name}", self._arrived[shard.shard_name][1], own, _PLAN, scale)
+                arrived = case.own_gradients.get(shard.shard_name, self._arrived[shard.shard_name][1])
+                self._compare(f"the gradient of {shard.name}", arrived, own, _PLAN, scale)
 
     @contextlib.contextmanager
     def _plain(self, case: Case, device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
@@ -543,6 +548,17 @@ class Audit:
                 f"{what} differs from plain PyTorch's by {relative:.1%} of its largest value ({off:.3g} of "
                 f"{largest:.3g}); {causes}"
             )
+
+
+def _why_not(module: nn.Module, given: list[Any]) -> str:
+    """Return why a call of a module cannot be made again; empty if it can."""
+    if any(isinstance(leaf, nn.Parameter) for leaf in given):
+        return "it is given a weight"
+    weights = [weight for inner in module.modules() for weight in inner._parameters.values() if weight is not None]
+    if not all(isinstance(weight, nn.Parameter) for weight in weights):
+        return "torch.func.functional_call gives it other weights"
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return "a transform of torch.func runs it" if is_transformed else ""
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ class Case:
         ran: autograd's numbers of what the audited run made.
         plain: its forward in plain PyTorch; ``None``: the module's own.
         leaving: which outputs of modules inside it, in order, something outside refers to.
+        own_gradients: what its own run has added to gradients, by name of the shard. The loop may read weights, too.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Case:
     outputs: list[Tensor | None] = dataclasses.field(default_factory=list)
     output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    own_gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +74,7 @@ class Case:
         """Free what was copied of a call."""
         self.calls, self.ran, self.plain, self.call, self.state = 0, range(0), None, None, None
         self.leaving, self.outputs, self.output_gradients, self.input_gradients = [], [], {}, {}
+        self.own_gradients = {}
 
 
 def cases(

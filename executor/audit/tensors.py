@@ -30,18 +30,16 @@ def host_copy(tensor: Tensor) -> Tensor:
     return torch.from_numpy(pages(values.nbytes)).view(values.dtype).view(values.shape).copy_(values)
 
 
-def watch_inputs(
-    edges: Mapping[GradientEdge, int], targets: list[Tensor], begun: int, store: dict[int, Tensor]
-) -> None:
-    """Keep the gradients that a module gives its inputs, without those that other modules give the same tensors.
+def watch_edges(edges: Mapping[GradientEdge, Any], targets: list[Tensor], begun: int, store: dict[Any, Tensor]) -> None:
+    """Keep the gradients that a module gives its inputs or weights, without those that others give the same tensors.
 
     Hooks on the module's own autograd nodes leave the order of all sums as it is, as aliases of inputs would not.
 
     Args:
-        edges: where the gradients of inputs go, with the number of the input.
+        edges: where the gradients go, each with a key.
         targets: tensors that the module has made.
         begun: autograd's next number when the module began.
-        store: gets the gradients, on the host, by number.
+        store: gets the gradients, on the host, by key.
     """
     waiting: list[Any] = [target.grad_fn for target in targets]
     seen = set()
@@ -56,11 +54,11 @@ def watch_inputs(
         waiting += [after for after, _ in node.next_functions]
 
 
-def _adding(store: dict[int, Tensor], slots: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
+def _adding(store: dict[Any, Tensor], slots: list[tuple[int, Any]]) -> Callable[[Any, Any], None]:
     def add(to_inputs: Any, _from_outputs: Any) -> None:
         for index, number in slots:
             if (gradient := to_inputs[index]) is not None:
-                held = host_copy(gradient)
+                held = host_copy(gradient.to_dense() if gradient.is_sparse else gradient)
                 store[number] = store[number] + held if number in store else held
 
     return add

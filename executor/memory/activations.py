@@ -101,7 +101,7 @@ class OffloadedActivations:
         micro_batch, tile = callbacks.micro_batch, callbacks.tile
         segment = SegmentActivations({name: self.rooms.name(name, micro_batch, tile) for name in names}, micro_batch)
         self._segments |= dict.fromkeys(segment.rooms.values(), segment)
-        offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
+        offloadable = {tensor.untyped_storage()._cdata for tensor in offloadable_inputs(args)}
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
             # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
@@ -231,7 +231,7 @@ def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
             end += tensor.num_bytes
 
 
-def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
+def offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
     """Return the inputs of a segment to offload: those that need gradients, or else the first floating-point input.
 
     The other inputs are masks and positions, which all segments share.

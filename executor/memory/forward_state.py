@@ -10,8 +10,8 @@ kernels ``sdpa_kernel`` allows. ``torch.utils.checkpoint`` could do it for torch
 way than to ask a generator for its state.
 
 Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
-copied: small ones always, large ones only if the first forward of all changed them. If a large one changes for the
-first time later, its old values are gone, and an error is raised before any weight changes. What neither attributes nor
+copied: small ones always, large ones only if the first forward of all changed them. If another large one changes before
+the second pass, its old values are gone, and an error is raised before any weight changes. What neither attributes nor
 variables lead to (an open file, an iterator) is not seen here: :mod:`executor.audit` finds it.
 """
 
@@ -28,12 +28,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from executor.memory.recompute_cache import ActivationError
 from executor.memory.variables import Used, Variables
 
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
+
+_SMALL_INPUT_BYTES: Final = 1 << 10
+"""The same for tensors that a forward is given. A plan does not count these copies."""
 
 _DEEPEST: Final = 3
 """Containers and objects inside attributes are followed to this depth."""
@@ -70,7 +74,7 @@ class ForwardState:
         """Return a snapshot of the current state, to take before the first pass.
 
         Args:
-            given: arguments of the forward. It may change lists and objects in them, but not their tensors.
+            given: arguments of the forward. Lists and objects in them may change, and small tensors without gradients.
             whole: whether to copy large tensors that do not change, too.
         """
         visit = self._visit(self._generators)
@@ -78,11 +82,14 @@ class ForwardState:
             visit.generators.append(np.random)
         of_modules = dict(visit.tensors)
         visit.values(given)
-        visit.tensors = of_modules
+        visit.tensors = {k: t for k, t in visit.tensors.items() if k in of_modules or _is_small_input(t)}
         copies: dict[int, torch.Tensor] = {}
         for key, tensor in visit.tensors.items():
-            known = whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES
-            if known and id(tensor) not in copies:
+            if key not in of_modules:
+                copies.setdefault(id(tensor), _copy_of(tensor))
+            elif (whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES) and id(
+                tensor
+            ) not in copies:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
         versions, context = _versions(visit.tensors), contextvars.copy_context()
@@ -157,7 +164,18 @@ class ForwardState:
 
     @contextlib.contextmanager
     def restored(self, before: "Snapshot") -> Iterator[None]:
-        """Return a context for the second pass. Inside it, the state is that of the snapshot."""
+        """Return a context for the second pass. Inside it, the state is that of the snapshot.
+
+        Raises:
+            ActivationError: a large tensor has been changed since the first pass, which forward does not change.
+        """
+        for key, tensor in before.tensors.items():
+            if id(tensor) not in before.copies and tensor._version != before.versions[key]:
+                raise ActivationError(
+                    f"{key[1]} of {self._name} was changed in place between forward and backward; the plan recomputes "
+                    "this module in backward, and the old values are gone; change it after backward, or give the "
+                    "module a new tensor (module.buffer = values)"
+                )
         holders = [(holder, contents, _copied(holder)) for holder, contents in before.holders]
         now = [(generator, _get_state(generator)) for generator, _ in before.random]
         set_by_with = [(one, value) for one, value in before.context.items() if one.get(None) is not value]
@@ -381,6 +399,21 @@ def _is_made_after(tensor: torch.Tensor, begun: int) -> bool:
 
 def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
     return {key: tensor._version for key, tensor in tensors.items()}
+
+
+def _is_small_input(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_INPUT_BYTES and not tensor.is_inference()
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an input, the same one for all blocks that are given it, as long as it does not change."""
+    if tensor not in _copies_of_inputs or _copies_of_inputs[tensor][0] != tensor._version:
+        _copies_of_inputs[tensor] = tensor._version, tensor.clone()
+    copy: torch.Tensor = _copies_of_inputs[tensor][1]
+    return copy
+
+
+_copies_of_inputs: Final[Any] = WeakTensorKeyDictionary()  # with the versions that were copied
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

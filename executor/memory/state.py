@@ -239,7 +239,8 @@ class ModelState:
             if parts[0][1].shard.trains:
                 raise ValueError(
                     f"{name} was frozen when the plan was made, so the plan has no memory for its gradient and state; "
-                    "set its requires_grad to False, or close the session and prepare the model again"
+                    "let what is ever trained require gradients in prepare(), and freeze it after that "
+                    "(requires_grad_(False)) as long as it is not; here, close the session and prepare the model again"
                 )
 
     def set_weights(self, unit: UnitState, values_of: Values, *, reads: bool = True) -> None:

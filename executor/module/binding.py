@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from executor.callbacks import (
@@ -38,11 +37,12 @@ from executor.callbacks import (
     tensors_of,
 )
 from executor.distributed.shards import BindingError
-from executor.memory.activations import OffloadedActivations
+from executor.memory.activations import OffloadedActivations, offloadable_inputs
 from executor.memory.forward_state import ForwardState, Snapshot
 from executor.module.caches import copy_caches, drop_caches, layer_number
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
+from executor.module.kept_inputs import KeptInputs, with_copies
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
@@ -419,18 +419,25 @@ class _Again(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of a module that is recomputed: what its second pass begins with, its units, and whether it has run.
+    """A call of a module that is recomputed: what its second pass begins with, and its units.
 
-    ``weights`` are what modules have as parameters, each with the dictionary and name that has it, and whether it
-    takes gradients. If it ``has_caches`` that hold keys and values already, each pass adds to a copy of them.
+    ``given`` is what its first pass is called with, until then; ``weights`` are what modules have as parameters, each
+    with the dictionary and name that has it, and whether it takes gradients. If it ``has_caches`` that hold keys and
+    values already, each pass adds to a copy of them.
     """
 
     before: Snapshot
     names: list[str]
-    given: dict[int, torch.Tensor]
+    inputs: KeptInputs
     weights: list[tuple[dict[str, Any], str, torch.Tensor, bool]]
     has_caches: bool
-    has_run: bool = False
+    given: inspect.BoundArguments | None
+
+    def pass_on(self, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+        """Call a function with these arguments."""
+        if self.has_caches:
+            copy_caches(bound.arguments)
+        return function(*bound.args, **bound.kwargs)
 
 
 def _recompute(
@@ -448,21 +455,17 @@ def _recompute(
     owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
 
     def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
-        before, names, given = call.before, call.names, call.given
-        if call.has_caches:
-            bound = signature.bind(*args, **kwargs)
-            copy_caches(bound.arguments)
-            args, kwargs = bound.args, bound.kwargs
-        if not call.has_run:  # perhaps inside backward, as losses with cached gradients have it
-            call.has_run = True
-            args, kwargs = _without_copies(args, kwargs, given)
-            output = original(*args, **kwargs)
-            state.check(before)
+        given, call.given = call.given, None
+        if given is not None:  # the first pass; perhaps inside backward, as losses with cached gradients have it
+            output = call.pass_on(original, given)
+            state.check(call.before)
             return output
+        names = call.names
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(before), _with_weights(call.weights), passing_through():
-                return original(*args, **kwargs)
+            with state.restored(call.before), _with_weights(call.weights), passing_through():
+                args, kwargs = call.inputs.given_again(args, kwargs, names[0])
+                return call.pass_on(original, signature.bind(*args, **kwargs))
         except RuntimeError as error:
             _end_in_script(error)
             raise
@@ -479,15 +482,20 @@ def _recompute(
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
-        args, kwargs, given = _with_copies(args, kwargs, changed_inputs)
-        bound = signature.bind(*args, **kwargs)
-        has_caches = drop_caches(bound.arguments, layer)
-        before = state.save(bound.arguments.values())
-        call = functools.partial(run, _Call(before, names, given, _weights(owned), has_caches))
-        if activations is None or not callbacks.trains:
-            return _checkpoint(call, bound)
-        with activations.forward(names, callbacks, bound.args) as modes:
-            return _checkpoint(call, bound, context_fn=modes)
+        given = signature.bind(*args, **kwargs)
+        has_caches = drop_caches(given.arguments, layer)
+        before = state.save(given.arguments.values())
+        args, kwargs = with_copies(args, kwargs, changed_inputs, before.copies)
+        again = signature.bind(*args, **kwargs)
+        drop_caches(again.arguments, layer)
+        offloads = activations is not None and callbacks.trains
+        moved = offloadable_inputs(again.args) if offloads else ()
+        inputs = KeptInputs(again.args, again.kwargs, before.copies.values(), moved)
+        call = functools.partial(run, _Call(before, names, inputs, _weights(owned), has_caches, given))
+        if activations is None or not offloads:
+            return _checkpoint(call, again)
+        with activations.forward(names, callbacks, again.args) as modes:
+            return _checkpoint(call, again, context_fn=modes)
 
     yield lambda: has_ended.append(True)
     yield replace_attribute(module, "forward", forward)
@@ -536,28 +544,6 @@ def _end_in_script(error: RuntimeError) -> None:
     """End a recomputation whose end has come out of a function of TorchScript, as an error of its own."""
     if "TorchScript interpreter" in str(error):
         raise _StopRecomputationError from error
-
-
-def _with_copies(args: Any, kwargs: Any, positions: tuple[int, ...]) -> tuple[Any, Any, dict[int, torch.Tensor]]:
-    """Return arguments with copies of those at some positions, and what was there, by ``id`` of the copy."""
-    given: dict[int, torch.Tensor] = {}
-    if not positions:
-        return args, kwargs, given
-    leaves, structure = tree_flatten((args, kwargs))
-    for position in positions:
-        if position < len(leaves) and isinstance(tensor := leaves[position], torch.Tensor):
-            leaves[position] = tensor.clone()
-            given[id(leaves[position])] = tensor
-    return *tree_unflatten(leaves, structure), given
-
-
-def _without_copies(args: Any, kwargs: Any, given: dict[int, torch.Tensor]) -> tuple[Any, Any]:
-    """Return arguments as they were before :func:`_with_copies`: the copies are for the second pass."""
-    if not given:
-        return args, kwargs
-    result: tuple[Any, Any] = tree_map(lambda leaf: given.get(id(leaf), leaf), (args, kwargs))
-    given.clear()
-    return result
 
 
 def tiled_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:

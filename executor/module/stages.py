@@ -1,10 +1,9 @@
 """One stage of a pipeline, cut out of the user's model.
 
-Every process makes the whole model, and keeps the weights of its own stage. The modules of
-other stages stay where they are, without weights: layers and norms hand their input on, embeddings and projections
-return zeros. So the model's own forward runs, and makes masks, positions and rotations of the batch as it does in one
-process. In place of its input, the stage's first layer gets the hidden states of the stage before; what its last layer
-makes is sent on.
+Every process makes the whole model, and keeps the weights of its own stage. The modules of other stages stay where they
+are, without weights: layers hand their input on, all else returns zeros. So the model's own forward runs, and makes
+masks, positions and rotations of the batch as it does in one process. In place of its input, the stage's first layer
+gets the hidden states of the stage before; what its last layer makes is sent on.
 """
 
 import contextlib
@@ -96,8 +95,12 @@ class Stage:
             self._take(module, name, parameter)
             vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
         for module in (layers | around).keys() - own.keys():
-            self._replace(module, shapes=is_captured and module not in layers)
-        stand_ins = {module: _StandIn(module) for module in own} if len(chunks) > num_stages else {}
+            self._replace(module, _through if module in layers else _like(module))
+        stand_ins = {
+            module: _StandIn(module, _through if module in layers else _like(module))
+            for module in own
+            if len(chunks) > num_stages
+        }
         self._places = [
             (parent._modules, name, child, stand_ins[child], own[child])
             for parent in model.modules()
@@ -152,9 +155,8 @@ class Stage:
             for inner, name, _ in self._taken:
                 inner._parameters[name] = None
 
-    def _replace(self, module: nn.Module, *, shapes: bool) -> None:
-        """Take a module's weights, and let it hand on what it is given; or return ``shapes`` like its own."""
-        forward = _like(module) if shapes else _stands_for(module)
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Take a module's weights, and let another function stand for it."""
         self._undo.append(replace_attribute(module, "forward", forward))
         for inner in module.modules():
             for name, parameter in list(inner.named_parameters(recurse=False)):
@@ -223,10 +225,10 @@ class _StandIn(nn.Module):
     The model finds the module's other attributes, of which some choose masks.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         vars(self)["_stands_for"] = module  # not as a child
-        self.forward = _stands_for(module)
+        self.forward = forward
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stands_for"], name)
@@ -251,10 +253,6 @@ def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     return Part([paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names))
 
 
-def _stands_for(module: nn.Module) -> Callable[..., Any]:
-    return _zeros(module) if isinstance(module, nn.Embedding | nn.Linear) else _through
-
-
 def _like(module: nn.Module) -> Callable[..., Any]:
     """Return what stands for any module: zeros of the shapes of its outputs, which take no memory."""
     twin = without_values(module)
@@ -277,18 +275,3 @@ def _like(module: nn.Module) -> Callable[..., Any]:
 
 def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
     return hidden_states
-
-
-def _zeros(module: nn.Embedding | nn.Linear) -> Callable[..., Tensor]:
-    """Return what stands for an embedding or a projection: zeros of its shape, which take no memory.
-
-    Those of a class of the model's own, which looks up positions, broadcast to the others.
-    """
-    zero = torch.zeros((), dtype=module.weight.dtype, device="cpu")
-    width = module.embedding_dim if isinstance(module, nn.Embedding) else module.out_features
-
-    def zeros(given: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        shape = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
-        return zero.to(given.device).expand(*(shape if type(module) in {nn.Embedding, nn.Linear} else ()), width)
-
-    return zeros

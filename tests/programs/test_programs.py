@@ -9,8 +9,9 @@ from run_programs import CPU, outcome, trained
 TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "batches_without_backward", "closures"),
     "edits": (
-        "gradient_noise", "loss_scaling", "gradients_of_rows", "gradient_surgery", "gradients_from_autograd_grad",
-        "hooks_on_accumulated_gradients", "sharpness_aware", "distance_to_initial_weights", "planned_penalty",
+        "last_layer_in_the_loss", "loss_scaling", "gradients_of_rows", "gradient_surgery",
+        "gradients_from_autograd_grad", "hooks_on_accumulated_gradients", "sharpness_aware",
+        "distance_to_initial_weights", "planned_penalty",
         "lookahead", "weights_made_again", "optimizer_of_ones_own", "checkpoints_between_blocks",
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
@@ -18,13 +19,15 @@ TRIED = {
         "forwards_replaced_later", "nodes_that_accumulate", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (
-        "global_centre", "closures", "counters_of_a_class", "context_variable", "attention_chosen_around_forward",
+        "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
-    "models": ("t5", "llava_with_text_alone", "tokens_ahead", "latents_and_queries", "tables_before_blocks"),
-    "operators": ("complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses"),
+    "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),
+    "operators": (
+        "complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes",
+    ),
     "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",

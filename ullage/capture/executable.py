@@ -20,18 +20,20 @@ class Unseen(NamedTuple):
     Attributes:
         weight: its name.
         owner, reading: the units that it belongs to, and that computes then; empty if none does.
+        refusal: why the model cannot be captured, unless these units become one.
     """
 
     weight: str
     owner: str
     reading: str
+    refusal: str
 
 
 def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | None:
     """Check that hooks see the beginning of each unit, in order, before its weights are read; return one that is not.
 
     Raises:
-        CaptureError: units do not run in order; the message names the module, and the remedy.
+        CaptureError: a module belongs to several units; the message names it, and the remedy.
     """
     found = units(build_graph(captured, captured.batch))
     names = {unit.name: {*unit.sizes, *(s.name for s in unit.frozen), *unit.shared_parameters} for unit in found}
@@ -47,7 +49,8 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
     copied = {copy.path for copy in recording.copies}
     planned = [unit.name for unit in found if unit.segment not in copied and not unit.is_unused]
-    _check_order(planned, [unit for _, unit in forward])
+    if (interrupted := _interrupted(planned, [unit for _, unit in forward])) is not None:
+        return interrupted
     owners = {name: unit.name for unit in found for name in (*unit.sizes, *(s.name for s in unit.frozen))}
     found_unseen = _unseen(recording.forward, forward, names)
     # Second-order backward reads weights of any unit, and all are there.
@@ -59,18 +62,26 @@ def check_executable(recording: Recording, captured: CapturedModel) -> Unseen | 
     if found_unseen is None:
         return None
     name, reading = found_unseen
-    return Unseen(name, owners.get(name, ""), reading)
+    refusal = (
+        f"the weight {name} is read where no hook of a module is, in forward or in backward; read it in the forward of "
+        "the module that owns it, and return what that makes"
+    )
+    return Unseen(name, owners.get(name, ""), reading, refusal)
 
 
-def _check_order(order: list[str], begun: list[str]) -> None:
+def _interrupted(order: list[str], begun: list[str]) -> Unseen | None:
+    """Return the first unit that does not run as a whole, in order, and the one that should have; or ``None``."""
     seen = [unit for index, unit in enumerate(begun) if not index or begun[index - 1] != unit]
-    if seen != order:
-        at = next((i for i, (a, b) in enumerate(zip(seen, order, strict=False)) if a != b), min(len(seen), len(order)))
-        unit = (*seen[at:], *order[at:])[0]
-        raise CaptureError(
-            f"{unit} does not run without interruption: its modules are called again later, or other modules read "
-            "their weights; call each module once in forward, or put modules that alternate into one module"
-        )
+    if seen == order:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(seen, order, strict=False)) if a != b), min(len(seen), len(order)))
+    first, *_ = *seen[at:], *order[at:]
+    other = order[at] if at < min(len(seen), len(order)) else order[max(at - 1, 0)]
+    refusal = (
+        f"{first} does not run without interruption: its modules are called again later, or other modules read their "
+        "weights; call each module once in forward, or put modules that alternate into one module"
+    )
+    return Unseen("", first, other, refusal)
 
 
 def _unseen(

@@ -272,12 +272,12 @@ class _Capture:
                 with _as_capture_errors(self.name):
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured
-                    if (joined := joined_around(recording, places, unseen)) is None:
-                        raise CaptureError(
-                            f"the weight {unseen.weight} is read where no hook of a module is, in forward or in "
-                            "backward; read it in the forward of the module that owns it, and return what that makes"
-                        )
-                    places = joined
+                    joined = joined_around(recording, places, unseen)
+                    if joined is None and not recording.copies:
+                        raise CaptureError(unseen.refusal)
+                if joined is None:
+                    raise UnequalError(recording.copies[0].path)
+                places = joined
 
 
 def _assumed(recording: Recording) -> tuple[str, ...] | None:

@@ -104,6 +104,7 @@ def prepare(
     if "precision" not in options:
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
+    _say_what_is_frozen(model, optimizer)
     if (name := next((name for name, p in model.named_parameters() if p.grad is not None), None)) is not None:
         warnings.warn(
             f"{name} has a gradient from before prepare(), which is dropped, where plain PyTorch would add to it; call "
@@ -169,6 +170,18 @@ def _warn_of_parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimi
             "in groups, and freeze the rest before prepare(), which also saves memory",
             RuntimeWarning,
             stacklevel=3,
+        )
+
+
+def _say_what_is_frozen(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Say that frozen parameters which the optimizer has cannot be thawed: the plan has no memory for that."""
+    has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = [name for name, p in model.named_parameters() if id(p) in has and not p.requires_grad]
+    if frozen and is_first_process():
+        print_line(
+            f"the optimizer has {len(frozen)} frozen parameters ({frozen[0]}, ...), for whose gradients and state the "
+            "plan has no memory; if your loop trains them later, let them require gradients in prepare(), and freeze "
+            "them after it"
         )
 
 

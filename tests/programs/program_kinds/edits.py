@@ -168,6 +168,17 @@ def distance_to_initial_weights(ullage) -> Trained:
 
 
 @program
+def last_layer_in_the_loss(ullage) -> Trained:
+    """The loss reads the weight that the model has read last, and calls its layer again."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    others = torch.randn(4, 64, generator=seeded(1))
+    head = model.head
+    return loop(model, optimizer, penalty=lambda: 0.1 * head.weight.square().sum() + head(others).square().mean())
+
+
+@program
 def planned_penalty(ullage) -> Trained:
     """The same, in a step that is planned."""
 

@@ -415,3 +415,25 @@ def tangents(ullage) -> Trained:
             return out + 0.1 * tangent
 
     return train(ullage, Tangents(), x_of(32, 16))
+
+
+class Scaled(nn.Module):
+    """Runs its blocks and its head with weights that are made of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(torch.tanh) for _ in range(5))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        weight = 2 * self.head.weight
+        for block in self.blocks:
+            made = {name: 1.1 * value for name, value in block.named_parameters()}
+            x = torch.func.functional_call(block, made, (x,))
+        return torch.func.functional_call(self.head, {"weight": weight}, (x,))
+
+
+@program
+def weights_that_forward_makes(ullage) -> Trained:
+    """torch.func.functional_call of blocks inside forward, whose head's weight is read before all of them."""
+    return train(ullage, Scaled(), x_of(8, 64))

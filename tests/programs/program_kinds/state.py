@@ -410,3 +410,42 @@ def weights_made_once(ullage) -> Trained:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
+
+
+class Advancing(Block):
+    """Advances a position that it is given, and notes its call in a list beside it."""
+
+    def forward(self, x, position, calls, advances):
+        y = x + self.down(F.gelu(self.up(self.norm(x)) * (1 + position) + len(calls)))
+        if advances:
+            position.add_(0.25)
+            calls.append(1)
+        return y
+
+
+class Placed(Net):
+    advances = False
+
+    def forward(self, x, position, calls):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, position, calls, self.advances)
+        return self.last(x)
+
+
+@program
+def inputs_that_advance(ullage) -> Trained:
+    """From the third step on, each block changes a tensor and a list that all blocks are given."""
+    batches = [(torch.randn(32, 16, generator=seeded(step)), torch.zeros(1), []) for step in range(NUM_STEPS)]
+    model = Placed(Advancing)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batches[0])
+    losses = []
+    for step, batch in enumerate(batches):
+        model.advances = step > 1
+        loss = model(*batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model

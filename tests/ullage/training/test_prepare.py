@@ -50,8 +50,8 @@ def step(model, optimizer, size):
     optimizer.zero_grad()
 
 
-def test_parameters_that_the_optimizer_lacks_are_named_because_another_optimizer_would_not_train_them(
-    plan: Plan,
+def test_parameters_that_the_optimizer_lacks_or_has_frozen_are_named_because_they_cannot_be_trained_later(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = Net()
     with pytest.warns(RuntimeWarning, match=r"lacks 2 of the parameters that require gradients \(last.weight, ...\)"):
@@ -62,6 +62,9 @@ def test_parameters_that_the_optimizer_lacks_are_named_because_another_optimizer
         warnings.simplefilter("error")
         _, optimizer = ullage.prepare(net, torch.optim.AdamW(net.first.parameters()), plan)
     optimizer.session.close()
+    assert "frozen" not in capsys.readouterr().err
+    ullage.prepare(net, torch.optim.AdamW(net.parameters()), plan)[1].session.close()
+    assert "the optimizer has 2 frozen parameters (last.weight, ...)" in capsys.readouterr().err
 
 
 def test_gradients_from_before_are_told_of(plan: Plan) -> None:
