@@ -291,7 +291,8 @@ class DividedPlace(Place):
     def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
         self.held(step_of(folder), check)
 
-    def _remove(self, folder: Folder) -> None:
+    def remove(self, folder: Folder) -> None:
+        """See :class:`Place`."""
         if self._elsewhere is not None:
             self._elsewhere.pop(folder.name, None)
         self._orders.give({"do": "remove", "step": step_of(folder)})

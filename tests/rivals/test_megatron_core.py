@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
-from planner.graph import Attention, Collective, Elementwise, Gemm, Kernel, Unit, units
+from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, units
 from planner.models import ModelConfig, parameters
 from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
-from ullage.rivals.kernels.megatron_core import Batch, build_graph
+from ullage.rivals.kernels.megatron_core import build_graph
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
 

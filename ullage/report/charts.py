@@ -7,7 +7,6 @@ has a table with the same data, which stands beside the picture.
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Final, Literal
 
 import numpy as np
@@ -18,19 +17,14 @@ from ullage.output.palette import Work
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
 """Units that take a prefix, as in GB. Values in other units (currencies, tokens per second) have no prefix."""
 
+Mark = Literal["area", "steps", "line", "points", "curve", "bars"]
+"""How the values of a trace are drawn.
+
+Areas are filled step functions, stacked; curves are lines with markers; bars are horizontal, and their y are names.
+"""
+
 _TABLE_ROWS = 24  # rows of a table over time
 _NUMBER = re.compile(r"^(up to )?[+-]?[\d.,]+(e[+-]?\d+)?( ?[^\s\d]\S*){0,2}$")
-
-
-class Mark(StrEnum):
-    """How the values of a trace are drawn."""
-
-    AREA = "area"  # a step function, filled; areas are stacked
-    STEPS = "steps"  # a step function
-    LINE = "line"
-    POINTS = "points"
-    CURVE = "curve"  # a line with markers
-    BARS = "bars"  # horizontal bars; y are names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +142,7 @@ class Chart:
     def table(self) -> Table:
         """The same data as a table. A curve over time is sampled at equal distances."""
         shown = [trace for trace in self.traces if not trace.faint]
-        if any(trace.mark is Mark.BARS for trace in shown):
+        if any(trace.mark == "bars" for trace in shown):
             return self._of_bars(shown)
         if self.over_time:
             return self._sampled(shown)
@@ -360,7 +354,7 @@ def _cell(value: float | str, unit: str) -> str:
 
 def _values_at(trace: Trace, at: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Sequence[float]:
     x, y = np.asarray(trace.x, np.float64), np.asarray(trace.y, np.float64)
-    if trace.mark in {Mark.AREA, Mark.STEPS}:
+    if trace.mark in {"area", "steps"}:
         found: Sequence[float] = y[np.maximum(np.searchsorted(x, at, side="right") - 1, 0)].tolist()
     else:
         found = np.interp(at, x, y).tolist()
@@ -377,4 +371,4 @@ def bars(
 ) -> Chart:
     """Return a chart with one bar for each name, given its value and the text beside it."""
     lengths, texts = [value for value, _ in values.values()], [text for _, text in values.values()]
-    return Chart(key, title, note, x, (Trace(x.title, lengths, [*values], Mark.BARS, colours, texts=texts),))
+    return Chart(key, title, note, x, (Trace(x.title, lengths, [*values], "bars", colours, texts=texts),))

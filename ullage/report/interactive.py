@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ullage.output.palette import COLOURS, ORDINALS, SCALE, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Picture, Trace, value_text
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Picture, Trace, value_text
 
 _NAME_COLUMNS = 26  # columns for the name of a bar, so that a phone has room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
@@ -34,7 +34,7 @@ def figure(picture: Picture) -> dict[str, Any]:
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
-    bars = any(trace.mark is Mark.BARS for trace in chart.traces)
+    bars = any(trace.mark == "bars" for trace in chart.traces)
     names = list(dict.fromkeys(str(name) for trace in chart.traces if bars for name in trace.y))
     shown_of = {trace.name for trace in chart.traces}
     layout: dict[str, Any] = {
@@ -181,16 +181,16 @@ def _line(chart: Chart, trace: Trace) -> dict[str, Any]:
         shade = {"fill": "tozeroy", "fillcolor": f"{colour}/0.22"}
         return result | shade | {"showlegend": False, "hoverinfo": "skip"}
     result["hovertemplate"] = _number("y", chart.y.unit)
-    if trace.mark is Mark.AREA:
+    if trace.mark == "area":
         line |= {"shape": "hv", "width": 0.5, "dash": "solid"}
         result |= {"stackgroup": "one", "fillcolor": f"{colour}/0.85"}
-    elif trace.mark is Mark.STEPS:
+    elif trace.mark == "steps":
         line |= {"shape": "hv"}
-    elif trace.mark in {Mark.CURVE, Mark.POINTS}:
+    elif trace.mark in {"curve", "points"}:
         many = len(trace.x) > _MANY
         symbol = "diamond-open" if trace.measured else "circle"
         result["marker"] = {"color": colour, "size": 7 if many else 9, "symbol": symbol, "opacity": 0.6 if many else 1}
-        result["mode"] = "lines+markers" if trace.mark is Mark.CURVE else "markers"
+        result["mode"] = "lines+markers" if trace.mark == "curve" else "markers"
         if trace.texts:
             texts = [_plain(text) for text in trace.texts]
             result |= {"text": texts, "hovertemplate": "%{text}<extra>%{fullData.name}</extra>"}

@@ -9,7 +9,7 @@ from ullage.analysis.explanation import lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
-from ullage.report.charts import Axis, Chart, Level, Mark, Section, Trace
+from ullage.report.charts import Axis, Chart, Level, Section, Trace
 
 _STEPS = 10  # steps of the share of state that is off the device
 
@@ -24,10 +24,10 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
         progress("moving state off the device", step, _STEPS + 1)
         trials.append((share, bench.trial(decisions)))
     own = 1 - len(bench.pieces(Place.GPU)) / len(pieces)
-    points = [Trace("this plan", [own], [bench.own.iteration_s], Mark.POINTS, "second", texts=["this plan, predicted"])]
+    points = [Trace("this plan", [own], [bench.own.iteration_s], "points", "second", texts=["this plan, predicted"])]
     if measured_s is not None:
         points.append(
-            Trace("this run", [own], [measured_s], Mark.POINTS, "third", measured=True, texts=["this run, measured"])
+            Trace("this run", [own], [measured_s], "points", "third", measured=True, texts=["this run, measured"])
         )
     shares = [share for share, _ in trials]
     axis = Axis("optimizer state that is not on the device", "%")
@@ -43,7 +43,7 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
                 "predicted",
                 shares,
                 [trial.iteration_s for _, trial in trials],
-                Mark.CURVE,
+                "curve",
                 "first",
                 texts=[_offload_words(trial) for _, trial in trials],
             ),
@@ -51,12 +51,10 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
         ),
         half=True,
     )
-    memory = [
-        Trace("predicted", shares, [float(trial.peak_bytes(Tier.GPU)) for _, trial in trials], Mark.CURVE, "first")
-    ]
-    memory.append(Trace("this plan", [own], [float(bench.own.peak_bytes(Tier.GPU))], Mark.POINTS, "second"))
+    memory = [Trace("predicted", shares, [float(trial.peak_bytes(Tier.GPU)) for _, trial in trials], "curve", "first")]
+    memory.append(Trace("this plan", [own], [float(bench.own.peak_bytes(Tier.GPU))], "points", "second"))
     if run is not None and Tier.GPU in run.memory:
-        memory.append(Trace("this run", [own], [float(run.memory[Tier.GPU])], Mark.POINTS, "third", measured=True))
+        memory.append(Trace("this run", [own], [float(run.memory[Tier.GPU])], "points", "third", measured=True))
     capacity = bench.own.memory[Tier.GPU].capacity_bytes
     peaks = Chart(
         key="offload-memory",

@@ -15,7 +15,7 @@ from ullage.analysis.iteration import View
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import TIER_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Section, Trace
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Row, Section, Trace
 
 TIME: Final = Axis("time since the iteration began", "s")
 """The axis of charts over time."""
@@ -150,7 +150,7 @@ def _areas(use: MemoryUse, period_s: float, num_ranks: int) -> Sequence[Trace]:
     result = []
     for kind, values in sorted(held.items(), key=lambda item: float(np.ptp(item[1]))):
         x, y = [*times_s.tolist(), period_s], [*values.tolist(), float(values[-1])]
-        result.append(Trace(kind.value, x, y, Mark.AREA, kind))
+        result.append(Trace(kind.value, x, y, "area", kind))
     return result
 
 
@@ -184,7 +184,7 @@ def _measured_memory(run: RunRecord, view: View, tier: Tier) -> Trace | None:
         return None
     if tier is not Tier.GPU:
         x, y = [0.0, view.period_s], [float(run.memory[tier])] * 2
-        return Trace("measured", x, y, Mark.STEPS, "ink", measured=True)
+        return Trace("measured", x, y, "steps", "ink", measured=True)
     if not run.device_bytes:
         return None
     static_bytes = sum(run.static_bytes[tier].values())
@@ -192,7 +192,7 @@ def _measured_memory(run: RunRecord, view: View, tier: Tier) -> Trace | None:
     seen = sorted((float(starts_s[task]), static_bytes + n) for task, n in run.device_bytes.items())
     seen = [(at_s, n) for at_s, n in seen if not np.isnan(at_s)]
     x, y = [at_s for at_s, _ in seen], [float(n) for _, n in seen]
-    return Trace("measured", [*x, view.period_s], [*y, y[-1]], Mark.STEPS, "ink", measured=True)
+    return Trace("measured", [*x, view.period_s], [*y, y[-1]], "steps", "ink", measured=True)
 
 
 def traffic_section(views: Sequence[View], cost: CostModel) -> Section:
@@ -275,7 +275,7 @@ def _rate(series: Series, name: str, colour: str, sign: int, *, measured: bool) 
     """Return the mean over a sliding window, and behind it every step."""
     at_s = np.linspace(0.0, series.period_s, _NUM_SAMPLES)
     means = sign * series.moving_means(at_s, _WINDOW * series.period_s)
-    line = Trace(name, at_s.tolist(), means.tolist(), Mark.LINE, colour, measured=measured)
+    line = Trace(name, at_s.tolist(), means.tolist(), "line", colour, measured=measured)
     if measured:  # two overlapping shades would be hard to distinguish
         return [line]
     if len(series.times_s) <= _MOST_STEPS:
@@ -284,7 +284,7 @@ def _rate(series: Series, name: str, colour: str, sign: int, *, measured: bool) 
         x = np.linspace(0.0, series.period_s, _MOST_STEPS + 1).tolist()
         means_of_parts = series.means(_MOST_STEPS)
         y = [*means_of_parts.tolist(), float(means_of_parts[-1])]
-    return [Trace(name, x, [sign * value for value in y], Mark.STEPS, colour, faint=True), line]
+    return [Trace(name, x, [sign * value for value in y], "steps", colour, faint=True), line]
 
 
 def resources_section(views: Sequence[View], cost: CostModel) -> Section:
@@ -307,7 +307,7 @@ def resources_section(views: Sequence[View], cost: CostModel) -> Section:
             values = [found.get(phase, {}).get(name, 0.0) for name in resources]
             name = f"{phase}, {view.who}" if len(views) > 1 else phase
             colour = ("first", "fifth", "third", "fourth")[number]
-            traces.append(Trace(name, values, resources, Mark.BARS, colour, measured=view.measured))
+            traces.append(Trace(name, values, resources, "bars", colour, measured=view.measured))
     by_phase = Chart(
         key="phases",
         title="Use of resources by phase",

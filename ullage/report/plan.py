@@ -28,7 +28,7 @@ from ullage.output.plans import (
     model_line,
     tokens_per_iteration,
 )
-from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Part, Section, Table, Trace, bars
+from ullage.report.charts import Axis, Chart, Fact, Level, Part, Section, Table, Trace, bars
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
 from ullage.training.processes import launch_line, ranks_per_node
 
@@ -216,7 +216,7 @@ def memory_section(memory: Mapping[Tier, TierMemory], measured: Mapping[Tier, in
             kind.value,
             [size / total for size, total in zip(sizes, totals, strict=True)],
             names,
-            Mark.BARS,
+            "bars",
             kind,
             texts=[si(size, "B") if size else "" for size in sizes],
         )
@@ -257,11 +257,11 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
         for time_s, row in times.values()
     ]
     colours = ["first" if row is own else "quiet" if row.fits else "bad" for _, row in times.values()]
-    traces = [Trace("predicted", [s for s, _ in times.values()], [*times], Mark.BARS, colours, texts=texts)]
+    traces = [Trace("predicted", [s for s, _ in times.values()], [*times], "bars", colours, texts=texts)]
     if measured_s is not None:
         texts = [f"{si(measured_s, 's')} measured"]
         traces.append(
-            Trace("measured", [measured_s], ["ullage (this run)"], Mark.BARS, "first", measured=True, texts=texts)
+            Trace("measured", [measured_s], ["ullage (this run)"], "bars", "first", measured=True, texts=texts)
         )
     chart = Chart(
         key="engines",

@@ -12,7 +12,7 @@ from planner.schedule.tasks import Lane, Op, Task
 from ullage.analysis.iteration import View
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
+from ullage.report.charts import Axis, Chart, Section, Table, Trace
 
 _MOST_POINTS = 400  # tasks of one kind in a chart; equal tasks overlap anyway
 _UPDATES = {Lane.CPU, Lane.GPU_UPDATE}
@@ -66,8 +66,8 @@ def roofline_section(views: Sequence[View], cost: CostModel) -> Section:
             )
         names = [of.lane.value for of in known]
         suffix = f", {view.who}" if len(views) > 1 else ""
-        traces.append(Trace(f"rate while busy{suffix}", shares, names, Mark.BARS, "first", measured=view.measured))
-        traces.append(Trace(f"busy{suffix}", busies, names, Mark.BARS, "fourth", measured=view.measured))
+        traces.append(Trace(f"rate while busy{suffix}", shares, names, "bars", "first", measured=view.measured))
+        traces.append(Trace(f"busy{suffix}", busies, names, "bars", "fourth", measured=view.measured))
     overview = Chart(
         key="lanes",
         title="Each lane against its best rate",
@@ -175,7 +175,7 @@ def _compute(views: Sequence[View], cost: CostModel) -> tuple[Chart, ...]:
         return ()
     ridge = best / memory
     low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
-    roof = Trace("roof", [low, ridge, high], [low * memory, best, best], Mark.LINE, "ink")
+    roof = Trace("roof", [low, ridge, high], [low * memory, best, best], "line", "ink")
     chart = Chart(
         key="roofline",
         title="Roofline of computing",
@@ -207,7 +207,7 @@ def _sizes(views: Sequence[View], of: _Lane) -> Chart | None:
         return None
     low, high = math.log10(min(sizes) / 2), math.log10(max(sizes) * 2)
     at = [10 ** (low + (high - low) * i / 40) for i in range(41)]
-    roof = Trace("the profile's curve", at, [of.roof(size) for size in at], Mark.LINE, "ink")
+    roof = Trace("the profile's curve", at, [of.roof(size) for size in at], "line", "ink")
     what = "parameters" if of.lane in _UPDATES else "bytes"
     return Chart(
         key=f"rates-{of.lane}",
@@ -224,4 +224,4 @@ def _points(name: str, points: Sequence[tuple[float, float, str]], colour: str, 
     step = -(-len(points) // _MOST_POINTS)
     shown = points[::step]
     x, y, texts = [p[0] for p in shown], [p[1] for p in shown], [p[2] for p in shown]
-    return Trace(name, x, y, Mark.POINTS, colour, measured=measured, texts=texts)
+    return Trace(name, x, y, "points", colour, measured=measured, texts=texts)

@@ -7,7 +7,7 @@ from planner.fitting.attribution import Tasks
 from planner.plan.document import Plan, describe
 from ullage.analysis.comparison import Comparison, Explained, Row, kind_words
 from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_percent, signed_s
-from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace, bars
+from ullage.report.charts import Axis, Chart, Section, Table, Trace, bars
 
 if TYPE_CHECKING:
     from ullage.training.out_of_memory import OutOfMemoryError  # torch, which `ullage compare` does without
@@ -179,12 +179,12 @@ def _bars(key: str, title: str, axis: Axis, rows: Sequence[Row]) -> Chart:
     errors = ["" if row.error is None else f" ({signed_percent(row.error)})" for row in known]
     texts = [si(value, axis.unit) + error for value, error in zip(predicted, errors, strict=True)]
     traces = (
-        Trace("predicted", predicted, names, Mark.BARS, "first", texts=texts),
+        Trace("predicted", predicted, names, "bars", "first", texts=texts),
         Trace(
             "measured",
             measured,
             names,
-            Mark.BARS,
+            "bars",
             "second",
             measured=True,
             texts=[si(value, axis.unit) for value in measured],

@@ -322,14 +322,14 @@ def _along(study: Study, axis: Axis, fitting: Sequence[Point], measure: _Measure
     if len(curves) > _MOST_CURVES:
         shown = fitting[:: -(-len(fitting) // _MOST_POINTS)]
         if not named:
-            traces.append(_trace(study, axis, "all points", shown, read, "quiet", Mark.POINTS))
+            traces.append(_trace(study, axis, "all points", shown, read, "quiet", "points"))
         by_value = itertools.groupby(
             sorted(fitting, key=lambda p: axis.values.index(p.settings[axis.name])), key=lambda p: p.settings[axis.name]
         )
         curves = {"the best of all others": [best(points, key=read) for _, points in by_value]}
     for (name, points), colour in zip(curves.items(), ORDINALS, strict=False):
         ordered = sorted(points, key=lambda point: _x(axis, point) if not named else 0.0)
-        traces.append(_trace(study, axis, name, ordered, read, colour, Mark.BARS if named else Mark.CURVE))
+        traces.append(_trace(study, axis, name, ordered, read, colour, "bars" if named else "curve"))
     along = ChartAxis(axis.name, _unit(axis))
     return Chart(
         key=f"along-{_key(axis.name)}-{key}",
@@ -353,7 +353,7 @@ def _trace(
 ) -> Trace:
     values = [read(point) for point in points]
     texts = [_point_words(study, point) for point in points]
-    if mark is Mark.BARS:
+    if mark == "bars":
         names = [value_words(axis, point.settings[axis.name]) for point in points]
         return Trace(name, values, names, mark, colour)
     return Trace(name, [_x(axis, point) for point in points], values, mark, colour, texts=texts)
@@ -407,7 +407,7 @@ def _sensitivity_chart(found: Sensitivities) -> Chart:
     )
     names = [row.words for row in found.rows]
     traces = tuple(
-        Trace(name, [v or 0.0 for v in values], names, Mark.BARS, colour, texts=[_elasticity(v) for v in values])
+        Trace(name, [v or 0.0 for v in values], names, "bars", colour, texts=[_elasticity(v) for v in values])
         for name, colour, values in sides
     )
     note = (
@@ -468,8 +468,8 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
         texts = [f"{_point_words(study, point)}, {_cost(point):,.3g} {currency} per million tokens" for point in points]
         return Trace(name, x, [_cost(point) for point in points], mark, colour, texts=texts)
 
-    traces = [trace("other points", others, Mark.POINTS, "quiet")] if others else []
-    traces.append(trace("nothing is both faster and cheaper", front, Mark.CURVE, "second"))
+    traces = [trace("other points", others, "points", "quiet")] if others else []
+    traces.append(trace("nothing is both faster and cheaper", front, "curve", "second"))
     chart = Chart(
         key="pareto",
         title="Cost against speed",

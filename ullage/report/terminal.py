@@ -17,7 +17,6 @@ from ullage.report.charts import (
     Fact,
     Gantt,
     HeatMap,
-    Mark,
     Part,
     Picture,
     Section,
@@ -135,7 +134,7 @@ def _over_time(chart: Chart, out: Console, bands: Sequence[Band]) -> Iterator[st
     if bands:
         yield from _letters([b.start for b in bands], [b.words for b in bands], bands[-1].end, label, num_columns)
     shown = {trace.name: _columns(trace, num_columns) for trace in chart.traces if not trace.faint}
-    if stacked := any(trace.mark is Mark.AREA for trace in chart.traces):
+    if stacked := any(trace.mark == "area" for trace in chart.traces):
         shown["all"] = _columns(_total(chart), num_columns)
     for name, heights in shown.items():
         top, note = max(heights), ""
@@ -150,7 +149,7 @@ def _columns(trace: Trace, num_columns: int) -> list[float]:
     """Divide the axis into equal parts: the highest value of a step function in each, or a curve's value amid it."""
     x, y = np.asarray(trace.x, np.float64), np.abs(np.asarray(trace.y, np.float64))
     width = x[-1] / num_columns
-    if trace.mark is Mark.LINE:
+    if trace.mark == "line":
         found: list[float] = np.interp((np.arange(num_columns) + 0.5) * width, x, y).tolist()
         return found
     result = y[np.maximum(np.searchsorted(x, np.arange(num_columns) * width, side="right") - 1, 0)]
@@ -160,8 +159,8 @@ def _columns(trace: Trace, num_columns: int) -> list[float]:
 
 
 def _total(chart: Chart) -> Trace:
-    areas = [trace for trace in chart.traces if trace.mark is Mark.AREA]
-    return Trace("all", areas[0].x, np.sum([trace.y for trace in areas], axis=0).tolist(), Mark.AREA, "ink")
+    areas = [trace for trace in chart.traces if trace.mark == "area"]
+    return Trace("all", areas[0].x, np.sum([trace.y for trace in areas], axis=0).tolist(), "area", "ink")
 
 
 def _letters(starts: Sequence[float], names: Sequence[str], end: float, label: int, num_columns: int) -> Iterator[str]:

@@ -293,9 +293,6 @@ class FolderPlace(Place):
             self.complete_copy(self.begin_copy(manifest), manifest, ())
         write_file(self.files, folder, record, chunks)
 
-    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
-        Checkpoint(folder).verify_in_turn(check)
-
     def folder(self, step: int, nonce: int = 0) -> Path:
         """See :class:`Place`."""
         return self.root / checkpoint_name(step, nonce)
@@ -315,7 +312,8 @@ class FolderPlace(Place):
             with contextlib.suppress(FileNotFoundError):
                 _rename_and_remove(self.files, spare)
 
-    def _remove(self, folder: Folder) -> None:
+    def remove(self, folder: Folder) -> None:
+        """See :class:`Place`."""
         assert isinstance(folder, Path)
         with contextlib.suppress(FileNotFoundError):
             if len(_spares(self.root)) < _MAX_SPARES:

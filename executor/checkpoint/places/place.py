@@ -127,13 +127,13 @@ class Place(abc.ABC):
     def abandon_copy(self, name: str, manifest: Manifest) -> None:
         """Remove what was copied. This never raises."""
 
-    @abc.abstractmethod
     def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
         """Check every byte of a checkpoint, and call ``check`` after every chunk.
 
         Raises:
             DamagedError: it is not whole.
         """
+        Checkpoint(folder).verify_in_turn(check)
 
     @contextlib.contextmanager
     def reading(self, folder: Folder) -> Iterator[None]:
@@ -197,22 +197,18 @@ class Place(abc.ABC):
             for number, folder in enumerate(there if is_enough else ()):
                 damaged = number < last and folder.name in self._damaged
                 if folder.name not in stay and not damaged and not self._reading[folder.name]:
-                    self._remove(folder)
+                    self.remove(folder)
                     removed.append(folder)
         self._remove_dead_drafts(step_of(newest_whole[-1]) if is_enough else -1)
         return removed
 
+    @abc.abstractmethod
     def remove(self, folder: Folder) -> None:
-        """Remove a checkpoint at once. It may be gone already.
+        """Remove a checkpoint, so that readers ignore it at once. It may be gone already.
 
         Raises:
             OSError: a file cannot be removed.
         """
-        self._remove(folder)
-
-    @abc.abstractmethod
-    def _remove(self, folder: Folder) -> None:
-        """Remove a checkpoint, so that readers ignore it at once. It may be gone already."""
 
     @abc.abstractmethod
     def _remove_dead_drafts(self, last: int) -> None:

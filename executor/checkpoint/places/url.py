@@ -63,10 +63,8 @@ class UrlPlace(Place):
             with contextlib.suppress(CheckpointError):  # retention removes it later
                 (self.root / name / path).remove()
 
-    def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
-        Checkpoint(folder).verify_in_turn(check)
-
-    def _remove(self, folder: Folder) -> None:
+    def remove(self, folder: Folder) -> None:
+        """See :class:`Place`."""
         files = self._files().get(folder.name, ())
         for path in sorted(files, key=lambda path: path != MANIFEST_NAME):
             (self.root / folder.name / path).remove()
@@ -78,7 +76,7 @@ class UrlPlace(Place):
 
         for name, files in self._files().items():
             if MANIFEST_NAME not in files and is_dead(name):
-                self._remove(self.root / name)
+                self.remove(self.root / name)
         with contextlib.suppress(CheckpointError):  # some users lack the permission, and leftover parts cost little
             self.root.abort_uploads(is_dead)
 

@@ -23,7 +23,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
-from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy, Staging
+from ullage.rivals.checkpoints.policy import POLICIES, CheckpointPolicy
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 _CHUNK_BYTES = 4 << 20  # ours in lowered iterations
@@ -80,7 +80,7 @@ def test_bounded_memory_is_never_exceeded(job):
     peak = peak_bytes(made, timeline)
     if job.engine is OURS or job.engine.bounded:
         assert peak <= job.buffer_bytes
-    elif job.engine.staging is Staging.FRESH and job.num_iterations >= job.every:
+    elif job.engine.staging == "fresh" and job.num_iterations >= job.every:
         assert peak == job.shard_bytes  # cloned whole; one in flight
 
 
@@ -192,7 +192,7 @@ def test_a_writer_that_leaves_the_interpreter_alone_costs_training_nothing():
 
 
 def test_a_pool_overlaps_page_faults_with_copies():
-    fresh = dataclasses.replace(TORCHSNAPSHOT, staging=Staging.FRESH)
+    fresh = dataclasses.replace(TORCHSNAPSHOT, staging="fresh")
     pool_s, one_s = (Job(engine).times.blocked_s[0] for engine in (TORCHSNAPSHOT, fresh))
     assert one_s > 1.1 * pool_s
 

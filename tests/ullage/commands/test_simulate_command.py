@@ -11,7 +11,7 @@ from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import predict
 from ullage.analysis.simulation import planned, simulate
 from ullage.main import main
-from ullage.report.charts import Mark, Trace
+from ullage.report.charts import Trace
 from ullage.report.iteration import iteration_part
 from ullage.report.terminal import _columns, show
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
@@ -210,7 +210,7 @@ def test_a_figure_shows_what_was_simulated(plan):
 
 
 def test_chart_shows_the_most_that_is_held():
-    chart = _columns(Trace("", [0.0, 0.5, 0.51, 1.0], [1.0, 9.0, 2.0, 2.0], Mark.AREA, "ink"), 72)
+    chart = _columns(Trace("", [0.0, 0.5, 0.51, 1.0], [1.0, 9.0, 2.0, 2.0], "area", "ink"), 72)
     assert chart[0] == chart[35] == 1
     assert chart[36] == 9
     assert chart[37:] == [2] * (len(chart) - 37)

@@ -20,7 +20,7 @@ from ullage.analysis.runs import save_run
 from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Trace
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Row, Trace
 from ullage.report.files import side_by_side
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
@@ -76,7 +76,7 @@ def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
     for row in shown["gantt"].rows:
         busy_s = sum(e - s for s, e in zip(row.start_s, row.end_s, strict=True))
         assert busy_s == pytest.approx(seen.busy_s[row.name]), row.name
-    areas = [trace for trace in shown["memory-gpu"].traces if trace.mark is Mark.AREA]
+    areas = [trace for trace in shown["memory-gpu"].traces if trace.mark == "area"]
     assert max(np.sum([trace.y for trace in areas], axis=0)) == seen.memory[Tier.GPU].peak_bytes
     engines = shown["engines"].traces[0]
     found = dict(zip(engines.y, engines.x, strict=True))
@@ -210,7 +210,7 @@ def test_every_axis_has_a_title_and_its_unit(plan_part, run_part):
             for axis in axes:
                 if axis.title:
                     assert axis.unit or axis.title == "FLOP per byte"
-            names = not isinstance(picture, Gantt) and any(trace.mark is Mark.BARS for trace in picture.traces)
+            names = not isinstance(picture, Gantt) and any(trace.mark == "bars" for trace in picture.traces)
             assert picture.x.title
             assert names or isinstance(picture, Gantt) or picture.y.title
             table = picture.table
@@ -239,10 +239,10 @@ def test_hostile_names_stay_text(plan):
 def test_names_in_charts_are_no_tags():
     """plotly.js knows a few: names of units, which a captured module gives, must not be read as such."""
     x, y = Axis("x", "s"), Axis("y", "B")
-    trace = Trace(HOSTILE, [1.0], [HOSTILE], Mark.BARS, "first", texts=[HOSTILE])
+    trace = Trace(HOSTILE, [1.0], [HOSTILE], "bars", "first", texts=[HOSTILE])
     bars = Chart("bars", HOSTILE, HOSTILE, x, (trace,))
     level, band = Level(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
-    line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], Mark.LINE, "first", texts=[HOSTILE] * 2)
+    line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], "line", "first", texts=[HOSTILE] * 2)
     lines = Chart("lines", HOSTILE, HOSTILE, x, (line,), y, levels=(level,), bands=(band,))
     gantt = Gantt("gantt", "", "", x, (Row(HOSTILE, [0.0], [1.0], [Work.UPDATE], [HOSTILE]),), 1.0, (band,))
     for picture in (bars, lines, gantt):

@@ -9,7 +9,7 @@ from planner.simulate.critical_path import parts
 from ullage.analysis.simulation import planned
 from ullage.output.palette import Work
 from ullage.report import iteration
-from ullage.report.charts import Axis, Band, Chart, Fact, Gantt, Mark, Part, Row, Section, Table, Trace
+from ullage.report.charts import Axis, Band, Chart, Fact, Gantt, Part, Row, Section, Table, Trace
 from ullage.report.plan import plan_part
 from ullage.report.terminal import show
 
@@ -30,8 +30,8 @@ def test_facts_words_and_tables_are_printed_with_empty_lines_between_them(capsys
 
 def test_charts_over_time_are_lines_of_bars_below_the_letters_of_their_intervals(capsys):
     areas = (
-        Trace("low", [0.0, 2.0, 4.0], [1.0, 0.0, 0.0], Mark.AREA, "first"),
-        Trace("high", [0.0, 2.0, 4.0], [1.0, 4.0, 4.0], Mark.AREA, "second"),
+        Trace("low", [0.0, 2.0, 4.0], [1.0, 0.0, 0.0], "area", "first"),
+        Trace("high", [0.0, 2.0, 4.0], [1.0, 4.0, 4.0], "area", "second"),
     )
     chart = Chart("m", "Memory", "", TIME, areas, Axis("memory", "B"), bands=BANDS, over_time=True)
     show(chart, chart)

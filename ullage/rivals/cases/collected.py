@@ -66,7 +66,7 @@ _LOSS_TILE: Final = {"chunk": 1024, "fused linear": 2048}  # tokens, where the l
 _WORDS: Final = re.compile(
     r"id|tier|core|source|note|hardware|model\..*|fp16_accumulation|parallel\.(gpus_per_node|nodes)"
     r"|batch\.(global_batch|tokens_per_\w+|accumulation)|lora\.(alpha|factors|frozen|trainable_m)|measured\..*"
-    r"|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush)|host_budget_gib"
+    r"|host_link\.latency_us|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush)|host_budget_gib"
 )
 
 
@@ -234,6 +234,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "updates_in_backward": stated("engine.update") == "in backward",
         "keeps_output": stated("engine.loss") == "whole logits" and not _is_megatron(stated),
         "device_budget_gib": stated("device_budget_gib"),
+        "link_gb_s": _link(stated),
         "measured": _measured(stated, devices),
     } | _engine(stated)
     unread = f"not read: {', '.join(stated.unread)}" if stated.unread else ""
@@ -385,6 +386,17 @@ def _activations(stated: _Stated) -> str | None:
     if words and not found:
         raise LeftOutError(f"activations are {words!r}, neither recomputed nor kept")
     return found
+
+
+def _link(stated: _Stated) -> Values:
+    """Return what was measured of the host link; lanes of both ways at once add up."""
+    both = [stated(f"host_link.{way}_gb_s") for way in ("fetch", "evict")]
+    found = {
+        "down": stated("host_link.solo_fetch_gb_s"),
+        "up": stated("host_link.solo_evict_gb_s"),
+        "both": sum(both) if None not in both else None,
+    }
+    return {way: rate for way, rate in found.items() if rate is not None}
 
 
 def _on_host(stated: _Stated) -> bool:

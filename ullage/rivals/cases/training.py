@@ -13,7 +13,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationError
 
 from hwprofiles.files import write_whole
+from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
 from planner.choices.request import batch_of
 from planner.costs.model import CostModel, total_flop
 from planner.decisions import Sharding
@@ -57,6 +59,7 @@ _SEARCHED_MICRO_BATCHES: Final = 4
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
 _BUCKET_PARAMS: Final = 500_000_000
 _IN_MEMORY: Final = ("fsdp", "megatron")
+_LINK: Final = {"down": "host_link.down", "up": "host_link.up", "both": "host_link.both_bytes_per_s"}
 
 DEEPSPEED: Final[dict[str, str]] = {
     "stage": "stage",
@@ -133,6 +136,7 @@ class TrainingCase(Case):
         fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
             is not by default: it takes the square roots of all second moments before it uses any.
         device_budget_gib: device memory that the engine might use.
+        link_gb_s: what the source measured of the host link, in GB/s: copies alone, and both ways at once.
         predicted_by_simumax_ms, over_their_prediction: the iteration that SimuMax predicts, and the measured iteration
             over the one that the engine itself predicts. They are kept for comparison only.
     """
@@ -175,6 +179,7 @@ class TrainingCase(Case):
     keeps_output: bool = False
     fused_update: bool = False
     device_budget_gib: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    link_gb_s: dict[Literal["down", "up", "both"], Amount] = Field(default_factory=dict)
     measured: dict[Quantity, Amount]
     predicted_by_simumax_ms: Amount | None = None
     over_their_prediction: Amount | None = None
@@ -295,6 +300,9 @@ class TrainingCase(Case):
         if self.device_budget_gib:
             capacity = profile.device.memory_bytes.value
             profile = profile.with_device_memory(int(min(self.device_budget_gib * 2**30, capacity)))
+        if self.link_gb_s:
+            measured = {_LINK[way]: rate * 1e9 for way, rate in self.link_gb_s.items()}
+            profile = replace(profile, measured, Provenance(origin="published", source=self.source))
         if self.attention and self.attention != "unfused":
             profile = with_attention(profile, self.attention)
         if self.ssds is None:
@@ -340,7 +348,17 @@ class TrainingCase(Case):
     def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
         if not isinstance(model, ModelConfig):
             raise CaseError(f"case {self.id}: kernels is {self.kernels}, which are not known of a captured model")
-        return _KERNELS_OF_OTHERS[self.kernels](self, model)
+        batch = Batch(
+            self.micro_batch,
+            self.seq_len,
+            flash_attention=self.attention != "unfused",
+            tensor_parallel=self.tensor_parallel,
+            expert_parallel=self.expert_parallel,
+            context_parallel=self.context_parallel,
+        )
+        if self.kernels == "megatron-lm" and (self.engine not in _IN_MEMORY or self.zero_stage == 3):
+            return megatron_lm.build_graph(model, batch, adds_gradients=False)
+        return _KERNELS_OF_OTHERS[self.kernels](model, batch)
 
     def decided(self, profile: HardwareProfile) -> tuple[Setup, RivalDecisions]:
         """Return what the engine had on a machine, and what it decided.
@@ -462,35 +480,10 @@ class TrainingCase(Case):
         return capture(name, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
 
 
-def _megatron_lm(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    adds_gradients = case.engine in _IN_MEMORY and case.zero_stage < 3
-    return megatron_lm.build_graph(config, _batch(case), adds_gradients=adds_gradients)
-
-
-def _megatron_core(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    batch = megatron_core.Batch(
-        case.micro_batch,
-        case.seq_len,
-        tensor_parallel=case.tensor_parallel,
-        context_parallel=case.context_parallel,
-        expert_parallel=case.expert_parallel,
-    )
-    return megatron_core.build_graph(config, batch)
-
-
-def _dataflow(case: TrainingCase, config: ModelConfig) -> tuple[Operator, ...]:
-    return dataflow.build_graph(config, _batch(case))
-
-
-def _batch(case: TrainingCase) -> Batch:
-    fused = case.attention != "unfused"
-    return Batch(case.micro_batch, case.seq_len, flash_attention=fused, tensor_parallel=case.tensor_parallel)
-
-
-_KERNELS_OF_OTHERS: Final[dict[str, Callable[[TrainingCase, ModelConfig], tuple[Operator, ...]]]] = {
-    "megatron-lm": _megatron_lm,
-    "megatron-core": _megatron_core,
-    "dataflow": _dataflow,
+_KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], tuple[Operator, ...]]]] = {
+    "megatron-lm": megatron_lm.build_graph,
+    "megatron-core": megatron_core.build_graph,
+    "dataflow": dataflow.build_graph,
 }
 
 

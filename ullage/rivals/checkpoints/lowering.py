@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.checkpoints.lowering import Run, Saver
 from planner.checkpoints.state import Shard
 from planner.schedule.tasks import Lane, Op, Task, Tier
-from ullage.rivals.checkpoints.policy import BlocksUntil, CheckpointPolicy, Staging
+from ullage.rivals.checkpoints.policy import CheckpointPolicy
 
 # A clone in host memory is read once and written once.
 _CLONE_PASSES = 2
@@ -38,7 +38,7 @@ class EngineSaver(Saver):
             created = self.add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
         else:
             # The caller creates the files and then copies. Or those that write create them too, while others copy.
-            by_writers = policy.staging is Staging.FRESH_POOL
+            by_writers = policy.staging == "fresh-pool"
             created = self.add(Lane.WRITE if by_writers else Lane.SNAPSHOT, Op.CREATE, called)
             called = called if by_writers else (created,)
         staged: list[int] = []  # for each chunk, the task after which its state may change
@@ -53,9 +53,9 @@ class EngineSaver(Saver):
                 writes.append(self.write(chunk, (copy, created)))
             staged.append(writes[-1] if copy is None else copy)
         self._last_writes.append(writes[-1] if writes else created)
-        blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
+        blocks = {"created": [created], "staged": staged, "written": writes}
         self.safe = dict.fromkeys(self.firsts, self.latest(blocks[policy.blocks_until]))
-        if policy.blocks_until is BlocksUntil.CREATED:  # the next update waits for the last copy
+        if policy.blocks_until == "created":  # the next update waits for the last copy
             for chunk in self.chunks:
                 self.safe[chunk.changed_by] = (*self.latest(staged), *self.safe.get(chunk.changed_by, ()))
 
@@ -68,11 +68,11 @@ class EngineSaver(Saver):
         staging, on_host = self._policy.staging, chunk.tier is Tier.HOST
         op = Op.READ if chunk.tier is Tier.NVME else Op.SNAPSHOT
         ready = (*called, self.source(chunk))
-        if staging is Staging.TRANSIENT:
+        if staging == "transient":
             return None if on_host else self.add(Lane.WRITE, op, ready, chunk, pinned=False)
-        if staging is Staging.PINNED:
+        if staging == "pinned":
             return None if on_host else self.add(Lane.SNAPSHOT, op, (*ready, *self.room(chunk)), chunk)
-        pool = staging is Staging.FRESH_POOL
+        pool = staging == "fresh-pool"
         touched = self.add(Lane.STAGING if pool else Lane.SNAPSHOT, Op.TOUCH, (*ready, *self.room(chunk)), chunk)
         if not on_host:
             return self.add(Lane.SNAPSHOT, op, (touched,), chunk, pinned=False)

@@ -2,30 +2,25 @@
 
 import dataclasses
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
+BlocksUntil = Literal["created", "staged", "written"]
+"""What must be done before the training loop continues.
 
-class BlocksUntil(StrEnum):
-    """What must be done before the training loop continues."""
+``created``: the files exist, and their layout is known; updates then wait until all state is copied. ``staged``: all
+state is copied to host memory.
+"""
 
-    CREATED = "created"  # the files exist, and their layout is known; updates then wait until all state is copied
-    STAGED = "staged"  # all state is copied to host memory
-    WRITTEN = "written"
+Staging = Literal["transient", "fresh", "fresh-pool", "pinned"]
+"""How state is copied from the device to the host memory from which it is written.
 
-
-class Staging(StrEnum):
-    """How state is copied from the device to the host memory from which it is written."""
-
-    # Into pageable memory that is reused for the next chunk, by the thread that then writes it.
-    TRANSIENT = "transient"
-    # Into new pageable memory, by one thread: the page faults of a chunk add to the time of its copy.
-    FRESH = "fresh"
-    # The same, by several threads: the page faults of one chunk overlap with the copy of another. Files are created by
-    # those that write (``storage_plugins/fs.py`` of torchsnapshot).
-    FRESH_POOL = "fresh-pool"
-    # Into a ring of pinned memory that is allocated once. A copy waits until the bytes that it overwrites are written.
-    PINNED = "pinned"
+``transient``: into pageable memory that is reused for the next chunk, by the thread that then writes it.
+``fresh``: into new pageable memory, by one thread: the page faults of a chunk add to the time of its copy.
+``fresh-pool``: the same, by several threads: the page faults of one chunk overlap with the copy of another. Files are
+created by those that write (``storage_plugins/fs.py`` of torchsnapshot).
+``pinned``: into a ring of pinned memory that is allocated once. A copy waits until the bytes that it overwrites are
+written.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class CheckpointPolicy:
     @property
     def bounded(self) -> bool:
         """Whether its host memory is limited; other engines take as much as they need."""
-        return self.staging in {Staging.FRESH_POOL, Staging.PINNED}
+        return self.staging in {"fresh-pool", "pinned"}
 
 
 # Chunk sizes are the engine's own, or those of a large tensor of a typical model.
@@ -70,13 +65,13 @@ POLICIES: Final[Mapping[str, CheckpointPolicy]] = {
     policy.name: policy
     for policy in (
         # torch.save of every rank's state, and all ranks wait (TorchCheckpointEngine of DeepSpeed).
-        CheckpointPolicy("deepspeed", BlocksUntil.WRITTEN, Staging.TRANSIENT, 256_000_000, serialises=True),
+        CheckpointPolicy("deepspeed", "written", "transient", 256_000_000, serialises=True),
         # Snapshot, then persist (Mohan et al., CheckFreq, FAST'21): state is cloned to the host while training waits;
         # a thread of the trainer then calls torch.save, which keeps the interpreter lock while it writes records.
         CheckpointPolicy(
             "checkfreq-async",
-            BlocksUntil.STAGED,
-            Staging.FRESH,
+            "staged",
+            "fresh",
             256_000_000,
             serialises=True,
             writes_after_staging=True,
@@ -88,14 +83,14 @@ POLICIES: Final[Mapping[str, CheckpointPolicy]] = {
         # free. Four writers per GPU in the published runs.
         CheckpointPolicy(
             "torchsnapshot",
-            BlocksUntil.STAGED,
-            Staging.FRESH_POOL,
+            "staged",
+            "fresh-pool",
             512 * 2**20,
             num_writers=4,
             in_flight=1,
         ),
         # DataStates-LLM (HPDC'24): the call lays out and creates the files; copies run beside the next forward and
         # backward into a pinned ring, one thread of C++ writes, and the next update waits for the last copy.
-        CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, 256_000_000, device_only=True),
+        CheckpointPolicy("datastates", "created", "pinned", 256_000_000, device_only=True),
     )
 }

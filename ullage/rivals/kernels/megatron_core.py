@@ -29,8 +29,7 @@ from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.kernel_sets import KernelSet, Passes
 from planner.models.formulas.layers import Part
 from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
-from planner.models.operators import Batch as _Batch
-from planner.models.operators import Operator
+from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
 
@@ -40,19 +39,6 @@ _SET: Final = KernelSet(rms_norm=Passes((2,), (4,), 2, 2), rotary=Passes((2,), (
 _SWIGLU: Final = Passes((3,), (5,), 3, 2)
 # Experts stay whole: expert-parallel ranks include those that share layers.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "shared_expert_ffn_hidden_size")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch(_Batch):
-    """A batch of whose sequences ranks may have two blocks each."""
-
-    def __post_init__(self) -> None:
-        _Batch.__post_init__(self)
-        if self.seq_len % (2 * self.context_parallel) and self.context_parallel > 1:
-            raise ValueError(
-                f"seq_len is {self.seq_len}, but must be a multiple of twice context_parallel {self.context_parallel}: "
-                "every rank has two blocks of each sequence; change one"
-            )
 
 
 def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
@@ -71,8 +57,13 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
     """Return one rank's share of a model; the vocabulary is padded if there is one rank, too.
 
     Raises:
-        ModelConfigError: something does not divide evenly.
+        ValueError: something does not divide evenly.
     """
+    if batch.context_parallel > 1 and batch.seq_len % (2 * batch.context_parallel):
+        raise ValueError(
+            f"seq_len is {batch.seq_len}, but must be a multiple of twice context_parallel {batch.context_parallel}: "
+            "every rank has two blocks of each sequence; change one"
+        )
     own = sharding.share(config, batch, _DIVIDED)
     experts.check(config, batch)
     return own.model_copy(update={"vocab_size": sharding.padded(own.vocab_size)})
