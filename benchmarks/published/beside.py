@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.origin import origin, write_result
 from benchmarks.published.run import HERE, ROOT
+from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.models.kernels import Attention, Gemm
 from planner.plan.document import Plan
@@ -33,7 +34,7 @@ def products_share(plan: Plan) -> float:
 
 def row(run: dict[str, Any]) -> dict[str, Any]:
     """Return the better of our plans beside a run."""
-    plans = BesideCase.model_validate(run).plans()
+    plans = BesideCase.model_validate(run).plans(load_profile(run["hardware"]))
     found = {name: run[name] for name in ("id", "model", "hardware", "devices", "products", "source")}
     found["theirs_tokens_per_s"] = run["tokens_per_s"]
     if not plans:

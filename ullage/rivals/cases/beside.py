@@ -3,12 +3,13 @@
 from typing import Final, Literal
 
 from hwprofiles.profile import HardwareProfile
+from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.config import ModelConfigError
+from planner.models.registry import resolve_model
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.terms import KernelChoice
-from ullage.planning import plan
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome
 
 _KERNELS: Final[tuple[KernelChoice, ...]] = ("transformers", "compiled")
@@ -50,30 +51,29 @@ class BesideCase(Case):
     def check(self) -> None:
         """Nothing can be wrong: planning says what is."""
 
-    def plans(self) -> dict[KernelChoice, Plan]:
-        """Return our plans by their kernels, without those that do not fit."""
+    def plans(self, profile: HardwareProfile) -> dict[KernelChoice, Plan]:
+        """Return our plans on a machine by their kernels, without those that do not fit."""
         found: dict[KernelChoice, Plan] = {}
         for kernels in _KERNELS:
             try:
-                found[kernels] = plan(
-                    self.model,
-                    hardware=self.hardware,
-                    gpus=self.devices,
+                request = Request(
+                    resolve_model(self.model),
+                    profile,
+                    num_devices=self.devices,
                     seq_len=self.seq_len,
                     global_batch=self.num_sequences,
-                    precision=Precision(weights="bf16", master="bf16"),
-                    products=self.products,
+                    precision=Precision(weights="bf16", master="bf16", products=self.products),
                     optimizer="adamw-bf16",
                     pipeline_parallel=1,  # which can be executed
                     kernels=kernels,
                     storage="activations" if kernels == "transformers" else "never",
-                    engines=False,
                 )
+                found[kernels] = make_plan(request)
             except (InfeasibleError, ModelConfigError):
                 continue
         return found
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
-        if not (plans := self.plans()):
+        if not (plans := self.plans(profile)):
             raise CaseError(f"case {self.id}: no plan of ours fits on {profile.name}")
         return Outcome({Metric.OURS: min(found.prediction.iteration_s for found in plans.values())})
