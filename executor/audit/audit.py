@@ -480,7 +480,10 @@ class Audit:
                 gradient = summed(gradient.float())
             if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
                 own = shard.part(gradient)
-                arrived = case.own_gradients.get(shard.shard_name, self._arrived[shard.shard_name][1])
+                arrived = self._arrived[shard.shard_name][1]
+                # What ranks divide is compared as it arrives, with all that they exchange.
+                if shard.mesh.degrees.tensor_parallel * shard.mesh.degrees.expert_parallel == 1:
+                    arrived = case.own_gradients.get(shard.shard_name, arrived)
                 self._compare(f"the gradient of {shard.name}", arrived, own, _PLAN, scale)
 
     @contextlib.contextmanager
