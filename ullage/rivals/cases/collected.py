@@ -1,8 +1,9 @@
 """Runs as collections state them: in words that differ from source to source.
 
 A collection has a ``tier`` for each run, and describes its machines in words. What it says of an engine, of types and
-of memory is translated by the rules below, which were written down before any run was predicted; what a run says
-beyond them is listed as not read. A run is left out, with the reason, if nothing here is like its machine or engine.
+of memory is translated by the rules below, after a translation by hand that was written down before any run was
+predicted; what a run says beyond them is listed as not read. A run is left out, with the reason, if nothing here is
+like its machine or engine.
 """
 
 import contextlib
