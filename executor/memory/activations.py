@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.callbacks import ModuleCallbacks
@@ -105,7 +106,7 @@ class OffloadedActivations:
 
         def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
             # A parameter (DeBERTa gives every layer its positions) moves as its unit does, and has values only then.
-            stays = isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided
+            stays = isinstance(tensor, torch.nn.Parameter) or not _has_memory(tensor)
             if stays or tensor.untyped_storage()._cdata not in offloadable:
                 return tensor
             segment.inputs.append(SavedTensor.of(tensor))
@@ -231,11 +232,16 @@ def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
             end += tensor.num_bytes
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own: it is not sparse, and no transform of ``torch.func`` runs."""
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
 def offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
     """Return the inputs of a segment to offload: those that need gradients, or else the first floating-point input.
 
     The other inputs are masks and positions, which all segments share.
     """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.layout is torch.strided]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and _has_memory(arg)]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     return trained or [tensor for tensor in tensors if tensor.is_floating_point()][:1]

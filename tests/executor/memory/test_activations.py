@@ -24,7 +24,7 @@ from training import (
 
 from executor.devices.backend import HostBackend
 from executor.memory import recompute_cache
-from executor.memory.activations import OffloadedActivations
+from executor.memory.activations import OffloadedActivations, offloadable_inputs
 from executor.memory.arenas import Arena
 from executor.memory.forward_state import ForwardState
 from executor.memory.nvme_files import Storage
@@ -384,3 +384,17 @@ def test_a_model_is_evaluated_between_iterations():
         with torch.no_grad():
             assert not torch.equal(model(input_ids=tokens).logits, first)
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
+
+
+def test_what_a_transform_of_torch_func_runs_stays_on_the_device():
+    """Its tensors have no memory of their own; forward-mode gradients need no backward."""
+    values, found = torch.ones(3), []
+
+    def forward(given):
+        found.extend(offloadable_inputs([given, values]))
+        return given.square()
+
+    torch.func.jvp(forward, (values,), (values,))
+    assert [tensor is values for tensor in found] == [True]
+    forward(values.clone().requires_grad_())
+    assert len(found) == 2
