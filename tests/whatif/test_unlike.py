@@ -62,6 +62,7 @@ def test_no_other_division_is_faster(tiny, slow):
     assert slowest_s <= 1.05 * best_s
     assert found.answer.bound_s <= best_s
     assert found.answer.iteration_s > slowest_s, "and the exchange of gradients"
+    assert "no division is faster" in found.answer.words[1]
     assert f"{fast_share} on 2 x a100-80; {slow_share} on 1 x " in found.answer.words[0]
 
 
@@ -114,3 +115,9 @@ def test_shares_are_whole_and_few(count, most):
     found = _shares(_Kind("a100-80", count), most)
     assert 0 < len(found) <= 64
     assert all(share % count == 0 and share <= most for share in found)
+
+
+def test_a_bound_over_steps_says_so(tiny, monkeypatch):
+    monkeypatch.setattr("ullage.whatif.unlike._MOST_SHARES", 4)
+    found = divided(tiny, "a100-80,a100-80", "1,1", 16)
+    assert found.answer.words[1].startswith("no division in steps of 4 and 4 sequences is faster")

@@ -62,8 +62,11 @@ def divide(run: Evaluator) -> Study:
     done = "; ".join(f"{share} on {kind.words}" for kind, share in zip(kinds, best, strict=True))
     takes = f"{duration(iteration_s)} an iteration (predicted), {duration(exchange_s)} of it to add up gradients"
     words = [f"Of {total} sequences, {done}: {takes}"]
+    steps = [_shares(kind, _most(kind, kinds, total)).step for kind in kinds]
+    of_all = steps == [kind.num_devices for kind in kinds]
+    divisions = "division" if of_all else f"division in steps of {' and '.join(map(str, steps))} sequences"
     words.append(
-        f"no division is faster than {duration(bound_s)} (proven from what devices compute); this one takes "
+        f"no {divisions} is faster than {duration(bound_s)} (proven from what devices compute); this one takes "
         f"{percent(iteration_s / bound_s - 1)} longer"
     )
     if fit:
@@ -160,9 +163,7 @@ def _bounds(run: Evaluator, kinds: Sequence[_Kind], total: int) -> list[Times]:
     Raises:
         ValueError: the batch gives a kind nothing, or the kind cannot be asked for a share.
     """
-    shares = {
-        kind: list(_shares(kind, total - sum(each.num_devices for each in kinds) + kind.num_devices)) for kind in kinds
-    }
+    shares = {kind: list(_shares(kind, _most(kind, kinds, total))) for kind in kinds}
     found: list[Times] = []
     for kind in kinds:
         times: dict[int, float] = {}
@@ -175,6 +176,11 @@ def _bounds(run: Evaluator, kinds: Sequence[_Kind], total: int) -> list[Times]:
                 times[share] = min(map(computing_s, variants(case.request)))
         found.append(times)
     return found
+
+
+def _most(kind: _Kind, kinds: Sequence[_Kind], total: int) -> int:
+    """Return the largest share of a kind: each device of the others has a sequence."""
+    return total - sum(each.num_devices for each in kinds) + kind.num_devices
 
 
 def _shares(kind: _Kind, most: int) -> range:
