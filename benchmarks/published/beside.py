@@ -6,7 +6,6 @@ take: the rest is what other kernels, or none, could win.
 With a substring only runs whose name has it are planned again.
 """
 
-import itertools
 import json
 import sys
 from typing import Any
@@ -26,9 +25,11 @@ OUTPUT = ROOT / "benchmarks" / "results" / "published_beside.json"
 def products_share(plan: Plan) -> float:
     """Return the share of an iteration that products and attention take."""
     units, decisions = plan.units(), plan.decisions
-    kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
     cost = CostModel.of(plan.hardware, units, decisions)
-    computing_s = cost.compute_s([kernel for kernel in kernels if isinstance(kernel, Gemm | Attention)])
+    computing_s = sum(
+        unit.num_tiles * cost.compute_s(k for k in (*unit.forward, *unit.backward) if isinstance(k, Gemm | Attention))
+        for unit in units
+    )
     return decisions.num_micro_batches * computing_s / plan.prediction.iteration_s
 
 
@@ -59,7 +60,7 @@ def main() -> None:
     for run in json.loads((HERE / "llmq.json").read_text())["cases"]:
         rows.append(row(run) if part in run["id"] else before[run["id"]])
         print(json.dumps(rows[-1]), flush=True)
-    write_result(OUTPUT, {**origin("numpy"), "rows": rows})
+    write_result(OUTPUT, {**origin("numpy"), "command": "python benchmarks/published/beside.py", "rows": rows})
 
 
 if __name__ == "__main__":

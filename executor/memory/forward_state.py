@@ -85,11 +85,11 @@ class ForwardState:
         visit.tensors = {k: t for k, t in visit.tensors.items() if k in of_modules or _is_small_input(t)}
         copies: dict[int, torch.Tensor] = {}
         for key, tensor in visit.tensors.items():
+            if id(tensor) in copies:
+                continue
             if key not in of_modules:
-                copies.setdefault(id(tensor), _copy_of(tensor))
-            elif (whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES) and id(
-                tensor
-            ) not in copies:
+                copies[id(tensor)] = _copy_of(tensor)
+            elif whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
         versions, context = _versions(visit.tensors), contextvars.copy_context()

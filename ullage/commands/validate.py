@@ -176,8 +176,10 @@ def _statistics(errors: Iterable[float]) -> dict[str, float]:
 
 def _failures(checked: Sequence[dict[str, Any]], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
     sizes = [(f"{c['id']} ({m})", abs(c[m]["error"])) for c in checked for m in Metric if m in c and m.headline]
-    mean = statistics.mean([size for _, size in sizes] or [0.0])
     failures = []
+    if not sizes:
+        return ["no whole run is predicted"] if max_mean_pct or max_pct else []
+    mean = statistics.mean(size for _, size in sizes)
     if max_mean_pct is not None and 100 * mean > max_mean_pct:
         failures.append(f"the mean error of whole runs is {percent(mean)}, more than {max_mean_pct:g} %")
     if max_pct is not None:

@@ -9,7 +9,7 @@ from hwprofiles.registry import load_profile
 from ullage.main import main
 from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
 from ullage.rivals.cases.capacity import CapacityCase
-from ullage.rivals.cases.collected import read_collected
+from ullage.rivals.cases.collected import LeftOutError, read_collected
 from ullage.rivals.cases.training import TrainingCase
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +48,28 @@ def test_what_is_not_read_is_said():
     assert "not read" not in READ[run["id"]].differs
     run["engine"]["spins"] = 3
     assert read_collected(run, {}).differs.endswith("not read: engine.spins")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("batch.seq_len", "long", "batch.seq_len is 'long', but must be a number"),
+        ("parallel.data_parallel", True, "parallel.data_parallel is True, but must be a number"),
+        ("hardware", 7, "hardware is 7, but must be a word"),
+        ("hardware", None, "machine  has no profile"),
+        ("measured.iteration_ms", None, "no iteration was timed"),
+        ("engine.name", "abacus", "there is no row for engine abacus"),
+        ("activations", "half", "neither recomputed nor kept"),
+        ("lora", {"rank": 8, "targets": "all linear and head"}, "adapters of the head"),
+    ],
+)
+def test_a_run_with_a_wrong_field_is_left_out_in_one_line(path, value, words):
+    run = next(run for run in json.loads(COLLECTION.read_text())["cases"] if run["id"].startswith("slideformer"))
+    run["measured"].pop("tokens_per_s")
+    outer, _, name = path.rpartition(".")
+    (run[outer] if outer else run)[name] = value
+    with pytest.raises(LeftOutError, match=words):
+        read_collected(run, {})
 
 
 def test_our_plan_stands_beside_an_engine_without_a_row():

@@ -1,14 +1,11 @@
 """The longest sequences that an engine trained on a machine."""
 
 from hwprofiles.profile import HardwareProfile
-from planner.costs.model import CostModel
-from planner.simulate.machine import run_until_steady
-from planner.simulate.prediction import memory_peaks
 from ullage.rivals.cases.base import Case, CaseError, Metric, Number, Outcome
-from ullage.rivals.cases.training import TrainingCase
-from ullage.rivals.lowering import lower
+from ullage.rivals.cases.training import TrainingCase, simulated
 
-_STEP = 1024  # tokens: what sources give lengths in
+STEP_TOKENS = 1024
+"""In which sources give lengths."""
 _MOST = 2**12  # steps
 
 
@@ -25,7 +22,7 @@ class CapacityCase(Case):
 
     def measurements(self) -> dict[Metric, float]:
         """Return what was measured."""
-        return {Metric.LONGEST: float(self.longest * _STEP)}
+        return {Metric.LONGEST: float(self.longest * STEP_TOKENS)}
 
     def check(self) -> None:
         """Check that the run can be expressed."""
@@ -41,12 +38,9 @@ class CapacityCase(Case):
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(machine, middle) else (low, middle)
         if not low:
-            raise CaseError(f"case {self.id}: not even sequences of {_STEP} tokens are predicted to fit")
-        return Outcome({Metric.LONGEST: float(low * _STEP)})
+            raise CaseError(f"case {self.id}: not even sequences of {STEP_TOKENS} tokens are predicted to fit")
+        return Outcome({Metric.LONGEST: float(low * STEP_TOKENS)})
 
     def _fits(self, machine: HardwareProfile, length: int) -> bool:
-        setup, decisions = self.run.model_copy(update={"seq_len": length * _STEP}).decided(machine)
-        cost = CostModel.of(machine, setup.units, decisions)
-        simulation = run_until_steady(lower(setup.units, decisions, asynchronous=cost.asynchronous), cost)
-        peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
-        return not any(used.missing_bytes for used in peaks.values())
+        setup, decisions = self.run.model_copy(update={"seq_len": length * STEP_TOKENS}).decided(machine)
+        return simulated(self.id, machine, setup.units, decisions).fits

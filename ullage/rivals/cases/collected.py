@@ -17,8 +17,8 @@ from hwprofiles.registry import list_profiles
 from ullage.rivals.cases.attention import AttentionKernel
 from ullage.rivals.cases.base import Case, CaseError
 from ullage.rivals.cases.beside import BesideCase
-from ullage.rivals.cases.capacity import CapacityCase
-from ullage.rivals.cases.layouts import read_case
+from ullage.rivals.cases.capacity import STEP_TOKENS, CapacityCase
+from ullage.rivals.cases.layouts import flat, read_case
 from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.engines.catalogue import POLICIES
 
@@ -63,6 +63,12 @@ _PROJECTIONS: Final = {
 _SAVED: Final = {"wte": "embed_tokens", "lm_head": "lm_head", "output": "lm_head", "tok_embeddings": "embed_tokens"}
 _QWEN_LINEAR: Final = {"c_attn", "c_proj", "w1", "w2"}  # all projections of Qwen's first models
 _LOSS_TILE: Final = {"chunk": 1024, "fused linear": 2048}  # tokens, where the loss is not of whole logits
+_NUMBERS: Final = re.compile(
+    r"(parallel|batch|host_link)\.\w+|measured\.(iteration_ms|tokens_per_s|tflops|peak_gpu_\w*g(i)?b|max_seq_thousands)"
+    r"|model\.(num_\w+|\w+_size|head_dim)|lora\.rank|engine\.(zero_stage|prefetch_bucket|persistence_threshold)"
+    r"|zero_stage|ssds|devices|device_budget_gib|micro_batch"
+)
+_TEXTS: Final = {"id", "hardware", "source", "note", "system", "model.name", "engine.name", "precision", "activations"}
 # Fields that say nothing of how a run is predicted, or say again what others do.
 _WORDS: Final = re.compile(
     r"id|tier|core|source|note|hardware|model\..*|fp16_accumulation|parallel\.(gpus_per_node|nodes)"
@@ -76,11 +82,19 @@ class LeftOutError(CaseError):
 
 
 class _Stated:
-    """What a run states, by dotted paths; it notes what was asked for."""
+    """What a run states, by dotted paths; it notes what was asked for.
 
-    def __init__(self, entry: Mapping[str, Any]) -> None:
-        self._values = dict(_flat(entry))
+    Raises:
+        LeftOutError: a number or a word is something else.
+    """
+
+    def __init__(self, entry: Values) -> None:
+        self._values = dict(flat(entry))
         self._read: set[str] = set()
+        for path, value in self._values.items():
+            kind = float | int if _NUMBERS.fullmatch(path) else str if path in _TEXTS else object
+            if value is not None and (not isinstance(value, kind) or (kind is not object and isinstance(value, bool))):
+                raise LeftOutError(f"{path} is {value!r}, but must be a {'word' if kind is str else 'number'}")
 
     def __call__(self, path: str, otherwise: Any = None) -> Any:
         self._read.add(path)
@@ -103,7 +117,7 @@ def read_collected(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Cas
     Raises:
         LeftOutError: there is no profile or engine for it, or it does not state enough.
     """
-    stated = _Stated(entry)
+    stated = _Stated(dict(entry))
     with _left_out():
         if stated("ssds"):
             return _swapped(stated)
@@ -122,19 +136,20 @@ def read_capacity(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Case
     Raises:
         LeftOutError: there is no profile or engine for it, or it does not state enough.
     """
-    system, machine = str(entry.get("system")), str(entry.get("hardware"))
-    if (longest := entry.get("measured", {}).get("max_seq_thousands")) is None:
+    stated = _Stated(dict(entry))
+    system, machine = stated("system"), stated("hardware", "")
+    if (longest := stated("measured.max_seq_thousands")) is None:
         raise LeftOutError("no longest sequence is stated")
     if system not in _SYSTEMS:
         raise LeftOutError(f"there is no row for system {system}")
     count = re.search(r"\dx(\d+)", machine)
     devices = int(count[1]) if count else 1
     run = {
-        "id": entry.get("id"),
+        "id": stated("id"),
         "hardware": machine,
-        "source": entry.get("source"),
-        "model": {"name": entry.get("model"), "num_experts": True},
-        "batch": {"micro_batch": entry.get("micro_batch", 1), "num_micro_batches": 1, "seq_len": longest * 1024},
+        "source": stated("source"),
+        "model": {"name": stated("model")},  # of a packaged configuration
+        "batch": {"micro_batch": stated("micro_batch", 1), "num_micro_batches": 1, "seq_len": longest * STEP_TOKENS},
         "activations": "recompute",
         "measured": {"iteration_ms": 1.0},  # which nobody looks at
     } | _SYSTEMS[system](devices)
@@ -179,8 +194,10 @@ _SYSTEMS: Final[dict[str, Callable[[int], Values]]] = {
 
 def _beside(stated: _Stated, machines: Mapping[str, str]) -> Case:
     """Return a run of LLMQ, beside which our plan of the same work is set."""
-    machine, ranks = stated("hardware"), stated("parallel.data_parallel", 1)
+    machine, ranks = stated("hardware", ""), stated("parallel.data_parallel", 1)
     size, count = _batch(stated, ranks)
+    if (rate := stated("measured.tokens_per_s")) is None:
+        raise LeftOutError("no iteration was timed")
     return BesideCase(
         id=stated("id"),
         hardware=_profile(machine)[0],
@@ -192,7 +209,7 @@ def _beside(stated: _Stated, machines: Mapping[str, str]) -> Case:
         num_micro_batches=count,
         seq_len=stated("batch.seq_len"),
         products="fp8" if stated("engine.products") == "fp8" else None,
-        tokens_per_s=float(stated("measured.tokens_per_s")),
+        tokens_per_s=float(rate),
     )
 
 
@@ -204,7 +221,7 @@ def _swapped(stated: _Stated) -> Case:
 
 
 def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
-    machine = stated("hardware")
+    machine = stated("hardware", "")
     profile, differs = _profile(machine)
     ranks = [stated(f"parallel.{kind}_parallel", 1) for kind in ("data", "tensor", "pipeline")]
     devices = ranks[0] * ranks[1] * ranks[2]
@@ -241,14 +258,6 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
     unread = f"not read: {', '.join(stated.unread)}" if stated.unread else ""
     fields["differs"] = "; ".join(filter(None, (differs, unread)))
     return TrainingCase.model_validate({name: value for name, value in fields.items() if value is not None})
-
-
-def _flat(entry: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in entry.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{outer}{name}.")
-        else:
-            yield f"{outer}{name}", value
 
 
 def _profile(machine: str) -> tuple[str, str]:

@@ -422,7 +422,7 @@ def read_case(entry: Values) -> Case:
 def _read(entry: Values) -> Case:
     if "tokens_per_s" in entry:
         return BesideCase.model_validate(entry)
-    values = dict(_flat(entry))
+    values = dict(flat(entry))
     # In the layout with most of these fields: then the error names the field that is missing or misspelt.
     tables: list[Table] = [*(table for table, _ in _LAYOUTS), _CHECKPOINTS, TrainingCase.model_fields]
     at = max(range(len(tables)), key=lambda at: _shared(tables[at], entry, values))
@@ -443,11 +443,11 @@ def _shared(table: Table, entry: Values, values: Values) -> tuple[int, int]:
     return len({path.split(".")[0] for path in table} & entry.keys()), len(table.keys() & values.keys())
 
 
-def _flat(entry: Values, outer: str = "") -> Iterator[tuple[str, Any]]:
+def flat(entry: Values, outer: str = "") -> Iterator[tuple[str, Any]]:
     """Yield values with their paths."""
     for name, value in entry.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{outer}{name}.")
+            yield from flat(value, f"{outer}{name}.")
         else:
             yield f"{outer}{name}", value
 

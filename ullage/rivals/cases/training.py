@@ -507,7 +507,8 @@ def simulated(
     def iteration_s(machine: HardwareProfile) -> float:
         return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).phases.iteration_s
 
-    return Outcome(values, simulation.converged, (*cost.warnings, *shortages(case_id, peaks)), iteration_s)
+    lacking = tuple(shortages(case_id, peaks))
+    return Outcome(values, simulation.converged, (*cost.warnings, *lacking), fits=not lacking, iteration_s=iteration_s)
 
 
 def _swapping(setup: Setup, cost: CostModel) -> RivalDecisions:
