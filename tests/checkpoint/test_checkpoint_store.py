@@ -10,6 +10,7 @@ from saving import FOLDERS, save, step_of
 
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.places.folder import FolderPlace
+from executor.checkpoint.places.place import newest_of
 
 FORK = multiprocessing.get_context("fork")
 
@@ -96,6 +97,23 @@ def write_for_ever(root, first):
 def prune_for_ever(root):
     while True:
         FolderPlace(root).prune()
+
+
+def test_a_reader_looks_again_if_all_that_it_found_went_meanwhile(tmp_path):
+    store = FolderPlace(tmp_path / "store")
+    save(store, 1)
+    save(store, 2)
+
+    def slow(checkpoint):
+        if (step := checkpoint.manifest.step) < 6:
+            save(store, step + 2)
+            store.remove(store.folder(step))
+        checkpoint.verify()
+
+    found, refused = newest_of([store], slow)
+    assert found is not None
+    assert found.manifest.step == 6
+    assert not refused, "what was replaced was not damaged"
 
 
 def test_two_writers_retention_and_a_reader_at_once(tmp_path):

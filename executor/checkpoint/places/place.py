@@ -276,15 +276,20 @@ def newest_of(
         Every error that ``use`` raises, except :class:`DamagedError`.
     """
     there, refused = candidates(places)
-    for _, folder in there:
-        try:
-            with Checkpoint(folder) as checkpoint:
-                use(checkpoint)
-        except DamagedError as error:
-            refused.append(str(error))
-        else:
-            return checkpoint, refused
-    return None, refused
+    while True:
+        for _, folder in there:
+            try:
+                with Checkpoint(folder) as checkpoint:
+                    use(checkpoint)
+            except DamagedError as error:
+                refused.append(str(error))
+            else:
+                return checkpoint, refused
+        before = there
+        there, refused_again = candidates(places)
+        if there[:1] == before[:1] or not there:
+            return None, refused
+        refused = refused_again  # while the old ones were read, a running training replaced them
 
 
 def candidates(places: Sequence[Place]) -> tuple[list[tuple[int, Folder]], list[str]]:
