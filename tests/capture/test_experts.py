@@ -126,6 +126,30 @@ class Kernel(TorchDispatchMode):
         return output
 
 
+@pytest.mark.parametrize(
+    ("function", "passes"),
+    [
+        (torch.ops.aten.index_put_, [(3 * 4 * 8) * 4 + 4 * 8]),
+        (torch.ops.aten.index_put, [2 * 64 * 8 * 4, (3 * 4 * 8) * 4 + 4 * 8]),
+        (torch.ops.aten._index_put_impl_, [(3 * 4 * 8) * 4 + 4 * 8]),
+    ],
+)
+def test_adding_at_rows_touches_these_rows_alone(function, passes) -> None:
+    """Values are read, and the rows that they are added to read and written; the rest only if it is copied first."""
+    table, rows, values = torch.zeros(64, 8), torch.arange(4), torch.ones(4, 8)
+    args = (table, [rows], values, True)
+    output = function(*args)
+    assert [kernel.num_bytes for kernel in kernels_of(function.default, args, {}, output)] == passes
+
+
+def test_in_a_loop_each_expert_has_a_gradient_as_large_as_the_bank() -> None:
+    """PyTorch fills zeros for all experts, copies one's gradient into them, and adds them to those of others."""
+    bank_bytes = EXPERTS * 3 * HIDDEN * INNER * 4
+    loop, grouped = (moved_bytes(kernels_in(experts_of(way, "fp32"), "backward")) for way in ("eager", "grouped_mm"))
+    added = (EXPERTS + 2 + (EXPERTS - 1) * 3) * bank_bytes
+    assert loop - grouped == pytest.approx(added, rel=0.05)
+
+
 def test_a_capture_of_a_loop_is_the_same_each_time() -> None:
     captured.cache_clear()
     first = captured("eager", "fp32")

@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision, Sharding, UnitDecision
-from planner.graph import Attention, Batch, Collective, Elementwise, Gemm, Kernel, Unit, units
+from planner.graph import Attention, Collective, Elementwise, Gemm, Kernel, Unit, units
 from planner.models import ModelConfig, parameters
 from planner.schedule.tasks import MemoryClass, Op
 from planner.setup import Setup
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
-from ullage.rivals.kernels.megatron_core import build_graph
+from ullage.rivals.kernels.megatron_core import MegatronBatch, build_graph
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
 
@@ -51,7 +51,7 @@ CONFIGS = {"llama": LLAMA, "deepseek": DEEPSEEK}
 
 
 def graph_units(config: ModelConfig, **options: Any) -> tuple[Unit, ...]:
-    return units(build_graph(config, Batch(1, 64, **options)))
+    return units(build_graph(config, MegatronBatch(1, 64, **options)))
 
 
 def kernels(found: tuple[Unit, ...], kind: type[Kernel], *, inside: bool = False) -> list[Any]:
@@ -118,11 +118,32 @@ def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
 def test_shared_tokens_move_the_bytes_of_the_all_reduces_and_one_gather_more() -> None:
     """Two rounds for each of four sums in a layer, and the input of a column's weight gradient once more."""
     layer_bytes = Counter[str]()
-    for kind, build in (("LM", megatron_lm.build_graph), ("Core", build_graph)):
-        found = [unit for unit in units(build(LLAMA, Batch(1, 64, tensor_parallel=2))) if unit.segment == "layers.0"]
+    batch = MegatronBatch(1, 64, tensor_parallel=2)
+    whole = dataclasses.replace(batch, sequence_parallel=False)
+    for kind, made in (
+        ("LM", megatron_lm.build_graph(LLAMA, batch)),
+        ("Core", build_graph(LLAMA, batch)),
+        ("not shared", build_graph(LLAMA, whole)),
+    ):
+        found = [unit for unit in units(made) if unit.segment == "layers.0"]
         moved = kernels(tuple(found), Collective)
         layer_bytes[kind] = sum(k.num_bytes * k.num_passes * k.count for k in moved)
     assert layer_bytes["Core"] == layer_bytes["LM"] * 10 // 8
+    assert layer_bytes["not shared"] == layer_bytes["LM"]
+
+
+def test_tokens_that_are_not_shared_are_kept_whole_by_every_rank() -> None:
+    """Layers' inputs, and what norms and residual sums keep, do not shrink with the ranks; products do."""
+    alone = graph_units(LLAMA)
+    shared, whole = (graph_units(LLAMA, tensor_parallel=4, sequence_parallel=s) for s in (True, False))
+    for one, quarter, full in zip(alone, shared, whole, strict=True):
+        if one.recompute:
+            outputs = [unit.operators[-1].output_bytes for unit in (one, quarter, full)]
+            assert outputs[1] * 4 == outputs[0] == outputs[2]
+            assert quarter.saved_bytes < full.saved_bytes < one.saved_bytes
+        assert sum(k.flop for k in full.forward if isinstance(k, Gemm)) == sum(
+            k.flop for k in quarter.forward if isinstance(k, Gemm)
+        )
 
 
 def cost(found: tuple[Unit, ...], precision: Precision = BF16, **changes: Any) -> CostModel:

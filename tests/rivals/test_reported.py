@@ -17,7 +17,7 @@ from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.simulate.uncertainty import interval_s
 from ullage.rivals.cases import CaseError, Metric, load_cases
-from ullage.rivals.cases.attention import with_attention
+from ullage.rivals.cases.rates import with_attention, with_fp16_sums
 from ullage.rivals.cases.training import TrainingCase
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +137,27 @@ def test_plain_optimizers_hold_the_roots_of_all_second_moments() -> None:
     # Without them, the peak is in backward, a little above what the step holds.
     assert 2 * num_params < peak() - peak(fused_update=True) < 4 * num_params
     assert num_params / 2 < peak(**all_bf16) - peak(**all_bf16, fused_update=True) < 2 * num_params
+
+
+def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> None:
+    """FSDP gathers from the fp32 shards; ZeRO-3 from shards in the weights' type."""
+
+    def peak(engine: str, **changes: object) -> float:
+        run = {"engine": engine, "devices": 8, "micro_batch": 1, "seq_len": 64, "model": "llama-3-8b"} | changes
+        return TrainingCase.model_validate(SMALL | run).predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
+
+    stage_2, stage_3 = (peak("fsdp", zero_stage=stage, activations="recompute") for stage in (2, 3))
+    shard_bytes = 2 * 8_030_261_248 / 8
+    (deepspeed,) = (peak("deepspeed", deepspeed={"stage": 3}, activations="recompute"),)
+    assert stage_3 < stage_2
+    assert deepspeed - stage_3 > shard_bytes
+
+
+def test_sums_in_fp16_are_faster_on_geforce_cards_alone() -> None:
+    for name, ratio in (("rtx-4090", 2), ("a800-80", 1), ("rtx-pro-6000", 1)):
+        before, after = (quantities(p) for p in (load_profile(name), with_fp16_sums(load_profile(name))))
+        assert number(after["device.gemm.bf16"]) == pytest.approx(ratio * number(before["device.gemm.bf16"]))
+        assert number(after["device.attention.bf16"]) == number(before["device.attention.bf16"])
 
 
 def test_attention_of_other_years_has_its_share_of_the_rate() -> None:

@@ -109,6 +109,8 @@ class RivalDecisions(Decisions):
         step_scratch_bytes: what updates on the device hold during the step, for each parameter that they take at once,
             beside gradients and state.
         step_scratch_params: at most so many parameters are taken at once; ``None``: all.
+        shards_masters: whether ranks shard only the master copies, and cast what they gather (FSDP): no shard of
+            weights in their own type waits on a device.
         output_bytes: what the loop keeps of a micro-batch's output while its backward runs.
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
         bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
@@ -143,6 +145,7 @@ class RivalDecisions(Decisions):
     device_buffer_bytes: Amount = 0
     step_scratch_bytes: Amount = 0
     step_scratch_params: Annotated[int, Field(gt=0)] | None = None
+    shards_masters: bool = False
     output_bytes: Amount = 0
     all_reduces: bool = False
     bucket_params: Amount = 0
@@ -185,6 +188,11 @@ class RivalDecisions(Decisions):
         """Versions of state and weights on NVMe: others write in place."""
         ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
         return 2 if ours else 1
+
+    @property
+    def resident_weight_bytes_per_param(self) -> int:
+        """Bytes of state per parameter that a resident weight saves; see :class:`planner.decisions.Sharding`."""
+        return self.precision.weight_bytes if self.shards_masters else super().resident_weight_bytes_per_param
 
     @property
     def moved_bytes_per_param(self) -> int:

@@ -26,8 +26,8 @@ def percent(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.1f} %"
 
 
-UNFITTED = {"in_memory_mpt", "reported"}
-"""Files of runs on machines whose profile was fitted to none of them."""
+UNFITTED = {"in_memory_mpt", "reported", "roundpipe", "llama_factory"}
+"""Files of runs to none of which a profile was fitted."""
 
 
 def unfitted() -> tuple[str, str]:

@@ -41,8 +41,11 @@ HELD_OUT = (
     ("in_memory_b200", "iteration", "Llama 3 and DeepSeek in memory on 8 B200: iteration time"),
     ("in_memory_b200", "peak GPU", "Llama 3 and DeepSeek in memory on 8 B200: peak memory"),
     ("in_memory_mpt", "iteration", "MPT in memory on 8 A100 or H100, packaged profiles: iteration time"),
-    ("reported", "iteration", "engines and trainers of twelve sources, packaged profiles: iteration time"),
-    ("reported", "peak GPU", "engines and trainers of twelve sources, packaged profiles: peak GPU memory"),
+    ("reported", "iteration", "engines and trainers of thirteen sources, packaged profiles: iteration time"),
+    ("reported", "peak GPU", "engines and trainers of thirteen sources, packaged profiles: peak GPU memory"),
+    ("llama_factory", "iteration", "LLaMA-Factory on 1 and 4 RTX 4090: iteration time"),
+    ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
+    ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )
 
 
@@ -86,14 +89,6 @@ def beside() -> Iterator[tuple[str, ...]]:
         machine, types = f"{row['devices']} x {row['hardware'].split('x8')[0]}", row["products"] or "bf16"
         theirs, ours = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "ours"))
         yield row["model"], machine, types, theirs, ours, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
-
-
-def engines_measured() -> Iterator[tuple[str, ...]]:
-    for row in result("published_engines.json")["rows"]:
-        measured, predicted = row["measured_tokens_per_s"], row["predicted_tokens_per_s"]
-        machine = f"{row['devices']} x {row['hardware'].split('x')[0]}"
-        words = (row["engine"], row["model"], machine, f"{measured:,}", f"{predicted:,}")
-        yield *words, percent(measured / predicted - 1, 1, "+")
 
 
 def streamed() -> Iterator[tuple[str, ...]]:
@@ -585,7 +580,6 @@ TABLES = (
     published,
     held_out,
     beside,
-    engines_measured,
     streamed,
     demo,
     memory,

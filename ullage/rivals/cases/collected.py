@@ -14,11 +14,12 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 
 from hwprofiles.registry import list_profiles
-from ullage.rivals.cases.attention import AttentionKernel
+from planner.models.registry import configuration
 from ullage.rivals.cases.base import Case, CaseError
 from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.capacity import STEP_TOKENS, CapacityCase
 from ullage.rivals.cases.layouts import flat, read_case
+from ullage.rivals.cases.rates import AttentionKernel
 from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.engines.catalogue import POLICIES
 
@@ -55,6 +56,12 @@ _UNSTATED: Final[dict[str, str]] = {
 }
 # Architectures whose ``config.json`` follows from the sizes, with their names in ``transformers``.
 _FAMILIES: Final = {"llama": "llama", "mistral": "mistral", "qwen": "qwen2", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Architectures with all experts of a layer in one parameter. RoundPipe (``models/gpt_oss.py``), and ``transformers`` 4
+# beside which it was measured, take them one after the other: each one's gradient is as large as all of them.
+_BANKS: Final = ("gpt_oss", "gpt-oss-20b", "gpt-oss-120b")
+# NeMo's configurations of Llama (``llm/gpt/model/llama.py``) have no vocabulary of their own. They take that of the
+# data's tokenizer, which is GPT-2's in runs with mock data.
+_NEMO_VOCAB: Final = 50_257
 _PROJECTIONS: Final = {
     "output_proj": "o_proj",
     "mlp": "gate_proj+up_proj+down_proj",
@@ -71,7 +78,7 @@ _NUMBERS: Final = re.compile(
 _TEXTS: Final = {"id", "hardware", "source", "note", "system", "model.name", "engine.name", "precision", "activations"}
 # Fields that say nothing of how a run is predicted, or say again what others do.
 _WORDS: Final = re.compile(
-    r"id|tier|core|source|note|hardware|model\..*|fp16_accumulation|parallel\.(gpus_per_node|nodes)"
+    r"id|tier|core|source|note|hardware|model\..*|parallel\.(gpus_per_node|nodes)"
     r"|batch\.(global_batch|tokens_per_\w+|accumulation)|lora\.(alpha|factors|frozen|trainable_m)|measured\..*"
     r"|host_link\.latency_us|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush)|host_budget_gib"
 )
@@ -175,7 +182,8 @@ def _sharded(name: str, stage: int, **engine: Any) -> Callable[[int], Values]:
 
 
 def _divided(kind: str) -> Callable[[int], Values]:
-    return lambda devices: {"engine": {"name": "gpu-only", "framework": "Megatron"}, "parallel": {kind: devices}}
+    made = {"name": "gpu-only", "framework": "Megatron (NeMo)", "sequence_parallel": False}  # its default
+    return lambda devices: {"engine": made, "parallel": {kind: devices}}
 
 
 # What RoundPipe's artifact compared, in the words of its runs; by the number of devices.
@@ -238,11 +246,13 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "devices": devices,
         "tensor_parallel": ranks[1],
         "pipeline_parallel": ranks[2],
+        "sequence_parallel": stated("engine.sequence_parallel"),
         "micro_batch": micro_batch,
         "num_micro_batches": num_micro_batches,
         "seq_len": stated("batch.seq_len"),
         "kernels": _kernels(stated),
         "attention": _attention(stated),
+        "fp16_sums": stated("fp16_accumulation") and not _is_megatron(stated),  # whose products are TransformerEngine's
         "loss_tile": _loss_tile(stated),
         "precision": _precision(stated),
         "optimizer": _optimizer(stated),
@@ -250,7 +260,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "activations": _activations(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
-        "keeps_output": stated("engine.loss") == "whole logits" and not _is_megatron(stated),
+        "keeps_output": stated("engine.loss") == "whole logits" and not (_is_megatron(stated) or _is_fsdp(stated)),
         "device_budget_gib": stated("device_budget_gib"),
         "link_gb_s": _link(stated),
         "measured": _measured(stated, devices),
@@ -277,10 +287,13 @@ def _batch(stated: _Stated, data_parallel: int) -> tuple[int, int]:
     """Return sequences of a rank's micro-batch, and their number.
 
     Some engines cut a rank's sequences into unequal micro-batches; they are stated as equal ones of the next size.
+    RoundPipe cuts those of all ranks together.
     """
     count = stated("batch.num_micro_batches", 1)
     if (size := stated("batch.micro_batch")) is not None:
         return size, count
+    if stated("engine.name") == "roundpipe":
+        count = max(count // data_parallel, 1)
     each = stated("batch.sequences", stated("batch.global_batch", 0)) // data_parallel
     if not each:
         raise LeftOutError("the batch is not stated")
@@ -290,8 +303,14 @@ def _batch(stated: _Stated, data_parallel: int) -> tuple[int, int]:
 
 def _model(stated: _Stated) -> str | Values:
     name, family = stated("model.name"), stated("model.architecture")
-    if stated("model.num_experts") or family not in _FAMILIES:
-        return str(name)  # of a packaged configuration
+    own: Values = {}
+    if "NeMo" in str(stated("engine.framework", "")) and "llama" in str(name):
+        own["vocab_size"] = _NEMO_VOCAB
+    in_a_loop = (family in _BANKS or name in _BANKS) and "RoundPipe-artifact" in stated("source")
+    if in_a_loop or "loop" in str(stated("engine.experts", "")):
+        own["experts_implementation"] = "eager"
+    if stated("model.num_experts") or family not in _FAMILIES:  # of a packaged configuration
+        return configuration(name) | own if own else str(name)
     sizes = {
         "vocab_size": stated("model.vocab_size"),
         "hidden_size": stated("model.hidden_size"),
@@ -311,6 +330,7 @@ def _model(stated: _Stated) -> str | Values:
             "tie_word_embeddings": stated("model.tied_embeddings", False),
             "hidden_act": "silu",
         }
+        | own
     )
 
 
@@ -349,6 +369,10 @@ def _is_megatron(stated: _Stated) -> bool:
     return "megatron" in str(stated("engine.framework", "")).lower() or stated("engine.name") == "megatron"
 
 
+def _is_fsdp(stated: _Stated) -> bool:
+    return "FSDP" in str(stated("engine.wrapper", ""))
+
+
 def _attention(stated: _Stated) -> str | None:
     kernel = stated("engine.attention")
     return kernel if kernel in get_args(AttentionKernel) else None
@@ -365,11 +389,11 @@ def _loss_tile(stated: _Stated) -> int | None:
 
 def _precision(stated: _Stated) -> Values | None:
     """Return the types if they are not bf16 weights with fp32 state. fp16 takes what bf16 takes."""
-    words, wrapper = str(stated("precision", "")), str(stated("engine.wrapper", ""))
+    words = str(stated("precision", ""))
     all_bf16 = {"weights": "bf16", "state": "bf16"}
     if _is_megatron(stated):
         return {"weights": "bf16", "gradients": "fp32"}
-    if "bf16-adam" in words or (words == "bf16" and "FSDP" not in wrapper) or stated("lora.modules_to_save"):
+    if "bf16-adam" in words or (words == "bf16" and not _is_fsdp(stated)) or stated("lora.modules_to_save"):
         return all_bf16
     return {"weights": "bf16", "master": "bf16"} if "bf16-master" in words else None
 
@@ -421,7 +445,7 @@ def _engine(stated: _Stated) -> Values:
     if name == "roundpipe" and not stated("engine.asynchronous_update", True):
         name = "roundpipe-sync"
     if name == "gpu-only":
-        by_deepspeed = stage > 0 and "FSDP" not in str(stated("engine.wrapper", "")) and not _is_megatron(stated)
+        by_deepspeed = stage > 0 and not (_is_fsdp(stated) or _is_megatron(stated))
         if by_deepspeed:
             return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
         return {"engine": "fsdp", "zero_stage": stage}

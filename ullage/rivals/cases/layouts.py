@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from planner.models.config import LatentAttention, ModelConfig
 from planner.models.huggingface import build
 from planner.models.parameters import num_parameters
-from ullage.rivals.cases.attention import AttentionKernel
 from ullage.rivals.cases.base import Amount, Case, CaseError, Number
 from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.checkpoints import CheckpointCase
+from ullage.rivals.cases.rates import AttentionKernel
 from ullage.rivals.cases.training import TrainingCase
 
 Values = dict[str, Any]

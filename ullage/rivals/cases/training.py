@@ -19,13 +19,13 @@ from hwprofiles.quantity import Provenance
 from planner.choices.request import batch_of
 from planner.costs.model import CostModel, total_flop
 from planner.decisions import Sharding
-from planner.graph import Batch, Operator, Unit, build_graph, units
+from planner.graph import Operator, Unit, build_graph, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
 from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.parameters import num_parameters
 from planner.models.quantization import Quantization
-from planner.models.registry import resolve_model
+from planner.models.registry import configuration, resolve_model
 from planner.optimizers import Optimizer
 from planner.placements import ACTIVATIONS
 from planner.schedule.tasks import Tier
@@ -35,8 +35,8 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import always_held, capacities, memory_peaks
 from planner.terms import KernelChoice
 from ullage.rivals.best import best_of_engine
-from ullage.rivals.cases.attention import AttentionKernel, with_attention
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, shortages
+from ullage.rivals.cases.rates import AttentionKernel, with_attention, with_fp16_sums
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
@@ -122,10 +122,12 @@ class TrainingCase(Case):
         nodes, gpus_per_node: of the machine, if they are known; its profile must have as many devices per node.
         context_parallel, expert_parallel: ranks, among those that share neither layers nor stages, which share the
             tokens of a sequence; and ranks that share experts (only with ``megatron-core``).
+        sequence_parallel: whether tensor-parallel ranks share tokens between products (``megatron-core``).
         micro_batch, num_micro_batches, seq_len: sequences per forward on a rank, forwards per iteration, tokens.
         kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, or of
             ``dataflow``.
         loss_tile, precision, optimizer, clip: as in a request.
+        fp16_sums: whether products of fp16 were added up in fp16.
         attention: the attention kernel, if it is known; ``unfused``: products and a softmax.
         activations: what layers did with theirs; ``None``: as the engine's users would choose.
         loop: whether the script's own work between iterations counts: logging, data, waiting for the device, reports of
@@ -163,11 +165,13 @@ class TrainingCase(Case):
     pipeline_parallel: Number = 1
     context_parallel: Number = 1
     expert_parallel: Number = 1
+    sequence_parallel: bool = True
     micro_batch: Number
     num_micro_batches: Number = 1
     seq_len: Number
     kernels: KernelChoice | Literal["megatron-lm", "megatron-core", "dataflow"] = "transformers"
     attention: AttentionKernel | Literal["unfused"] | None = None
+    fp16_sums: bool = False
     loss_tile: Number | None = None
     precision: RivalPrecision = RivalPrecision(weights="bf16")
     optimizer: Optimizer = "adamw"
@@ -297,14 +301,10 @@ class TrainingCase(Case):
                 f"case {self.id}: devices is {self.devices}, but {profile.name} has {profile.devices_per_node} and no "
                 "network; name another profile"
             )
+        profile = self._with_rates(profile)
         if self.device_budget_gib:
             capacity = profile.device.memory_bytes.value
             profile = profile.with_device_memory(int(min(self.device_budget_gib * 2**30, capacity)))
-        if self.link_gb_s:
-            measured = {_LINK[way]: rate * 1e9 for way, rate in self.link_gb_s.items()}
-            profile = replace(profile, measured, Provenance(origin="published", source=self.source))
-        if self.attention and self.attention != "unfused":
-            profile = with_attention(profile, self.attention)
         if self.ssds is None:
             return profile
         nvme = profile.nvme
@@ -317,6 +317,15 @@ class TrainingCase(Case):
                 f"case {self.id}: ssds is {self.ssds}, but {profile.name} has {nvme.num_drives}; correct it"
             )
         return profile.model_copy(update={"nvme": nvme.striped(self.ssds)})
+
+    def _with_rates(self, profile: HardwareProfile) -> HardwareProfile:
+        """Return a machine with the rates of the run's link, attention kernel and products."""
+        if self.link_gb_s:
+            measured = {_LINK[way]: rate * 1e9 for way, rate in self.link_gb_s.items()}
+            profile = replace(profile, measured, Provenance(origin="published", source=self.source))
+        if self.attention and self.attention != "unfused":
+            profile = with_attention(profile, self.attention)
+        return with_fp16_sums(profile) if self.fp16_sums else profile
 
     def setup(self, profile: HardwareProfile) -> Setup:
         """Return the model's units, one rank's share of every layer, and the batch and degrees in the case's types."""
@@ -348,13 +357,14 @@ class TrainingCase(Case):
     def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
         if not isinstance(model, ModelConfig):
             raise CaseError(f"case {self.id}: kernels is {self.kernels}, which are not known of a captured model")
-        batch = Batch(
+        batch = megatron_core.MegatronBatch(
             self.micro_batch,
             self.seq_len,
             flash_attention=self.attention != "unfused",
             tensor_parallel=self.tensor_parallel,
             expert_parallel=self.expert_parallel,
             context_parallel=self.context_parallel,
+            sequence_parallel=self.sequence_parallel,
         )
         if self.kernels == "megatron-lm" and (self.engine not in _IN_MEMORY or self.zero_stage == 3):
             return megatron_lm.build_graph(model, batch, adds_gradients=False)
@@ -435,6 +445,7 @@ class TrainingCase(Case):
         if self.engine == "megatron" and self.zero_stage < 2:  # it adds gradients up after the last micro-batch
             changes["reduce_start"] = "step"
             changes["bucket_params"] = _BUCKET_PARAMS if self.zero_stage == 0 else 0
+        changes["shards_masters"] = self.engine == "fsdp" and self.zero_stage == 3 and self.data_parallel > 1
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
         elif self.engine == "fsdp" and self.optimizer == "adamw" and not self.fused_update:
@@ -442,15 +453,15 @@ class TrainingCase(Case):
         return changes
 
     def _vocab_size(self) -> int:
-        if isinstance(self.model, dict):
-            return int(self.model["vocab_size"])
-        try:
-            return (resolve_model(self.model) if isinstance(self.model, str) else self.model).vocab_size
-        except NoFormulasError as error:
+        if isinstance(self.model, ModelConfig):
+            return self.model.vocab_size
+        stated = configuration(self.model) if isinstance(self.model, str) else self.model
+        if "vocab_size" not in stated:
             raise CaseError(
-                f"case {self.id}: keeps_output needs the size of the vocabulary, which {self.model} does not state; "
-                "give the model's config.json"
-            ) from error
+                f"case {self.id}: keeps_output needs the size of the vocabulary, which the model's config.json does "
+                "not state; leave it out"
+            )
+        return int(stated["vocab_size"])
 
     @contextlib.contextmanager
     def _model(self, *, as_on_gpu: bool) -> Iterator[Model]:
@@ -480,7 +491,7 @@ class TrainingCase(Case):
         return capture(name, inputs, as_on_gpu=as_on_gpu, lora=lora, quantization=self.quantize)
 
 
-_KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, Batch], tuple[Operator, ...]]]] = {
+_KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, megatron_core.MegatronBatch], tuple[Operator, ...]]]] = {
     "megatron-lm": megatron_lm.build_graph,
     "megatron-core": megatron_core.build_graph,
     "dataflow": dataflow.build_graph,

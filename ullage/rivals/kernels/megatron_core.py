@@ -10,6 +10,7 @@ the tokens: norms and residual sums see ``rows / t`` of them, and reduce-scatter
 all-reduce (Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022). In backward, the
 input of a column-parallel product is gathered again while its gradient is computed, and that gradient is reduced while
 the weight's is (``LinearWithGradAccumulationAndAsyncCommunication``). Only what takes longer than the product counts.
+Without ``sequence_parallel``, every rank has all tokens there, and all-reduces them.
 
 Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late
 block, so that all have the same share of the causal triangle. Keys and values go round a ring, each step's behind the
@@ -41,7 +42,19 @@ _SWIGLU: Final = Passes((3,), (5,), 3, 2)
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "shared_expert_ffn_hidden_size")
 
 
-def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
+@dataclasses.dataclass(frozen=True)
+class MegatronBatch(Batch):
+    """A batch, and whether tensor-parallel ranks share its tokens between products (``--sequence-parallel``)."""
+
+    sequence_parallel: bool = True
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that a rank has between products."""
+        return self.num_tokens // (self.tensor_parallel if self.sequence_parallel else 1)
+
+
+def build_graph(config: ModelConfig, batch: MegatronBatch) -> tuple[Operator, ...]:
     """Return the operators of one forward in Megatron-Core; see :func:`planner.graph.build_graph`.
 
     Raises:
@@ -53,7 +66,7 @@ def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
     return assemble(own, config, batch, first, lambda layer: [layer_parts(own, batch, layer)], last)
 
 
-def share(config: ModelConfig, batch: Batch) -> ModelConfig:
+def share(config: ModelConfig, batch: MegatronBatch) -> ModelConfig:
     """Return one rank's share of a model; the vocabulary is padded if there is one rank, too.
 
     Raises:
@@ -69,28 +82,28 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
     return own.model_copy(update={"vocab_size": sharding.padded(own.vocab_size)})
 
 
-def _first(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def _first(config: ModelConfig, batch: MegatronBatch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
     alone = dataclasses.replace(batch, tensor_parallel=1)  # what ranks exchange is added below
     look_up, *others = embedding_operators(config, alone, specs)
-    tokens = pass_tokens(batch, config.hidden_size)
+    reduced, gathered = row_exchange(batch, config.hidden_size)
     added = add_gradient(config.vocab_size * config.hidden_size, batch.dtype_bytes)
-    return [look_up.doing(look_up.work + Work(tokens, tokens) + added), *others]
+    return [look_up.doing(look_up.work + Work(reduced, gathered) + added), *others]
 
 
-def _last(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def _last(config: ModelConfig, batch: MegatronBatch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
     """Return norm, head and loss; ranks normalise their own tokens."""
     rows, hidden, vocab, e = batch.num_tokens, config.hidden_size, config.vocab_size, batch.dtype_bytes
     own = {
-        "norm": _SET.norm(rows // batch.tensor_parallel, hidden, e),  # its row counts its output
+        "norm": _SET.norm(batch.own_tokens, hidden, e),  # its row counts its output
         "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
         "loss": loss(rows, vocab, e, batch.tensor_parallel),
     }
     return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, specs)]
 
 
-def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
+def layer_parts(config: ModelConfig, batch: MegatronBatch, layer: int) -> tuple[Part, ...]:
     """Return the operators of one decoder layer in order of execution."""
-    rows, e = batch.num_tokens // batch.tensor_parallel, batch.dtype_bytes
+    rows, e = batch.own_tokens, batch.dtype_bytes
     hidden_bytes = rows * config.hidden_size * e
     has_experts = config.has_experts(layer)
     first, second = "input_layernorm", "post_attention_layernorm"
@@ -127,25 +140,32 @@ def _rest(collectives: Kernels, product: Gemm) -> Kernels:
     )
 
 
-def pass_tokens(batch: Batch, width: int) -> Kernels:
+def pass_tokens(batch: MegatronBatch, width: int) -> Kernels:
     """Return the all-gather or the reduce-scatter of all tokens' values."""
     if batch.tensor_parallel == 1:
         return ()
     return (Collective(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel, num_passes=1),)
 
 
-def column(batch: Batch, inputs: int, outputs: int) -> Work:
+def row_exchange(batch: MegatronBatch, width: int) -> tuple[Kernels, Kernels]:
+    """Return how ranks add up what each has of all tokens' values, and how that is undone in backward."""
+    if batch.sequence_parallel:
+        return pass_tokens(batch, width), pass_tokens(batch, width)
+    return all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel), ()
+
+
+def column(batch: MegatronBatch, inputs: int, outputs: int) -> Work:
     """Return a column-parallel product: tokens are gathered before it; their gradients are reduced after it."""
-    tokens = pass_tokens(batch, inputs)
-    return Work(tokens) + linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, (tokens, tokens))
+    reduced, gathered = row_exchange(batch, inputs)
+    return Work(gathered) + linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, (gathered, reduced))
 
 
-def row(batch: Batch, inputs: int, outputs: int) -> Work:
+def row(batch: MegatronBatch, inputs: int, outputs: int) -> Work:
     """Return a row-parallel product and a residual sum: tokens are reduced in between, and gathered in backward."""
-    e, own = batch.dtype_bytes, batch.num_tokens // batch.tensor_parallel
-    tokens = pass_tokens(batch, outputs)
+    e, own = batch.dtype_bytes, batch.own_tokens
+    reduced, gathered = row_exchange(batch, outputs)
     residual = each(own * outputs, 3 * e)
-    return linear(batch.num_tokens, inputs, outputs, e) + Work((*tokens, *residual), (*residual, *tokens))
+    return linear(batch.num_tokens, inputs, outputs, e) + Work((*reduced, *residual), (*residual, *gathered))
 
 
 def add_gradient(size: int, e: int) -> Work:
@@ -153,7 +173,7 @@ def add_gradient(size: int, e: int) -> Work:
     return Work((), each(size, e + 2 * _FP32))
 
 
-def _attention(config: ModelConfig, batch: Batch) -> Iterator[Part]:
+def _attention(config: ModelConfig, batch: MegatronBatch) -> Iterator[Part]:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key = config.query_size, config.key_value_size
     joint = "self_attn.qkv_proj"
@@ -169,16 +189,16 @@ def _attention(config: ModelConfig, batch: Batch) -> Iterator[Part]:
     yield _output(config, batch, query)
 
 
-def _output(config: ModelConfig, batch: Batch, width: int) -> Part:
+def _output(config: ModelConfig, batch: MegatronBatch, width: int) -> Part:
     hidden, e = config.hidden_size, batch.dtype_bytes
-    hidden_bytes = batch.num_tokens // batch.tensor_parallel * hidden * e
+    hidden_bytes = batch.own_tokens * hidden * e
     product = row(batch, width, hidden)
     return Part(
         _OUTPUT, "output", "attn", Pattern.ROW, product, hidden_bytes, (_OUTPUT,), product_bytes=hidden_bytes
     )  # fmt: skip
 
 
-def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch) -> Iterator[Part]:
+def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: MegatronBatch) -> Iterator[Part]:
     """Yield multi-head latent attention: queries, keys and values come from narrow vectors with norms of their own.
 
     Ranks make the narrow vectors of their own tokens, and gather those. Keys of all heads share their rotated part, so
@@ -193,15 +213,15 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch
     def part(name: str, work: Work, width: int, modules: tuple[str, ...]) -> Part:
         return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules)
 
-    own = rows // batch.tensor_parallel
+    own = batch.own_tokens
     down = linear(own, hidden, rank, e) + linear(own, hidden, shared + turned, e)
     modules = ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
     yield part("down_proj", down, rank + shared + turned, modules)
     normalize = _SET.norm(own, rank, e) + _SET.norm(own, shared, e)
     modules = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
     yield part("latent_norm", normalize, rank + shared, modules)
-    keys_turned = pass_tokens(batch, turned)
-    up = column(batch, rank, query) + column(batch, shared, keys) + Work(keys_turned, keys_turned)
+    reduced, gathered = row_exchange(batch, turned)
+    up = column(batch, rank, query) + column(batch, shared, keys) + Work(gathered, reduced)
     modules = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
     yield part("up_proj", up, query + keys, modules)
     turn = _SET.turn(rows * turned * heads, rows * turned, e)
@@ -211,7 +231,7 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Batch
     yield _output(config, batch, value)
 
 
-def _core(config: ModelConfig, batch: Batch, value_dim: int) -> Attention:
+def _core(config: ModelConfig, batch: MegatronBatch, value_dim: int) -> Attention:
     return Attention(
         batch.micro_batch,
         config.num_attention_heads,
@@ -222,7 +242,7 @@ def _core(config: ModelConfig, batch: Batch, value_dim: int) -> Attention:
     )
 
 
-def _ring(batch: Batch, core: Attention, outputs: int, keys_and_values: int) -> Work:
+def _ring(batch: MegatronBatch, core: Attention, outputs: int, keys_and_values: int) -> Work:
     """Return flash attention, over all steps of the ring; saved are query, key, value, output and a factor per row.
 
     Args:
@@ -243,7 +263,7 @@ def _ring(batch: Batch, core: Attention, outputs: int, keys_and_values: int) -> 
     return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
 
 
-def _gated(config: ModelConfig, batch: Batch, path: str, ffn: int, unit: str = "mlp") -> Iterator[Part]:
+def _gated(config: ModelConfig, batch: MegatronBatch, path: str, ffn: int, unit: str = "mlp") -> Iterator[Part]:
     """Yield a gated MLP; the first product writes the gate's input and the other side by side."""
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
@@ -252,12 +272,12 @@ def _gated(config: ModelConfig, batch: Batch, path: str, ffn: int, unit: str = "
     yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, product_bytes=up_bytes)
     activate = _SWIGLU.work(rows * ffn, e)
     yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, ())
-    hidden_bytes = rows // batch.tensor_parallel * hidden * e
+    hidden_bytes = batch.own_tokens * hidden * e
     product = row(batch, ffn, hidden)
     yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (down,))
 
 
-def _experts(config: ModelConfig, batch: Batch, layer: int) -> Iterator[Part]:
+def _experts(config: ModelConfig, batch: MegatronBatch, layer: int) -> Iterator[Part]:
     """Yield router, shared expert, dispatch, the bank of experts and the sum of their outputs.
 
     Counted in ``token_dispatcher.py`` (all-to-all) and ``moe_utils.py`` with the fused permutation of

@@ -1,5 +1,6 @@
-"""Attention kernels of runs that had others than those whose rates profiles have."""
+"""Rates of runs whose kernels differ from those that profiles describe."""
 
+import re
 from typing import Final, Literal
 
 from hwprofiles.paths import number, quantities, replace
@@ -33,4 +34,23 @@ def with_attention(profile: HardwareProfile, kernel: AttentionKernel) -> Hardwar
         if path.startswith(("device.attention.", "device.attention_backward."))
     }
     source = f"{profile.name} x {forward:.2f} forward and {backward:.2f} backward: {kernel}, arXiv 2307.08691"
+    return replace(profile, rates, Provenance(origin="assumed", source=source))
+
+
+# GeForce cards add up products of fp16 in fp16 twice as fast as in fp32, other cards as fast (NVIDIA Ada GPU
+# Architecture, appendix A: RTX 4090 with 330.3 and 165.2 TFLOP/s).
+_GEFORCE: Final = re.compile(r"RTX [3-5]0\d\d")
+_FP16_SUMS: Final = 2.0
+
+
+def with_fp16_sums(profile: HardwareProfile) -> HardwareProfile:
+    """Return a machine whose products are as fast as those of fp16 that are added up in fp16."""
+    if not _GEFORCE.match(profile.device.name):
+        return profile
+    rates = {
+        path: number(item) * _FP16_SUMS
+        for path, item in quantities(profile).items()
+        if path.startswith("device.gemm.bf16")
+    }
+    source = f"{profile.name} x {_FP16_SUMS:g}: sums in fp16, NVIDIA Ada GPU Architecture, appendix A"
     return replace(profile, rates, Provenance(origin="assumed", source=source))
