@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Final
 
 from hwprofiles.profile import Dtype, HardwareProfile, ProductType
 from hwprofiles.quantity import Curve
@@ -12,8 +13,11 @@ from planner.decisions import Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel
 from planner.models.kernels import Collective
 
-# Outputs along each side of the tile that one multiprocessor computes at a time.
-_TILE = 128
+# Outputs along each side of the tile that one multiprocessor computes at a time, and its rate. At full rate, a tile of
+# (m, n) reads 2048 (1 / m + 1 / n) B a clock on an A100, of the 5120 B that its L2 gives 108 multiprocessors (NVIDIA
+# A100 Tensor Core GPU Architecture): (128, 128) needs 32 B of 47.
+_TILE: Final = (128, 128)
+_TILES: Final = {_TILE: 1.0, (128, 64): 0.98, (64, 128): 0.98, (64, 64): 0.73, (64, 32): 0.49, (32, 32): 0.37}
 _LEAST_PART = 8192  # of the inner side of a product whose tiles are too few: more parts would mostly add up
 _FP32 = 4
 _NARROW_HEAD = 64  # values; see :data:`hwprofiles.profile.AttentionType`
@@ -98,12 +102,15 @@ class KernelCosts:
         # takes no longer than one that fills its last tiles, and start-up counts once.
         # A batch is one kernel, and its products fill the device together. So are groups, but tiles end where they end.
         if kernel.batched or (kernel.grouped and device.kind == "gpu"):
-            idle = wave_factor(kernel.m, kernel.n, device.multiprocessors or 1, kernel.count) if kernel.grouped else 1.0
+            # Kernels of groups have one size of tiles for all (CUTLASS).
+            idle = (
+                _waves(kernel.m, kernel.n, device.multiprocessors or 1, _TILE, kernel.count) if kernel.grouped else 1.0
+            )
             time_s = self._rank.read_s(curve, kernel.flop * idle, "GEMM")
             time_s = max(time_s, num_bytes / device.memory_bytes_per_s.value)
         else:
             if device.multiprocessors:
-                idle = wave_factor(kernel.m, kernel.n, device.multiprocessors, k=kernel.k)
+                idle = wave_factor(kernel.m, kernel.n, device.multiprocessors, kernel.k)
             else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                 idle = 1 + device.gemm_rows_half.value / kernel.m
             time_s = self._rank.read_s(curve, kernel.flop / kernel.count * idle, "GEMM") * kernel.count
@@ -145,15 +152,21 @@ def no_products(profile: HardwareProfile, dtype: ProductType) -> str:
     )
 
 
-def wave_factor(m: int, n: int, multiprocessors: int, count: int = 1, k: int = 0) -> float:
-    """Return the factor by which ``count`` products of (m, n) outputs are slower because tiles come in whole waves.
+def wave_factor(m: int, n: int, multiprocessors: int, k: int = 0) -> float:
+    """Return the factor by which a product of (m, n) outputs is slower because tiles come in whole waves.
 
-    Each multiprocessor computes one tile at a time, of 128 x 128 outputs, the most common size in cuBLAS. A partial
-    tile or wave takes as long as a full one (NVIDIA, *Matrix Multiplication Background*, "Tile Quantization" and "Wave
-    Quantization"). If tiles are too few for all multiprocessors, those that would be idle take parts of a long inner
+    Each multiprocessor computes one tile at a time. A partial tile or wave takes as long as a full one (NVIDIA, *Matrix
+    Multiplication Background*, "Tile Quantization" and "Wave Quantization"). The size of tiles is the fastest, as
+    cuBLAS chooses it. If tiles are too few for all multiprocessors, those that would be idle take parts of a long inner
     side ``k`` (split-K).
     """
-    tiles = count * -(-m // _TILE) * -(-n // _TILE)
+    return min(_waves(m, n, multiprocessors, tile, k=k) / rate for tile, rate in _TILES.items())
+
+
+def _waves(m: int, n: int, multiprocessors: int, tile: tuple[int, int], count: int = 1, k: int = 0) -> float:
+    """Return the factor of ``count`` products with one size of tiles, at its own rate."""
+    rows, columns = tile
+    tiles = count * -(-m // rows) * -(-n // columns)
     waves = -(-tiles // multiprocessors)
     parts = min(max(multiprocessors / tiles, 1.0), max(k / _LEAST_PART, 1.0))
-    return waves * multiprocessors * _TILE**2 / (m * n * count * parts)
+    return waves * multiprocessors * rows * columns / (m * n * count * parts)

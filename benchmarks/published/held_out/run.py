@@ -24,6 +24,7 @@ FILES = (
     "reported",
     "roundpipe",
     "llama_factory",
+    "qwen",
 )
 QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate", "longest sequence")
 

@@ -13,7 +13,7 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import list_profiles, load_profile
-from planner.costs.kernels import wave_factor
+from planner.costs.kernels import _TILES, wave_factor
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
@@ -427,8 +427,11 @@ def test_few_tiles_share_a_long_inner_side(m: int, n: int, shorter: int, longer:
     shorter, longer = sorted((shorter, longer))
     times = [k * wave_factor(m, n, 108, k=k) for k in (shorter, longer)]
     assert times[0] <= times[1] * (1 + 1e-12)
-    tiles = -(-m // 128) * -(-n // 128)
     endless = wave_factor(m, n, 108, k=10**9)
-    whole = tiles if tiles < 108 else -(-tiles // 108) * 108  # in whole waves
-    assert endless == pytest.approx(whole * 128**2 / (m * n))
+    found = []
+    for (rows, columns), share in _TILES.items():
+        tiles = -(-m // rows) * -(-n // columns)
+        whole = tiles if tiles < 108 else -(-tiles // 108) * 108  # in whole waves
+        found.append(whole * rows * columns / share / (m * n))
+    assert endless == pytest.approx(min(found))
     assert wave_factor(m, n, 108, k=8192) == wave_factor(m, n, 108), "a side that is not long is not split"

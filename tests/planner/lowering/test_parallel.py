@@ -109,8 +109,9 @@ def test_ring_time_of_a_sum_over_tensor_parallel_ranks() -> None:
 
 def test_waves() -> None:
     assert wave_factor(128 * 9, 128 * 12, 108) == 1  # one full wave
-    assert wave_factor(128 * 9 + 1, 128 * 12, 108) == pytest.approx(2 * 108 / 12 / (9 + 1 / 128))
-    assert wave_factor(1, 1, 108) == 108 * 128**2
+    three_of_half = 3 * 108 * 64 * 128 / 0.98  # two waves of whole tiles would take longer
+    assert wave_factor(128 * 9 + 1, 128 * 12, 108) == pytest.approx(three_of_half / ((128 * 9 + 1) * 128 * 12))
+    assert wave_factor(1, 1, 108) == pytest.approx(108 * 32**2 / 0.37)
 
 
 SIZES = st.integers(1, 3000) | st.integers(1, 30).map(lambda tiles: 128 * tiles)

@@ -44,6 +44,8 @@ HELD_OUT = (
     ("reported", "iteration", "engines and trainers of thirteen sources, packaged profiles: iteration time"),
     ("reported", "peak GPU", "engines and trainers of thirteen sources, packaged profiles: peak GPU memory"),
     ("llama_factory", "iteration", "LLaMA-Factory on 1 and 4 RTX 4090: iteration time"),
+    ("qwen", "iteration", "adapters and all weights of Qwen on A100: iteration time"),
+    ("qwen", "peak GPU", "adapters and all weights of Qwen on A100: peak GPU memory"),
     ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
     ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )
