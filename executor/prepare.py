@@ -208,9 +208,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._given = optimizer
             self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
             self._beside = Beside(optimizer, self.param_groups, self._is_planned)
-            if options.checkpoint_buffer_bytes and (entry.whole or not self._beside.is_empty):
-                name = type(optimizer).__name__
-                why = f"{name} steps by itself" if entry.whole else f"{name} has parameters that are not the model's"
+            name = type(optimizer).__name__
+            reasons = {
+                f"{name} steps by itself": entry.whole,
+                f"{name} has parameters that are not the model's": not self._beside.is_empty,
+                f"forward writes to the frozen parameter {min(options.as_buffers, default='')}": options.as_buffers,
+            }
+            why = next((why for why, is_so in reasons.items() if is_so), None)
+            if options.checkpoint_buffer_bytes and why is not None:
                 raise ValueError(
                     f"{why}, but checkpoints hold the state of a plan's own updates alone; leave "
                     "checkpoint_buffer_bytes out, and save model.state_dict() and optimizer.state_dict()"

@@ -33,6 +33,7 @@ class Collector:
         off_plan: lets the iteration leave the plan.
         on_demand: returns what collects gradients off the plan; ``None`` on it.
         enter_backward: notes that backward runs off the plan.
+        add_with_graph: keeps a parameter's gradient if it has a graph of its own, as ``create_graph=True`` makes.
         on_output: called when a gradient comes, which may be before any module's backward; ``None`` if it cannot.
     """
 
@@ -46,11 +47,12 @@ class Collector:
         off_plan: OffPlan,
         on_demand: Callable[[], OnDemand | None],
         enter_backward: Callable[[], None],
+        add_with_graph: Callable[[str, torch.Tensor], None],
         on_output: Callable[[], None] | None,
     ) -> None:
         self._runtime, self._progress, self._audit, self._backward = runtime, progress, audit, backward
         self._off_plan, self._on_demand, self._enter_backward = off_plan, on_demand, enter_backward
-        self._on_output = on_output
+        self._add_with_graph, self._on_output = add_with_graph, on_output
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
@@ -122,8 +124,13 @@ class Collector:
                     "alone, because the others of this step are added up elsewhere; use register_hook, or one backward "
                     "for each step"
                 )
-            if gradient.requires_grad:  # it has a graph of its own: create_graph=True
-                gradient = gradient.detach()
+            if gradient.requires_grad and self._runtime.ranks is not None:
+                raise GradientError(
+                    f"backward(create_graph=True) makes a graph of the gradient of {parameter.name}, but its grad is a "
+                    "mean over ranks, which has none; use torch.autograd.grad(loss, parameters, create_graph=True)"
+                )
+            self._add_with_graph(parameter.shard.name, gradient)
+            gradient = gradient.detach()
             # Of an embedding's sparse one, what it does not have is zero.
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             if self._on_output is not None and not torch.is_grad_enabled():

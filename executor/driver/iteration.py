@@ -110,12 +110,16 @@ class IterationDriver:
             off_plan=self._off_plan,
             on_demand=lambda: self._on_demand,
             enter_backward=self._enter_backward,
+            add_with_graph=self._add_with_graph,
             on_output=self.on_output if self._stays else None,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
         used = {id(parameter) for group in groups for parameter in group["params"]}
         self.gradients = UserGradients(decisions, parameters, used, self._norms, self._end_early, self.collector.edited)
         runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
+
+    def _add_with_graph(self, name: str, gradient: torch.Tensor) -> None:
+        self.gradients.add_with_graph(name, gradient)
 
     @property
     def last_was_whole(self) -> bool:
@@ -398,8 +402,8 @@ class IterationDriver:
             self.on_backward(self._last)
 
     def after_forward(self, *_args: object) -> None:
-        """Hide the weights of the last unit after an evaluation; a hook."""
-        if self._runtime.is_evaluating:
+        """Hide the weights of the last unit after an evaluation of the model, or of a part of it; a hook."""
+        if self._runtime.is_evaluating and not self._depth:
             self.visibility.show("")
 
     def zero_grad(self) -> None:

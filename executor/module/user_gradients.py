@@ -58,6 +58,7 @@ class UserGradients:
         self._find_norms = norms
         self._complete, self._edit = complete, edit
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
+        self._graphs: dict[str, torch.Tensor] = {}  # sums that have a graph of their own, as create_graph=True makes
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
@@ -77,6 +78,7 @@ class UserGradients:
         self._norms = None
         self._scales.clear()
         self._open.clear()
+        self._graphs.clear()
         self._stale.clear()
         self._dropped = False
 
@@ -85,7 +87,16 @@ class UserGradients:
         with unguarded():
             self._num_added = micro_batch + 1
             for name in self._arrived(iteration):
-                self._stand_in(name)
+                if name in self._graphs:
+                    self._wholes[name].grad = self._graphs[name]
+                else:
+                    self._stand_in(name)
+
+    def add_with_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient with its graph, if it or what it is added to has one: ``grad`` then leads on to weights."""
+        if gradient.requires_grad or name in self._graphs:
+            with torch.enable_grad():  # as autograd adds in place, which keeps the graph of what is there
+                self._graphs[name] = self._graphs[name] + gradient if name in self._graphs else gradient
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -148,6 +159,8 @@ class UserGradients:
             for name, values in self.replaced().items():
                 self._replace(name, values)
                 self._stand_in(name)
+                if name in self._graphs:
+                    self._graphs[name] = values
                 self._num_added = max(self._num_added, 1)
 
     def replaced(self) -> dict[str, torch.Tensor]:
@@ -205,6 +218,7 @@ class UserGradients:
                 editor = self._edit()
                 editor.replace(name, editor.gradient(name).mul_(scale))
         self._stale -= dropped
+        self._graphs = {name: gradient for name, gradient in self._graphs.items() if name not in dropped}
         self._dropped_early.clear()
         self._open.clear()
         self._norms = None
@@ -254,6 +268,7 @@ class UserGradients:
                         self._drop(part)
             self._num_added = 0
             self._open.clear()
+            self._graphs.clear()
             self._zeroed.clear()
         forget_factor()
 

@@ -248,7 +248,7 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
-            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order or recording.written):
+            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order or recording.rewrites):
                 raise UnequalError(recording.copies[0].path)
             known_as = (
                 spec.model_copy(update={"num_values": num_values})

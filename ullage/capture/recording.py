@@ -7,6 +7,7 @@ are those of a CPU, for which autograd needs no GPU. If a GPU runs other operato
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -292,12 +293,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_written(self, storages: Iterable[int]) -> None:
         """Note the parameters among storages that forward changes in place."""
         for name in (self._name[number] for number in storages if number in self._name):
-            if not self.found.model.get_parameter(name).requires_grad:
-                raise CaptureError(
-                    f"forward writes to the frozen parameter {name}, which a plan would lose; do that between steps, "
-                    "outside of forward, or make it a buffer"
-                )
-            self.found.written.add(name)
+            trains = self.found.model.get_parameter(name).requires_grad
+            (self.found.written if trains else self.found.as_buffers).add(name)
 
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
@@ -367,6 +364,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             converted = parameter.dtype is not self._types[name] or is_traceable_wrapper_subclass_type(type(parameter))
             parts = [] if converted else strided(parameter)
             if any(self._storage(part) not in self._name for part in parts):
+                if not parameter.requires_grad:
+                    self.found.as_buffers.add(name)
+                    continue
                 raise CaptureError(
                     f"forward gives the parameter {name} other data, which a plan would lose; do that between steps, "
                     "outside of forward, or make it a buffer"
@@ -383,6 +383,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "
                 "a loss that depends on them"
             )
+        if self.found.as_buffers:
+            self._take_out(self.found.as_buffers)
+
+    def _take_out(self, names: set[str]) -> None:
+        """Let parameters count as buffers, also where they were read."""
+        for number, name in self._name.items():
+            if name in names:
+                self.found.storages[number].owner = "buffer"
+        for events in (self.found.forward, self.found.backward):
+            for index, event in enumerate(events):
+                if not names.isdisjoint(event.parameters):
+                    self.found.of_written.add(event.source)
+                    left = tuple(name for name in event.parameters if name not in names)
+                    events[index] = dataclasses.replace(event, parameters=left)
 
     def reach_head(self, head: nn.Module) -> None:
         """Record that backward has reached a head whose logits are in tiles."""

@@ -239,9 +239,17 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         batch=batch_shapes(plan),
         calls=calls,
         is_captured=captured is not None,
+        as_buffers=_as_buffers(captured, plan),
         report=print_line if is_first_process() else lambda _line: None,
         **own,
     )
+
+
+def _as_buffers(captured: CapturedModel | None, plan: Plan) -> frozenset[str]:
+    """Return the parameters that forward writes to and that are in no unit."""
+    if captured is None or not captured.written:
+        return frozenset()
+    return frozenset(captured.written) - {name for unit in plan.units() for name in unit.sizes}
 
 
 def link_bytes_per_s(plan: Plan) -> tuple[float, float]:
