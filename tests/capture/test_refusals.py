@@ -350,8 +350,8 @@ def resetting() -> nn.Module:
 
 
 def averaged(last: nn.Linear, average: nn.Linear, x: Tensor) -> Tensor:
-    average.weight.data = 0.9 * average.weight.data + 0.1 * last.weight.data  # as MoCo has it
-    return last(x) + average(x)
+    average.weight.data = last.weight.data.mean(0, keepdim=True)
+    return last(x)
 
 
 def with_frozen(model: nn.Module, name: str) -> nn.Module:

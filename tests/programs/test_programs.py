@@ -23,6 +23,7 @@ TRIED = {
         "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
+        "bounded_by_other_data",
     ),
     "modules": (
         "layer_scale", "pruned", "parts_that_do_not_run", "routed_experts",
@@ -31,7 +32,9 @@ TRIED = {
     "operators": (
         "complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes",
     ),
-    "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
+    "adapters": (
+        "trained_tokens", "prefix_tuning", "lora_on_parameters", "adalora", "shira", "context_prompt_tuning",
+    ),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
         "parameters_of_the_loss", "group_added_later",

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +54,7 @@ from ullage.capture.tiles.token_wise import TokenWise
 # argument.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 aten = torch.ops.aten
+_SETS_DATA: Final[Any] = Tensor.data.__set__  # type: ignore[attr-defined]
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
 
@@ -99,6 +101,7 @@ def record(
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
         stack.enter_context(traceable_functions())
+        stack.enter_context(_InPlace(found.model))
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
@@ -170,6 +173,24 @@ def _as_on_gpu() -> Iterator[None]:
 
     with mock.patch.multiple(functional, scaled_dot_product_attention=fused_attention, dropout=fused_dropout):
         yield
+
+
+class _InPlace(TorchFunctionMode):
+    """Lets a forward that gives a trained parameter other data (``weight.data = ...``) write them in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SETS_DATA and id(args[0]) in self._trained:
+            held, values = args[0].detach(), args[1]
+            is_other = values.untyped_storage()._cdata != held.untyped_storage()._cdata
+            if is_other and (values.shape, values.dtype) == (held.shape, held.dtype):
+                with torch.no_grad():
+                    held.copy_(values)
+                return None
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

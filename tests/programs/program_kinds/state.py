@@ -498,3 +498,23 @@ def codebook_in_a_frozen_parameter(ullage) -> Trained:
             return x + (quantized - x).detach()
 
     return loop(ullage, Quantized)
+
+
+@program
+def bounded_by_other_data(ullage) -> Trained:
+    """EEGNet: layers bound their weights in forward, and give them to the parameter as other data."""
+
+    class Bounded(nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+            return super().forward(x)
+
+    class With(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bounded = Bounded(64, 64)
+
+        def forward(self, x):
+            return super().forward(x) + self.bounded(x)
+
+    return loop(ullage, With)

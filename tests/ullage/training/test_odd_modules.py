@@ -550,6 +550,6 @@ def test_frozen_parameters_that_forward_writes_to_are_read_loaded_and_never_trai
         model.load_state_dict(kept)
         for name, weight in session.full_parameters().items():
             assert torch.equal(weight, kept[name])
-        model.second.requires_grad_(True)
+        model.second.weight.requires_grad_(True)
         with pytest.raises(ValueError, match=r"second\.weight was frozen when the plan was made"):
             model(x)
