@@ -16,7 +16,7 @@ TRIED = {
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
         "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row",
-        "penalty_on_gradients", "curvature_from_gradients", "parts_evaluated_and_written",
+        "penalty_on_gradients", "curvature_from_gradients", "parts_evaluated_and_written", "compiled_later",
         "forwards_replaced_later", "nodes_that_accumulate", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (

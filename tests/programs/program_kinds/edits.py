@@ -631,3 +631,18 @@ def parts_evaluated_and_written(ullage) -> Trained:
             model.blocks[3].down.weight.mul_(0.99)
 
     return loop(model, optimizer, stepped=stepped)
+
+
+@program
+def compiled_later(ullage) -> Trained:
+    """The model and its blocks are compiled between steps."""
+    model, optimizer = made(ullage)
+
+    def stepped(step: int) -> None:
+        if step == 0:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        elif step == 1:
+            model.compile(backend="eager")
+
+    return loop(model, optimizer, stepped=stepped)
