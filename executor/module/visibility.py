@@ -203,10 +203,25 @@ class WeightVisibility:
         self._in_sight.add(unit)
 
     def _hide_memory(self, unit: str) -> None:
-        self._in_sight.discard(unit)
         with unguarded():
+            if unit in self._in_sight and unit not in self._kept:
+                self._check_memory(unit)
+            self._in_sight.discard(unit)
             for parameter, _, _, nothing in self._leaves[unit]:
                 parameter.data = nothing
+
+    def _check_memory(self, unit: str) -> None:
+        """Check that forward has given no parameter other data, which would be lost. Raises ValueError if it has.
+
+        Those of another type are those of before, as a layer of bitsandbytes has its bias in the type of its input.
+        """
+        for parameter, _, weights, _ in self._leaves[unit]:
+            if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
+                raise ValueError(
+                    f"forward gave the parameter {self._all[id(parameter)][1]} other data (weight.data = ...), which "
+                    "it did not do when the plan was made, so they would be lost; do it between steps, or in the first "
+                    "forward too"
+                )
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.
