@@ -252,7 +252,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._given, self.session.runtime, self.session.driver, self.session.name_of, self.session.has
             )
             return
-        self._given.state = held = HeldState(self._state_of_parameters, self._set_state_of_parameters)
+        self._given.state = held = HeldState(
+            self._parameters_with_state, self._state_of_parameters, self._set_state_of_parameters
+        )
         self.session.runtime.settle_state = held.settle
         self.session.at_end(lambda: setattr(self._given, "state", collections.defaultdict(dict)))
 
@@ -691,8 +693,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, state in self._states():
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
-            # In the middle of an iteration, a step is counted whose gradient has come.
-            step = parameter.step - (parameter.arrived == self.session.iteration)
+            step = self._steps_taken(parameter)
             if step or own.starts_at:
                 counted = _steps_of(own, parameter, step)
                 numbers = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
@@ -707,6 +708,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     for key, values in found.items()
                 }
         return states
+
+    def _steps_taken(self, parameter: ParameterState) -> int:
+        """Return a parameter's updates. In the middle of an iteration, a step is counted whose gradient has come."""
+        return parameter.step - (parameter.arrived == self.session.iteration)
+
+    def _parameters_with_state(self) -> list[torch.Tensor]:
+        """Return the parameters of which :meth:`_state_of_parameters` has the state, in the order of that."""
+        found: dict[torch.Tensor, None] = dict.fromkeys(self._beside.state)
+        held = self.session.runtime.state.by_parameter
+        for parameter in (p for group in self.param_groups for p in group["params"] if self.session.has(p)):
+            parts = held.get(self.session.name_of(parameter), ())[:1]  # frozen ones have none
+            if any(self._steps_taken(part) or self.entry.of(part.kind).starts_at for _, part in parts):
+                found[parameter] = None
+        return [*found]
 
     def _state_of_parameters(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of each parameter that has some, without master copies."""

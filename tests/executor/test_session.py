@@ -281,6 +281,25 @@ def test_a_gradient_that_has_left_can_be_used_until_its_step():
         assert weight.grad is None
 
 
+def test_which_parameters_have_state_is_known_without_copies_of_it():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session:
+        assert not optimizer.state
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert not optimizer.state
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert len(optimizer.state) == len(parameters)
+        assert all(parameter in optimizer.state for parameter in parameters)
+        assert tokens not in optimizer.state
+        assert {*map(id, optimizer.state)} == {*map(id, parameters)}
+        assert not dict.__len__(optimizer.state)  # nothing was copied
+        assert {*optimizer.state[parameters[0]]} >= {"exp_avg", "exp_avg_sq", "step"}
+        assert dict.__len__(optimizer.state) == len(optimizer.state) == len(parameters)
+
+
 @pytest.mark.parametrize(("first", "most_bytes"), [(0, 1 << 20), (1, 1 << 20), (0, 100)])
 def test_gradients_are_kept_for_loops_that_read_them_after_their_first_step(first, most_bytes, monkeypatch):
     monkeypatch.setattr(driving, "_MOST_KEPT_BYTES", most_bytes)
