@@ -25,9 +25,7 @@ TRIED = {
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
         "bounded_by_other_data",
     ),
-    "modules": (
-        "layer_scale", "pruned", "parts_that_do_not_run", "routed_experts",
-    ),
+    "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),
     "operators": (
         "complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes",
