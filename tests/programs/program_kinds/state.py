@@ -495,7 +495,7 @@ def codebook_in_a_frozen_parameter(ullage) -> Trained:
             quantized = self.codes[nearest]
             with torch.no_grad():
                 self.codes.index_add_(0, nearest, 0.1 * (x - quantized))
-            return x + (quantized - x).detach()
+            return x * (1 + 0.1 * (quantized - x).detach())
 
     return loop(ullage, Quantized)
 
