@@ -22,6 +22,9 @@ class ModuleCallbacks(Protocol):
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
 
+    def after_forward(self) -> None:
+        """The forward of a module has ended."""
+
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
 

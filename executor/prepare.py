@@ -208,9 +208,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._given = optimizer
             self._groups = [(group, tuple(map(id, group["params"]))) for group in self.param_groups]
             self._beside = Beside(optimizer, self.param_groups, self._is_planned)
-            if options.checkpoint_buffer_bytes and (entry.whole or not self._beside.is_empty):
-                name = type(optimizer).__name__
-                why = f"{name} steps by itself" if entry.whole else f"{name} has parameters that are not the model's"
+            name = type(optimizer).__name__
+            reasons = {
+                f"{name} steps by itself": entry.whole,
+                f"{name} has parameters that are not the model's": not self._beside.is_empty,
+                f"forward writes to the frozen parameter {min(options.as_buffers, default='')}": options.as_buffers,
+            }
+            why = next((why for why, is_so in reasons.items() if is_so), None)
+            if options.checkpoint_buffer_bytes and why is not None:
                 raise ValueError(
                     f"{why}, but checkpoints hold the state of a plan's own updates alone; leave "
                     "checkpoint_buffer_bytes out, and save model.state_dict() and optimizer.state_dict()"
@@ -247,7 +252,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._given, self.session.runtime, self.session.driver, self.session.name_of, self.session.has
             )
             return
-        self._given.state = held = HeldState(self._state_of_parameters, self._set_state_of_parameters)
+        self._given.state = held = HeldState(
+            self._parameters_with_state, self._state_of_parameters, self._set_state_of_parameters
+        )
         self.session.runtime.settle_state = held.settle
         self.session.at_end(lambda: setattr(self._given, "state", collections.defaultdict(dict)))
 
@@ -686,8 +693,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, state in self._states():
             parameter = self.session.runtime.state.by_parameter[name][0][1]
             own = self.entry.of(parameter.kind)
-            # In the middle of an iteration, a step is counted whose gradient has come.
-            step = parameter.step - (parameter.arrived == self.session.iteration)
+            step = self._steps_taken(parameter)
             if step or own.starts_at:
                 counted = _steps_of(own, parameter, step)
                 numbers = {key: torch.tensor(float(value), device="cpu") for key, value in counted.items()}
@@ -702,6 +708,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     for key, values in found.items()
                 }
         return states
+
+    def _steps_taken(self, parameter: ParameterState) -> int:
+        """Return a parameter's updates. In the middle of an iteration, a step is counted whose gradient has come."""
+        return parameter.step - (parameter.arrived == self.session.iteration)
+
+    def _parameters_with_state(self) -> list[torch.Tensor]:
+        """Return the parameters of which :meth:`_state_of_parameters` has the state, in the order of that."""
+        found: dict[torch.Tensor, None] = dict.fromkeys(self._beside.state)
+        held = self.session.runtime.state.by_parameter
+        for parameter in (p for group in self.param_groups for p in group["params"] if self.session.has(p)):
+            parts = held.get(self.session.name_of(parameter), ())[:1]  # frozen ones have none
+            if any(self._steps_taken(part) or self.entry.of(part.kind).starts_at for _, part in parts):
+                found[parameter] = None
+        return [*found]
 
     def _state_of_parameters(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the state of each parameter that has some, without master copies."""

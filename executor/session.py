@@ -102,13 +102,15 @@ class Session(contextlib.AbstractContextManager["Session"]):
         ):
             absent, absent_buffers = take_off_meta(model, failing)
             mesh = Mesh(decisions, ranks.rank if ranks else 0)
-            shards = shards_of(model, units, mesh, absent)
+            shards = shards_of(model, units, mesh, absent, options.as_buffers)
             self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names, is_alone=ranks is None)
             self.audit = Audit(
                 # It runs modules alone, and compares real numbers.
                 "off"
-                if any(unit.stays or unit.writes for unit in units) or any(p.is_complex() for p in model.parameters())
+                if options.as_buffers
+                or any(unit.stays or unit.writes for unit in units)
+                or any(p.is_complex() for p in model.parameters())
                 else options.audit,
                 model,
                 units,
@@ -135,6 +137,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 failing=failing,
             )
             self.runtime.state.absent |= absent_buffers
+            self.runtime.state.as_buffers |= {name: model.get_parameter(name) for name in options.as_buffers}
             self.schedule = self.runtime.loop.schedule
             _warm_up(entry, groups, decisions, backend if options.device == "cuda" else None)
             self.driver = driver = IterationDriver(
@@ -168,7 +171,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
             driver.num_calls = len(options.calls) or 1
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
-            _move_buffers(model, backend.device, ranks)
+            _move_buffers(model, backend.device, ranks, self.runtime.state.as_buffers.values())
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane
             # Guards come last: before them, a failure leaves no session that could be closed.
@@ -265,7 +268,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.runtime.weights(name) for name in self.runtime.state.shards()}
+        as_buffers = {name: parameter.data for name, parameter in self.runtime.state.as_buffers.items()}
+        return {name: self.runtime.weights(name) for name in self.runtime.state.shards()} | as_buffers
 
     def naming(self) -> Naming:
         """Return the names of the model's tensors in files of weights."""
@@ -545,8 +549,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.close()
 
 
-def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -> None:
+def _move_buffers(
+    model: nn.Module, device: torch.device, ranks: Ranks | None, as_buffers: Iterable[nn.Parameter]
+) -> None:
     """Move buffers to the device, with rank 0's values on all ranks. Later writes to them are not exchanged."""
+    for parameter in as_buffers:  # of one rank
+        parameter.data = parameter.data.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.all.broadcast(buffer)

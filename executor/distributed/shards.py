@@ -152,7 +152,11 @@ class ParameterShard:
 
 
 def shards_of(
-    model: nn.Module, units: tuple[Unit, ...], mesh: Mesh, absent: Collection[int] = ()
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    mesh: Mesh,
+    absent: Collection[int] = (),
+    as_buffers: Collection[str] = (),
 ) -> dict[str, ParameterShard]:
     """Return this rank's shards of the model's parameters, by the names that the units use.
 
@@ -161,13 +165,14 @@ def shards_of(
         units: in forward order.
         mesh: position of this rank.
         absent: ``id`` of each parameter without values.
+        as_buffers: names of parameters that are in no unit.
 
     Raises:
         BindingError: the model's parameters differ from those of the units in name or shape. If an option of ``peft``
             differs, the error names it.
     """
     try:
-        return _shards_of(model, units, mesh, absent)
+        return _shards_of(model, units, mesh, absent, as_buffers)
     except BindingError as error:
         planned = {spec.name: spec.shape for unit in units for spec in (*unit.parameters, *unit.frozen)}
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -177,7 +182,11 @@ def shards_of(
 
 
 def _shards_of(
-    model: nn.Module, units: tuple[Unit, ...], mesh: Mesh, absent: Collection[int]
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    mesh: Mesh,
+    absent: Collection[int],
+    as_buffers: Collection[str],
 ) -> dict[str, ParameterShard]:
     named = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
@@ -202,6 +211,12 @@ def _shards_of(
                 f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
                 "plan's model too, or not in the model"
             )
+    if empty := [name for name in as_buffers if id(named[name]) in absent]:
+        raise BindingError(
+            f"parameter {min(empty)} has no values, and forward writes to it, so it must have them before prepare(); "
+            "make the model with values"
+        )
+    owned |= {id(named[name]): name for name in as_buffers}
     if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
         raise BindingError(
             f"the model has a parameter {strange[0]}, but the plan has none with that name; plan this model again"

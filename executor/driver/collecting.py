@@ -33,6 +33,7 @@ class Collector:
         off_plan: lets the iteration leave the plan.
         on_demand: returns what collects gradients off the plan; ``None`` on it.
         enter_backward: notes that backward runs off the plan.
+        see: gets what autograd adds to a parameter's gradient.
         on_output: called when a gradient comes, which may be before any module's backward; ``None`` if it cannot.
     """
 
@@ -46,11 +47,12 @@ class Collector:
         off_plan: OffPlan,
         on_demand: Callable[[], OnDemand | None],
         enter_backward: Callable[[], None],
+        see: Callable[[str, torch.Tensor], None],
         on_output: Callable[[], None] | None,
     ) -> None:
         self._runtime, self._progress, self._audit, self._backward = runtime, progress, audit, backward
         self._off_plan, self._on_demand, self._enter_backward = off_plan, on_demand, enter_backward
-        self._on_output = on_output
+        self._see, self._on_output = see, on_output
 
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
@@ -104,6 +106,15 @@ class Collector:
             for unit, parameter in parts:
                 on_demand.collect(unit, parameter, parameter.shard.part(as_real(gradient.detach())).clone())
 
+    def _show(self, parameter: ParameterState, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad and self._runtime.ranks is not None:
+            raise GradientError(
+                f"backward(create_graph=True) makes a graph of the gradient of {parameter.name}, but its grad is a "
+                "mean over ranks, which has none; use torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
+        if parameter.shard.leaf is parameter.shard.whole:
+            self._see(parameter.shard.name, gradient)
+
     def _hook(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
@@ -122,8 +133,8 @@ class Collector:
                     "alone, because the others of this step are added up elsewhere; use register_hook, or one backward "
                     "for each step"
                 )
-            if gradient.requires_grad:  # it has a graph of its own: create_graph=True
-                gradient = gradient.detach()
+            self._show(parameter, gradient)
+            gradient = gradient.detach()
             # Of an embedding's sparse one, what it does not have is zero.
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             if self._on_output is not None and not torch.is_grad_enabled():

@@ -6,7 +6,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
+
+_MOST_KEPT_BYTES: Final = 1 << 26
+"""Weights of this size are nearly free to copy: those of adapters, as a rule."""
 
 
 @final
@@ -110,12 +113,20 @@ class IterationDriver:
             off_plan=self._off_plan,
             on_demand=lambda: self._on_demand,
             enter_backward=self._enter_backward,
+            see=self._see,
             on_output=self.on_output if self._stays else None,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
+        trained_bytes = sum(shard.whole.nbytes for shard in runtime.state.shards().values() if shard.trains)
+        keeps = runtime.ranks is None and trained_bytes <= _MOST_KEPT_BYTES
         used = {id(parameter) for group in groups for parameter in group["params"]}
-        self.gradients = UserGradients(decisions, parameters, used, self._norms, self._end_early, self.collector.edited)
+        self.gradients = UserGradients(
+            decisions, parameters, used, self._norms, self._end_early, self.collector.edited, keeps=keeps
+        )
         runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
+
+    def _see(self, name: str, gradient: torch.Tensor) -> None:
+        self.gradients.see(name, gradient)
 
     @property
     def last_was_whole(self) -> bool:
@@ -398,8 +409,8 @@ class IterationDriver:
             self.on_backward(self._last)
 
     def after_forward(self, *_args: object) -> None:
-        """Hide the weights of the last unit after an evaluation; a hook."""
-        if self._runtime.is_evaluating:
+        """Hide the weights of the last unit after an evaluation of the model, or of a part of it; a hook."""
+        if self._runtime.is_evaluating and not self._depth:
             self.visibility.show("")
 
     def zero_grad(self) -> None:

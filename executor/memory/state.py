@@ -63,6 +63,8 @@ class ModelState:
             the new weights, if they go back to the host. It is empty if no piece needs it.
         update_memory: uint8, workspace of updates on the host.
         frozen_by_parameter: this rank's shards of each frozen parameter, by the parameter's name in the model.
+        as_buffers: frozen parameters that are in no unit, by name; see [Note: Written weights] in
+            :mod:`planner.setup`.
         stored: state on NVMe; ``None`` if there is none.
 
     Raises:
@@ -113,6 +115,7 @@ class ModelState:
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
         self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        self.as_buffers: dict[str, torch.nn.Parameter] = {}
         self.frozen_by_parameter: dict[str, list[tuple[UnitState, FrozenParameter]]] = {}
         try:
             self._move_all_in(units, assigned.of_unit, shards)
@@ -235,8 +238,9 @@ class ModelState:
         Raises:
             ValueError: one trains. There is no memory for its gradient and state.
         """
-        for name, parts in self.frozen_by_parameter.items():
-            if parts[0][1].shard.trains:
+        frozen = {name: parts[0][1].shard.whole for name, parts in self.frozen_by_parameter.items()}
+        for name, parameter in (frozen | self.as_buffers).items():
+            if parameter.requires_grad:
                 raise ValueError(
                     f"{name} was frozen when the plan was made, so the plan has no memory for its gradient and state; "
                     "let what is ever trained require gradients in prepare(), and freeze it after that "

@@ -270,7 +270,8 @@ def bind_state_dict(
                 with unguarded():
                     save(state_dict, prefix, keep_vars)
             for name, parameter in own.items():
-                if prefix + name in state_dict and not StoredParameter(parameter, module).is_quantized:
+                planned = id(parameter) in names  # others count as buffers
+                if planned and prefix + name in state_dict and not StoredParameter(parameter, module).is_quantized:
                     state_dict[prefix + name] = weight(names[id(parameter)])
 
         return save_current
@@ -331,6 +332,7 @@ def _hooks(
     arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
         if marker.ends and torch.is_grad_enabled() and not (in_backward() and not callbacks.on_demand):
@@ -339,8 +341,7 @@ def _hooks(
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
         yield module.register_forward_pre_hook(before, prepend=True).remove
-    if any(marker.ends for marker in of_call.values()):
-        yield module.register_forward_hook(after).remove
+    yield module.register_forward_hook(after).remove
 
 
 def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
@@ -33,6 +34,12 @@ ON_DEMAND: Final = (
     "of training in memory. Iterations that match the plan follow it again. This is said once"
 )
 """What an iteration does that has left the plan."""
+
+AS_THEY_ARE: Final = (
+    "modules that torch.compile has compiled run as they are until the session is closed; with compile_blocks=True, "
+    "prepare() compiles the model's blocks under the plan"
+)
+"""What becomes of ``module.compile()``."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be resumed: close the session "
@@ -256,6 +263,7 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
             replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)),
             replace_attribute(module, "__deepcopy__", _refuse_copy),
             replace_attribute(module, "__reduce_ex__", _refuse_copy),
+            replace_attribute(module, "compile", _stay_as_it_is),
         ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
@@ -296,6 +304,10 @@ def _refuse_copy(_given: object) -> None:
         "it; save model.state_dict(); for another model of the same weights, make one and "
         "load_state_dict(model.state_dict())"
     )
+
+
+def _stay_as_it_is(*_args: object, **_kwargs: object) -> None:
+    warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
 
 
 def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:

@@ -33,6 +33,7 @@ class UserGradients:
         norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
         edit: leaves the plan, and returns what reads and replaces gradients.
+        keeps: whether copies of gradients may be kept, so that they can be read after the step; see :meth:`see`.
 
     Attributes:
         refusal: why norms cannot be read; empty: they can.
@@ -46,6 +47,8 @@ class UserGradients:
         norms: Callable[[], dict[str, torch.Tensor]],
         complete: Callable[[], None],
         edit: Callable[[], GradientEditor],
+        *,
+        keeps: bool = False,
     ) -> None:
         self._clips = decisions.clip
         self.refusal = ""
@@ -58,6 +61,9 @@ class UserGradients:
         self._find_norms = norms
         self._complete, self._edit = complete, edit
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
+        self._graphs: dict[str, torch.Tensor] = {}  # sums that have a graph of their own, as create_graph=True makes
+        self._keeps, self._is_kept_read = keeps, False
+        self._kept: dict[str, torch.Tensor] = {}  # copies of this iteration's gradients
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
@@ -77,6 +83,9 @@ class UserGradients:
         self._norms = None
         self._scales.clear()
         self._open.clear()
+        self._graphs.clear()
+        self._keeps = self._keeps and (self._is_kept_read or not self._kept)
+        self._kept.clear()
         self._stale.clear()
         self._dropped = False
 
@@ -85,7 +94,23 @@ class UserGradients:
         with unguarded():
             self._num_added = micro_batch + 1
             for name in self._arrived(iteration):
-                self._stand_in(name)
+                if name in self._graphs:
+                    self._wholes[name].grad = self._graphs[name]
+                else:
+                    self._stand_in(name)
+
+    def see(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep what autograd adds to a gradient, where the loop needs it later.
+
+        If it or what it is added to has a graph, ``grad`` leads on to weights. If the loop reads gradients after its
+        first step, as AdaLoRA does, copies are kept from then on.
+        """
+        if self._keeps:
+            values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            self._kept[name] = self._kept[name] + values if name in self._kept else values.clone()
+        if gradient.requires_grad or name in self._graphs:
+            with torch.enable_grad():  # as autograd adds in place, which keeps the graph of what is there
+                self._graphs[name] = self._graphs[name] + gradient if name in self._graphs else gradient
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -121,6 +146,10 @@ class UserGradients:
             GradientError: there are none now.
             OutOfOrderError: updates begin in backward.
         """
+        if not self._num_added and name in self._kept:
+            self._is_kept_read = True
+            self._open[name] = self._kept[name] if self.scale(name) == 1 else self._kept[name] * self.scale(name)
+            return self._open[name]
         if not self._num_added:
             raise GradientError(
                 f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
@@ -134,6 +163,11 @@ class UserGradients:
 
     def close_gradient(self, name: str, *, written: bool, held: bool) -> None:
         """End the use of :meth:`open_gradient`, see :class:`executor.gradients.GradientOwner`."""
+        if written and not self._num_added:
+            raise GradientError(
+                f"the gradient of {name} was changed after optimizer.step(), which used it up; change gradients "
+                "between backward and the step, and call optimizer.zero_grad() after it"
+            )
         if written:
             self._replace(name, self._open[name])
         if not held:
@@ -148,6 +182,8 @@ class UserGradients:
             for name, values in self.replaced().items():
                 self._replace(name, values)
                 self._stand_in(name)
+                if name in self._graphs:
+                    self._graphs[name] = values
                 self._num_added = max(self._num_added, 1)
 
     def replaced(self) -> dict[str, torch.Tensor]:
@@ -157,7 +193,10 @@ class UserGradients:
             return {name: g for name, g in given if g is not None and not isinstance(g, OffloadedGradient)}
 
     def _replace(self, name: str, values: torch.Tensor) -> None:
-        self._edit().replace(name, values.to_dense() if values.is_sparse else values)
+        values = values.to_dense() if values.is_sparse else values
+        self._edit().replace(name, values)
+        if self._keeps:
+            self._kept[name] = values.detach().clone()
         self._scales.pop(name, None)
         self._norms = None
 
@@ -205,6 +244,9 @@ class UserGradients:
                 editor = self._edit()
                 editor.replace(name, editor.gradient(name).mul_(scale))
         self._stale -= dropped
+        for held in (self._graphs, self._kept):
+            for name in dropped & held.keys():
+                del held[name]
         self._dropped_early.clear()
         self._open.clear()
         self._norms = None
@@ -254,6 +296,7 @@ class UserGradients:
                         self._drop(part)
             self._num_added = 0
             self._open.clear()
+            self._graphs.clear()
             self._zeroed.clear()
         forget_factor()
 

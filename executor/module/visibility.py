@@ -83,6 +83,7 @@ class WeightVisibility:
         self._in_sight = set(self._leaves)  # units whose memory their parameters have
         self._all = {id(leaf): (leaf, name) for leaves in of_units.values() for leaf, name in leaves}
         self._written = {spec.name for unit in units if unit.writes for spec in unit.parameters}
+        self._writing = {unit.name for unit in units if unit.writes}
         for leaf, name in self._all.values():  # until the first call of show(), they are ordinary
             guard(leaf, name, reader)
             lift_guard(leaf)
@@ -105,6 +106,8 @@ class WeightVisibility:
         unknown, self._shown_for = self._shown_for is None, None
         used = self._used_by.get(unit, frozenset())
         for name in (self._leaves.keys() if unknown else self._shown) - used:
+            if name in self._writing & self._shown:
+                self._take_over(name)
             for parameter, _, _, _ in self._leaves[name]:
                 parameter.__class__ = Guarded  # type: ignore[assignment]
             if name not in self._settled:
@@ -116,6 +119,13 @@ class WeightVisibility:
                 self._show_memory(name)
         self._shown = used
         self._shown_for = unit
+
+    def _take_over(self, unit: str) -> None:
+        """Take over what forward has given parameters as other data (``weight.data = ...``)."""
+        for parameter, _, weights, _ in self._leaves[unit]:
+            if parameter.data_ptr() != weights.data_ptr():
+                weights.copy_(parameter.data)
+                parameter.data = weights
 
     def unsettle(self) -> None:
         """Hide the memory of settled units, because their updates are about to begin."""
@@ -193,10 +203,25 @@ class WeightVisibility:
         self._in_sight.add(unit)
 
     def _hide_memory(self, unit: str) -> None:
-        self._in_sight.discard(unit)
         with unguarded():
+            if unit in self._in_sight and unit not in self._kept:
+                self._check_memory(unit)
+            self._in_sight.discard(unit)
             for parameter, _, _, nothing in self._leaves[unit]:
                 parameter.data = nothing
+
+    def _check_memory(self, unit: str) -> None:
+        """Check that forward has given no parameter other data, which would be lost. Raises ValueError if it has.
+
+        Those of another type are those of before, as a layer of bitsandbytes has its bias in the type of its input.
+        """
+        for parameter, _, weights, _ in self._leaves[unit]:
+            if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
+                raise ValueError(
+                    f"forward gave the parameter {self._all[id(parameter)][1]} other data (weight.data = ...), which "
+                    "it did not do when the plan was made, so they would be lost; do it between steps, or in the first "
+                    "forward too"
+                )
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.

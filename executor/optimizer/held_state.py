@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -25,21 +25,36 @@ def _reading(name: str) -> Callable[..., Any]:
 class HeldState(collections.defaultdict[torch.Tensor, _Entry]):
     """State of all parameters: copies on the host, which are read at the first use and kept until :meth:`settle`.
 
-    Ranks use it together. What was taken from it is a copy once the next iteration begins: take it anew.
+    Which parameters have state (``len``, ``in``, loops over them) can be asked for without copies. Ranks use it
+    together. What was taken from it is a copy once the next iteration begins: take it anew.
 
     Args:
+        held: returns the parameters that have state.
         read: returns each parameter's state.
         write: sets the state of parameters; ``{}`` is none.
     """
 
     def __init__(
         self,
+        held: Callable[[], Collection[torch.Tensor]],
         read: Callable[[], Mapping[torch.Tensor, _Entry]],
         write: Callable[[Mapping[torch.Tensor, _Entry]], None],
     ) -> None:
         super().__init__(dict)
-        self._read, self._write = read, write
+        self._held, self._read, self._write = held, read, write
         self._seen: dict[torch.Tensor, dict[str, tuple[Any, int]]] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of parameters that have state."""
+        return len(self._held()) if self._seen is None else super().__len__()
+
+    def __contains__(self, parameter: object) -> bool:
+        """Return whether a parameter has state."""
+        return any(parameter is one for one in self._held()) if self._seen is None else super().__contains__(parameter)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Return the parameters that have state, one after another."""
+        return iter(self._held()) if self._seen is None else super().__iter__()
 
     def read(self) -> None:
         """Read the state, if it is not there."""
@@ -61,7 +76,7 @@ class HeldState(collections.defaultdict[torch.Tensor, _Entry]):
 
 
 _METHODS: Final = (
-    *(f"__{name}__" for name in ("getitem", "setitem", "delitem", "iter", "len", "contains")),
+    *(f"__{name}__" for name in ("getitem", "setitem", "delitem")),
     *("get", "setdefault", "pop", "popitem", "update", "clear", "keys", "values", "items", "copy"),
 )
 for _name in _METHODS:

@@ -188,7 +188,8 @@ class CapturedModel(Frozen):
             that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
             :mod:`ullage.capture.partitioning`.
         second_order: whether it makes gradients of gradients; see [Note: Second order] in :mod:`planner.setup`.
-        written: parameters that its forward writes to; see [Note: Written weights] in :mod:`planner.setup`.
+        written: parameters that its forward writes to; frozen ones are in no operator. See [Note: Written weights] in
+            :mod:`planner.setup`.
     """
 
     factory: str

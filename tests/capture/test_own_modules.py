@@ -19,7 +19,6 @@ from planner.models.kernels import Attention, flop
 from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
-from ullage.capture.records import CaptureError
 
 aten = torch.ops.aten
 FUSED = {
@@ -298,5 +297,6 @@ def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
             self.other.weight.data = self.other.weight.data * 0.9 + self.own.weight.data * 0.1
             return self.own(x) + self.other(x)
 
-    with pytest.raises(CaptureError, match=r"forward gives the parameter other\.weight other data, .* between steps"):
-        capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
+    found = capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
+    assert found.written == ("other.weight",)
+    assert "other.weight" not in {spec.name for operator in found.operators() for spec in operator.parameters}

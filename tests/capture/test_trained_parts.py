@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
-    AdaLoraConfig,
     BOFTConfig,
     C3AConfig,
     FourierFTConfig,
@@ -15,11 +14,9 @@ from peft import (
     LoKrConfig,
     LoraConfig,
     OFTConfig,
-    PeftConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
-    ShiraConfig,
     TrainableTokensConfig,
     VBLoRAConfig,
     WaveFTConfig,
@@ -127,20 +124,3 @@ def test_what_trains_is_planned_and_trained_as_in_memory(
         final = session.full_parameters()
         different = [name for name, weight in plain.named_parameters() if not torch.equal(final[name], weight)]
     assert not different
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            AdaLoraConfig(target_modules=["q_proj"], total_step=9),
-            "it reads gradients after the step that has used them up; use LoRA",
-        ),
-        (ShiraConfig(target_modules=["q_proj"], r=2), "its weights are sparse tensors; use LoRA"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")  # of peft
-def test_adapters_that_cannot_be_planned_say_what_can(config: PeftConfig, message: str) -> None:
-    model = get_peft_model(AutoModelForCausalLM.from_config(LLAMA), config)
-    with pytest.raises(ullage.CaptureError, match=rf"adapter 'default' is \w+, which cannot be planned: .*{message}"):
-        ullage.capture_module(model, ["input_ids=2x16:int64"])

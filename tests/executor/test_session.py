@@ -26,6 +26,7 @@ from training import (
     uniform,
 )
 
+from executor.driver import iteration as driving
 from executor.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.decisions import Place
@@ -273,10 +274,51 @@ def test_a_gradient_that_has_left_can_be_used_until_its_step():
         assert not gradient.any()
         optimizer.step()
         assert weight.grad is gradient
-        with pytest.raises(GradientError, match=r"after optimizer\.step\(\), which used it up"):
-            gradient.sum()
+        assert not gradient.any()
+        with pytest.raises(GradientError, match=r"changed after optimizer\.step\(\), which used it up"):
+            gradient.add_(1)
         gradient.zero_()
         assert weight.grad is None
+
+
+def test_which_parameters_have_state_is_known_without_copies_of_it():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session:
+        assert not optimizer.state
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert not optimizer.state
+        optimizer.step()
+        optimizer.zero_grad()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        assert len(optimizer.state) == len(parameters)
+        assert all(parameter in optimizer.state for parameter in parameters)
+        assert tokens not in optimizer.state
+        assert {*map(id, optimizer.state)} == {*map(id, parameters)}
+        assert not dict.__len__(optimizer.state)  # nothing was copied
+        assert {*optimizer.state[parameters[0]]} >= {"exp_avg", "exp_avg_sq", "step"}
+        assert dict.__len__(optimizer.state) == len(optimizer.state) == len(parameters)
+
+
+@pytest.mark.parametrize(("first", "most_bytes"), [(0, 1 << 20), (1, 1 << 20), (0, 100)])
+def test_gradients_are_kept_for_loops_that_read_them_after_their_first_step(first, most_bytes, monkeypatch):
+    monkeypatch.setattr(driving, "_MOST_KEPT_BYTES", most_bytes)
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    with optimizer.session:
+        for step, tokens in enumerate(batches(TASK)[:3, 0]):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            before = float(norm)
+            optimizer.step()
+            if step >= first and (first or most_bytes < 1000):
+                with pytest.raises(GradientError, match=r"used after optimizer\.step\(\), which used it up"):
+                    next(model.parameters()).grad.sum()
+                break
+            if step >= first:
+                after = sum(float(p.grad.detach().clone().square().sum()) for p in model.parameters()) ** 0.5
+                assert after == pytest.approx(1e-3 * before / (before + 1e-6), rel=1e-3)
+            optimizer.zero_grad()
+        assert not optimizer.session.num_left
 
 
 def test_a_gradient_cannot_be_used_where_updates_begin_in_backward():

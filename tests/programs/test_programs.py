@@ -16,19 +16,23 @@ TRIED = {
         "weights_kept_by_a_function", "parts_without_gradients", "weights_given_by_functional_call",
         "derivatives_along_a_direction", "gradients_of_zero", "norms_after_the_step",
         "thawed_before_backward", "averages_put_in_for_evaluation", "masked_gradients", "clipped_by_row",
+        "penalty_on_gradients", "curvature_from_gradients", "parts_evaluated_and_written", "compiled_later",
         "forwards_replaced_later", "nodes_that_accumulate", "moments_before_the_step", "autocast_around_forward",
     ),
     "state": (
         "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
-        "weights_made_once",
+        "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
+        "bounded_by_other_data",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),
     "operators": (
         "complex_parameters", "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes",
     ),
-    "adapters": ("trained_tokens", "prefix_tuning", "lora_on_parameters"),
+    "adapters": (
+        "trained_tokens", "prefix_tuning", "lora_on_parameters", "adalora", "shira", "context_prompt_tuning",
+    ),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
         "parameters_of_the_loss", "group_added_later",

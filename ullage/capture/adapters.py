@@ -27,26 +27,6 @@ _TASKS: Final[dict[Any, str]] = {
     transformers.AutoModelForSequenceClassification: "SEQ_CLS",
 }
 
-# Adapters of `peft` that cannot be captured, why, and what can be instead.
-_REFUSED: Final = {
-    "ADALORA": "it reads gradients after the step that has used them up; use LoRA, and choose the rank",
-    "SHIRA": "its weights are sparse tensors; use LoRA",
-}
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Check that a model's adapters of ``peft`` can be captured.
-
-    Raises:
-        CaptureError: some cannot; says what can be used instead.
-    """
-    configs = getattr(model, "peft_config", None)
-    for name, config in configs.items() if isinstance(configs, dict) else ():
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        reason = _REFUSED.get(kind)
-        if reason is not None:
-            raise CaptureError(f"adapter {name!r} is {kind}, which cannot be planned: {reason}")
-
 
 def make_adapted(
     architecture: Architecture,

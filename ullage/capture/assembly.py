@@ -95,7 +95,7 @@ def assemble(
         segments=tuple(segments),
         calls=recording.calls,
         second_order=recording.second_order or None,
-        written=tuple(sorted(recording.written)) or None,
+        written=tuple(sorted(recording.rewrites)) or None,
     )
 
 
@@ -317,6 +317,8 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
         if not segment[0]:
             continue
         saved[segment] += draft.saved_bytes
+        if not recording.of_written.isdisjoint(draft.events):  # run again, it would read other values, and write again
+            spoilt.add(segment)
         late = [index for index in draft.events if index >= recording.visit_of[segment].stop]
         if any(flop(recording.forward[index].kernels) for index in late):
             spoilt.add(segment)

@@ -103,9 +103,10 @@ def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def traceable_functions() -> Iterator[None]:
     """Replace functions of torch that read or write memory where no operator shows it.
 
-    ``torch.tensor`` takes a list of fake scalars then, and packed sequences are padded.
+    ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, and sparse tensors that take
+    gradients are dense.
     """
-    real = torch.tensor
+    real, sparse = torch.tensor, torch.sparse_coo_tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, list) and data and all(isinstance(value, FakeTensor) for value in data):
@@ -113,8 +114,14 @@ def traceable_functions() -> Iterator[None]:
         made: Tensor = real(data, *args, **kwargs)
         return made
 
+    def sparse_coo_tensor(indices: Tensor, values: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        if size is None or not isinstance(values, FakeTensor) or not values.requires_grad:
+            return sparse(indices, values, *([] if size is None else [size]), **kwargs)
+        return values.new_zeros(tuple(size)).index_put(tuple(indices), values, accumulate=True)
+
     with (
         mock.patch.object(torch, "tensor", tensor),
+        mock.patch.object(torch, "sparse_coo_tensor", sparse_coo_tensor),
         mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
     ):
         yield

@@ -35,7 +35,7 @@ from planner.models.loops import can_be_continued, continued
 from planner.models.operators import Batch
 from planner.models.quantization import Quantization
 from planner.models.registry import list_models
-from ullage.capture.adapters import check_adapters, make_adapted
+from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, attention_in_words, fused_attention
@@ -169,7 +169,6 @@ class _Capture:
         model = self._model()
         _check_parameters(model, self.name, self.dtype)
         check_formats(model, self.name)
-        check_adapters(model)
         _check_statistics(model, self.name, DTYPES[self.dtype])
         # Nothing is known of how a model is executed that has no name.
         named = self.make is None and self.as_on_gpu
@@ -248,7 +247,7 @@ class _Capture:
                         model.zero_grad()
                     tiled = [model.get_submodule(path) for path in self.token_wise]
                 recording = recorded(tiles, tiled, repeats=repeats)
-            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order or recording.written):
+            if recording.copies and (recording.visits[-1].call > 1 or recording.second_order or recording.rewrites):
                 raise UnequalError(recording.copies[0].path)
             known_as = (
                 spec.model_copy(update={"num_values": num_values})

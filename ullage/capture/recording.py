@@ -7,6 +7,7 @@ are those of a CPU, for which autograd needs no GPU. If a GPU runs other operato
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -52,6 +54,7 @@ from ullage.capture.tiles.token_wise import TokenWise
 # argument.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 aten = torch.ops.aten
+_SETS_DATA: Final[Any] = Tensor.data.__set__  # type: ignore[attr-defined]
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
 
@@ -98,6 +101,7 @@ def record(
             for undo in tile_modules(tiled, tiles.layer_tile_tokens):
                 stack.callback(undo)
         stack.enter_context(traceable_functions())
+        stack.enter_context(_InPlace(found.model))
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
@@ -169,6 +173,24 @@ def _as_on_gpu() -> Iterator[None]:
 
     with mock.patch.multiple(functional, scaled_dot_product_attention=fused_attention, dropout=fused_dropout):
         yield
+
+
+class _InPlace(TorchFunctionMode):
+    """Lets a forward that gives a trained parameter other data (``weight.data = ...``) write them in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SETS_DATA and id(args[0]) in self._trained:
+            held, values = args[0].detach(), args[1]
+            is_other = values.untyped_storage()._cdata != held.untyped_storage()._cdata
+            if is_other and (values.shape, values.dtype) == (held.shape, held.dtype):
+                with torch.no_grad():
+                    held.copy_(values)
+                return None
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -292,12 +314,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_written(self, storages: Iterable[int]) -> None:
         """Note the parameters among storages that forward changes in place."""
         for name in (self._name[number] for number in storages if number in self._name):
-            if not self.found.model.get_parameter(name).requires_grad:
-                raise CaptureError(
-                    f"forward writes to the frozen parameter {name}, which a plan would lose; do that between steps, "
-                    "outside of forward, or make it a buffer"
-                )
-            self.found.written.add(name)
+            trains = self.found.model.get_parameter(name).requires_grad
+            (self.found.written if trains else self.found.as_buffers).add(name)
 
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
@@ -367,6 +385,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             converted = parameter.dtype is not self._types[name] or is_traceable_wrapper_subclass_type(type(parameter))
             parts = [] if converted else strided(parameter)
             if any(self._storage(part) not in self._name for part in parts):
+                if not parameter.requires_grad:
+                    self.found.as_buffers.add(name)
+                    continue
                 raise CaptureError(
                     f"forward gives the parameter {name} other data, which a plan would lose; do that between steps, "
                     "outside of forward, or make it a buffer"
@@ -383,6 +404,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "no parameter has a gradient after backward, because the loss depends on no trained parameter; return "
                 "a loss that depends on them"
             )
+        if self.found.as_buffers:
+            self._take_out(self.found.as_buffers)
+
+    def _take_out(self, names: set[str]) -> None:
+        """Let parameters count as buffers, also where they were read."""
+        for number, name in self._name.items():
+            if name in names:
+                self.found.storages[number].owner = "buffer"
+        for events in (self.found.forward, self.found.backward):
+            for index, event in enumerate(events):
+                if not names.isdisjoint(event.parameters):
+                    self.found.of_written.add(event.source)
+                    left = tuple(name for name in event.parameters if name not in names)
+                    events[index] = dataclasses.replace(event, parameters=left)
 
     def reach_head(self, head: nn.Module) -> None:
         """Record that backward has reached a head whose logits are in tiles."""

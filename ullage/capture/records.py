@@ -162,7 +162,9 @@ class Recording:
         tiled: paths of modules that compute in tiles.
         called_with: what the first call of a module was called with.
         second_order: whether a backward that makes a graph of its own reached a visit's output.
-        written: parameters that forward writes to.
+        written: trained parameters that forward writes to.
+        as_buffers: frozen ones, which count as buffers; see [Note: Written weights] in :mod:`planner.setup`.
+        of_written: forward events that read or write these.
     """
 
     model: nn.Module
@@ -186,6 +188,13 @@ class Recording:
     called_with: tuple[CapturedInput, ...] = ()
     second_order: bool = False
     written: set[str] = dataclasses.field(default_factory=set)
+    as_buffers: set[str] = dataclasses.field(default_factory=set)
+    of_written: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def rewrites(self) -> set[str]:
+        """All parameters that forward writes to."""
+        return self.written | self.as_buffers
 
     @functools.cached_property
     def skipped(self) -> frozenset[int]:
@@ -210,9 +219,10 @@ class Recording:
 
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The parameters outside of copied blocks."""
+        """The parameters outside of copied blocks that do not count as buffers."""
         copied = tuple(f"{copy.path}." for copy in self.copies)
-        return tuple(name for name, _ in self.model.named_parameters() if not name.startswith(copied))
+        names = (name for name, _ in self.model.named_parameters() if name not in self.as_buffers)
+        return tuple(name for name in names if not name.startswith(copied))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def _report_written(captured: CapturedModel) -> None:
     """
     if not captured.written:
         return
-    name, ranks = captured.written[0], world_size()
+    name, ranks, more = captured.written[0], world_size(), len(captured.written) - 1
     if captured.dtype != "fp32" or ranks > 1:
         raise ValueError(
             f"forward writes to the parameter {name} (as nn.Embedding does with max_norm), which is planned only in "
@@ -186,7 +186,8 @@ def _report_written(captured: CapturedModel) -> None:
             "a changed copy"
         )
     print_line(
-        f"forward writes to {', '.join(captured.written)}: what holds it stays on the device, and is not audited"
+        f"forward writes to {name}{f' and {more} more parameters' if more else ''}: what holds them stays on the "
+        "device, and is not audited"
     )
 
 

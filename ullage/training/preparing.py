@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import executor.options
-from executor.module.guards import check_kinds, run_uncompiled
+from executor.module.guards import AS_THEY_ARE, check_kinds, run_uncompiled
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
@@ -78,12 +78,7 @@ def prepare(
             return prepare(model, placeholder, plan, step=step, **options)
     check_kinds(model, optimizer)
     if compiled := list(run_uncompiled(model)):
-        warnings.warn(
-            "modules that torch.compile has compiled run as they are until the session is closed; with "
-            "compile_blocks=True, prepare() compiles the model's blocks under the plan",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
         with contextlib.ExitStack() as failing:
             for undo in compiled:
                 failing.callback(undo)
@@ -239,9 +234,17 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         batch=batch_shapes(plan),
         calls=calls,
         is_captured=captured is not None,
+        as_buffers=_as_buffers(captured, plan),
         report=print_line if is_first_process() else lambda _line: None,
         **own,
     )
+
+
+def _as_buffers(captured: CapturedModel | None, plan: Plan) -> frozenset[str]:
+    """Return the parameters that forward writes to and that are in no unit."""
+    if captured is None or not captured.written:
+        return frozenset()
+    return frozenset(captured.written) - {name for unit in plan.units() for name in unit.sizes}
 
 
 def link_bytes_per_s(plan: Plan) -> tuple[float, float]:

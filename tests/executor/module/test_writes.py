@@ -488,3 +488,18 @@ def test_views_follow_each_others_writes() -> None:
             tensor.mul_(2)
             row.add_(1)
         assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("params", ["resident", "uploaded", "fetched"])
+def test_other_data_that_forward_gives_a_parameter_are_never_lost_without_a_word(params) -> None:
+    model, optimizer = prepare(TASK, decide(TASK, uniform(*PLANS[params])))
+    layer, tokens = model.get_submodule(WHOLE), batches(TASK)[0, 0]
+
+    def halve(module, _args):
+        module.weight.data = module.weight.data * 0.5
+
+    with optimizer.session:
+        layer.register_forward_pre_hook(halve)
+        with pytest.raises(ValueError, match=rf"forward gave the parameter {WHOLE}\.weight other data.*do it between"):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()

@@ -138,3 +138,49 @@ def two_adapters_in_turn(ullage) -> Trained:
     model.add_adapter("other", config)
     model.set_adapter("default")
     return train(ullage, model, tokens)
+
+
+@program
+def adalora(ullage) -> Trained:
+    """AdaLoRA: ranks are allocated by gradients, after the step."""
+    config = peft.AdaLoraConfig(
+        target_modules=["q_proj", "v_proj"], init_r=6, target_r=3, tinit=1, tfinal=1, total_step=6
+    )
+    model = peft.get_peft_model(base(), config)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, tokens(0))
+    losses = []
+    for step in range(6):
+        loss = model(**tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def shira(ullage) -> Trained:
+    """SHiRA: some values of each weight are trained, as a sparse tensor."""
+    return adapted(ullage, peft.ShiraConfig(r=4, target_modules=["q_proj"], random_seed=3))
+
+
+@program
+def context_prompt_tuning(ullage) -> Trained:
+    """CPT: forward projects what it trains, and gives it to the parameter as other data."""
+    config = peft.CPTConfig(
+        task_type="CAUSAL_LM",
+        cpt_token_ids=[1, 5, 6, 7],
+        cpt_mask=[1, 1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+        opt_projection_epsilon=0.2,
+        opt_projection_format_epsilon=0.1,
+    )
+
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        given = tokens(step)
+        ones = torch.ones_like(given["input_ids"])
+        return given | {"attention_mask": ones, "input_type_mask": 4 * ones}
+
+    return train(ullage, peft.get_peft_model(base(), config), batch)

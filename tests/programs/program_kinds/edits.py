@@ -574,3 +574,75 @@ def nodes_that_accumulate(ullage) -> Trained:
         optimizer.zero_grad()
         seen.append(loss.item())
     return seen, model
+
+
+def of_trained_part(model):
+    return [parameter for name, parameter in model.named_parameters() if not name.startswith("other")]
+
+
+@program
+def penalty_on_gradients(ullage) -> Trained:
+    """A penalty on the gradients that backward(create_graph=True) leaves in parameter.grad."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(create_graph=True)
+        if step == 1:  # another backward adds to them, without a graph
+            F.cross_entropy(model(x.flip(0)), y).backward()
+        penalty = sum(parameter.grad.square().sum() for parameter in with_gradients(model))
+        optimizer.zero_grad()
+        (loss + 0.1 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), penalty.item()]
+    return losses, model
+
+
+@program
+def curvature_from_gradients(ullage) -> Trained:
+    """AdaHessian: products with the Hessian are made from parameter.grad, and divide it."""
+    model, optimizer = made(ullage)
+    parameters, losses = of_trained_part(model), []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(create_graph=True)
+        gradients = [parameter.grad for parameter in parameters]
+        curvature = torch.autograd.grad(gradients, parameters, [torch.ones_like(g) for g in gradients])
+        for parameter, of_parameter in zip(parameters, curvature, strict=True):
+            parameter.grad = parameter.grad.detach() / (1 + of_parameter.abs())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def parts_evaluated_and_written(ullage) -> Trained:
+    """Parts of the model are evaluated alone between steps, and their weights are then written."""
+    model, optimizer = made(ullage)
+
+    def stepped(_step: int) -> None:
+        with torch.no_grad():
+            model.head(model.features(batch(9)[0]))
+            model.head.weight.clamp_(-0.1, 0.1)
+            model.blocks[3].down.weight.mul_(0.99)
+
+    return loop(model, optimizer, stepped=stepped)
+
+
+@program
+def compiled_later(ullage) -> Trained:
+    """The model and its blocks are compiled between steps."""
+    model, optimizer = made(ullage)
+
+    def stepped(step: int) -> None:
+        if step == 0:
+            for block in model.blocks:
+                block.compile(backend="eager")
+        elif step == 1:
+            model.compile(backend="eager")
+
+    return loop(model, optimizer, stepped=stepped)

@@ -449,3 +449,72 @@ def inputs_that_advance(ullage) -> Trained:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
+
+
+@program
+def momentum_encoder(ullage) -> Trained:
+    """MoCo: forward moves a second, frozen encoder towards the first one, and keeps a queue of its outputs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = Net(Block), Net(Block).requires_grad_(False)
+            self.key.load_state_dict(self.query.state_dict())
+            self.register_buffer("queue", torch.randn(64, 8))
+
+        @torch.no_grad()
+        def follow(self) -> None:
+            for ours, theirs in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                theirs.data = theirs.data * 0.9 + ours.data * 0.1
+
+        def forward(self, x):
+            query = self.query(x)
+            with torch.no_grad():
+                self.follow()
+                key = self.key(0.9 * x)
+            others = query @ self.queue.clone().T
+            self.queue[:32] = self.queue[32:].clone()
+            self.queue[32:] = key
+            return torch.cat([(query * key).sum(-1, keepdim=True), others], -1).log_softmax(-1)[:, 0].neg().mean()
+
+    return train(ullage, Model(), lambda step: (torch.randn(32, 16, generator=seeded(step)),))
+
+
+@program
+def codebook_in_a_frozen_parameter(ullage) -> Trained:
+    """Vector quantization: blocks move their codebooks, which are frozen parameters, in forward."""
+
+    class Quantized(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(16, 64), requires_grad=False)
+
+        def forward(self, x):
+            x = super().forward(x)
+            nearest = torch.cdist(x, self.codes).argmin(-1)
+            quantized = self.codes[nearest]
+            with torch.no_grad():
+                self.codes.index_add_(0, nearest, 0.1 * (x - quantized))
+            return x * (1 + 0.1 * (quantized - x).detach())
+
+    return loop(ullage, Quantized)
+
+
+@program
+def bounded_by_other_data(ullage) -> Trained:
+    """EEGNet: layers bound their weights in forward, and give them to the parameter as other data."""
+
+    class Bounded(nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+            return super().forward(x)
+
+    class With(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bounded = Bounded(64, 64)
+
+        def forward(self, x):
+            return super().forward(x) + self.bounded(x)
+
+    return loop(ullage, With)

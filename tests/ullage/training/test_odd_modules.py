@@ -511,3 +511,45 @@ def test_weights_that_forward_writes_to_and_complex_ones_train_as_in_memory(
         found = again.state_dict()[name]
         assert found.dtype is weight.dtype
         assert torch.allclose(found, weight, rtol=0, atol=1e-4) if max_norm else torch.equal(found, weight), name
+
+
+class Following(nn.Module):
+    """Its second layer is frozen, and follows the first one in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 16).requires_grad_(False),
+            nn.Linear(16, 8),
+        )
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.second.weight.lerp_(self.first.weight, 0.1)
+        return self.last(self.first(x) + self.second(x)).square().mean()
+
+
+def test_frozen_parameters_that_forward_writes_to_are_read_loaded_and_never_trained() -> None:
+    model, x = Following(), torch.randn(8, 16)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with pytest.raises(ValueError, match=r"frozen parameter second\.weight, but checkpoints hold"):
+        ullage.prepare(
+            model, torch.optim.AdamW(trained), (x,), hardware="epyc-turin-2c", checkpoint_buffer_bytes=1 << 20
+        )
+    model, optimizer = ullage.prepare(model, torch.optim.AdamW(trained), (x,), hardware="epyc-turin-2c")
+    with optimizer.session as session:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = {name: weight.clone() for name, weight in model.state_dict().items()}
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(model.second.weight, kept["second.weight"])
+        model.load_state_dict(kept)
+        for name, weight in session.full_parameters().items():
+            assert torch.equal(weight, kept[name])
+        model.second.weight.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"second\.weight was frozen when the plan was made"):
+            model(x)
