@@ -21,14 +21,14 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
 from planner.setup import Mix, Setup, pieces
 from planner.terms import Storage
 from planner.verification import verify
-from ullage.rivals import make_plan
+from ullage.rivals import make_plan as rivals_plan
 from ullage.rivals.engines.deepspeed import zero_infinity
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.lowering import lower
@@ -117,7 +117,7 @@ BUDGET = 100  # simulations
 @pytest.fixture(scope="module")
 def on_nvme() -> Plan:
     """A plan that needs NVMe."""
-    return make_plan(small(LITTLE_HOST, "nvme"), BUDGET)
+    return rivals_plan(small(LITTLE_HOST, "nvme"), BUDGET)
 
 
 def test_nvme_is_used_where_nothing_fits_without(on_nvme: Plan) -> None:
