@@ -207,3 +207,12 @@ def test_mixtures_that_use_drives_for_everything_are_tried() -> None:
     found = first_look(chosen.setup, Scorer(chosen.setup.units, 2048, chosen.cost))
     assert found.iteration_s < 130
     assert found.decisions.spill_gradients
+
+
+def test_a_mixture_is_tried_in_which_all_gradients_leave_the_device() -> None:
+    """What stays there may fill it. Without this mixture, the first look takes 0.0337 s."""
+    request = Request(resolve_model("demo-llama"), machine(gpu_bytes=1e8), seq_len=256, micro_batch=1, storage="nvme")
+    chosen = variants(request)[0]
+    found = first_look(chosen.setup, Scorer(chosen.setup.units, 256, chosen.cost))
+    assert not found.missing_bytes
+    assert found.iteration_s < 0.031
