@@ -7,6 +7,7 @@ tests of other things need, ``small_measurements`` of calibrations.
 
 import contextlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ def examples(number: int, fewest: int = _FEWEST) -> int:
 
 @contextlib.contextmanager
 def short_searches() -> Iterator[None]:
-    """Let searches that have no budget end after a few simulations in ``make test``, for tests of other things.
+    """Let searches end after a few simulations in ``make test`` unless a test says after how many, for other tests.
 
     Python that is started meanwhile searches as shortly.
     """
@@ -35,6 +36,8 @@ def short_searches() -> Iterator[None]:
         if not ALL:
             patched.setattr(search, "_SIMULATIONS", 40)
             patched.setattr(search, "_TASKS", 0)
+            if planning := sys.modules.get("ullage.this_machine.planning"):  # which has a budget of its own
+                patched.setattr(planning, "MOST_SIMULATIONS", 40)
             patched.setenv("PYTHONPATH", str(Path(__file__).with_name("short_searches")), prepend=os.pathsep)
         yield
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -17,20 +17,14 @@ from executor.packed import as_real
 from planner.schedule.loop import OutOfOrderError
 
 
-class OffPlan(Protocol):
-    """Lets an iteration leave the plan, if it has not, see [Note: On demand] in :mod:`executor.driver.on_demand`."""
-
-    def __call__(self, error: OutOfOrderError, *, is_read: bool = False) -> OnDemand:
-        """Return what collects gradients then. With ``is_read``, no gradient is to be added."""
-
-
 @final
 class Collector:
     """Collects each gradient as soon as it is accumulated.
 
     Args:
         backward: a context for what happens inside backward.
-        off_plan: lets the iteration leave the plan.
+        off_plan: lets the iteration leave the plan, if it has not, and returns what collects gradients then; given
+            whether no gradient is to be added. See [Note: On demand] in :mod:`executor.driver.on_demand`.
         on_demand: returns what collects gradients off the plan; ``None`` on it.
         enter_backward: notes that backward runs off the plan.
         see: gets what autograd adds to a parameter's gradient.
@@ -44,7 +38,7 @@ class Collector:
         audit: Audit,
         backward: contextlib.AbstractContextManager[object],
         *,
-        off_plan: OffPlan,
+        off_plan: Callable[[OutOfOrderError, bool], OnDemand],
         on_demand: Callable[[], OnDemand | None],
         enter_backward: Callable[[], None],
         see: Callable[[str, torch.Tensor], None],
@@ -83,7 +77,7 @@ class Collector:
                 "use a hook on the parameter (parameter.register_hook) to see or change a rank's own gradient"
             )
         error = OutOfOrderError("gradients were read or changed between backward and the step")
-        return self._off_plan(error, is_read=True)
+        return self._off_plan(error, True)
 
     def from_outside(self, name: str, gradient: torch.Tensor) -> None:
         """Take a gradient that has come through values which were read outside of the parameter's module.
@@ -101,7 +95,7 @@ class Collector:
             )
         with self._backward:
             error = OutOfOrderError(f"{name} was read outside its module, as by a penalty in the loss")
-            on_demand = self._off_plan(error)
+            on_demand = self._off_plan(error, False)
             self._enter_backward()
             for unit, parameter in parts:
                 on_demand.collect(unit, parameter, parameter.shard.part(as_real(gradient.detach())).clone())
@@ -144,9 +138,8 @@ class Collector:
                 comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()
                 if (on_demand := self._on_demand()) is None and (task is None or not comes):
                     error = f"the gradient of {parameter.name} arrived when backward was not at {unit.name}"
-                    on_demand = self._off_plan(
-                        OutOfOrderError(f"{error}; run the model as it was planned, or plan again")
-                    )
+                    error = f"{error}; run the model as it was planned, or plan again"
+                    on_demand = self._off_plan(OutOfOrderError(error), False)
                 if on_demand is not None:
                     self._enter_backward()
                     on_demand.collect(unit, parameter, gradient)

@@ -176,7 +176,7 @@ class IterationDriver:
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have. Raises as on_forward."""
         with self._forward:
-            self._off_plan(OutOfOrderError(why))
+            self._off_plan(OutOfOrderError(why), False)
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
@@ -286,7 +286,7 @@ class IterationDriver:
             what = str(error).partition(";")[0].partition(". ")[0]
             self._report(f"iteration {self._loop.iteration + 1} left the plan: {what}. {ON_DEMAND}")
 
-    def _off_plan(self, error: OutOfOrderError, *, is_read: bool = False) -> OnDemand:
+    def _off_plan(self, error: OutOfOrderError, is_read: bool) -> OnDemand:
         """Leave the plan, if the iteration has not left it; raises as :meth:`_leave`."""
         if not self._runtime.inside_iteration:
             self._check_begin()

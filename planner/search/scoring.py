@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import gc
 import math
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Protocol, Self
@@ -254,6 +255,9 @@ def best_of(candidates: Iterable[Candidate]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.order)
 
 
+_has_frozen = threading.Event()  # kept, as counting them takes 50 ms where all imported modules are frozen
+
+
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Switch off the search for reference cycles: schedules have none, and it would double the time.
@@ -266,7 +270,9 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # objects that the program froze stay frozen
+            if _has_frozen.is_set() or gc.get_freeze_count():  # objects that the program froze stay frozen
+                _has_frozen.set()
+            else:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -10,6 +10,8 @@ import pytest
 from amount import short_searches
 from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 
+from ullage.this_machine import planning  # noqa: F401 - its searches are short too
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_searches():

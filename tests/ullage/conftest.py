@@ -12,6 +12,7 @@ from tiny import TINY
 from hwprofiles.profile import FOR_LIBRARIES_BYTES
 from planner.plan.document import Plan, load_plan
 from ullage.main import main
+from ullage.this_machine import planning  # noqa: F401 - its searches are short too
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
 sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py

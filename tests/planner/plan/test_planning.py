@@ -22,11 +22,11 @@ from planner.decisions import Place, Precision
 from planner.models import resolve_model
 from planner.plan.competition import first_fit
 from planner.plan.document import describe
-from planner.plan.planning import InfeasibleError, default_precision, find
+from planner.plan.planning import InfeasibleError, default_precision, find, make_plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.verification import verify
 from ullage.analysis.simulation import planned
-from ullage.rivals import make_plan
+from ullage.rivals import make_plan as rivals_plan
 
 DEMO = resolve_model("demo-llama")
 
@@ -56,7 +56,7 @@ def test_the_default_precision_is_bf16_unless_fp32_is_multiplied_more_than_twice
 
 def test_a_plan_says_what_was_asked_and_predicted() -> None:
     planned_request = request(num_devices=2, hardware=machine(devices_per_node=2), num_micro_batches=2, clip=False)
-    plan = make_plan(planned_request)
+    plan = rivals_plan(planned_request)
     decisions, prediction = plan.decisions, plan.prediction
     assert (plan.model, plan.seq_len, plan.hardware) == (DEMO, 256, planned_request.hardware)
     assert (decisions.data_parallel, decisions.micro_batch, decisions.num_micro_batches) == (2, 1, 2)

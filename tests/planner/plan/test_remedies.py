@@ -15,10 +15,10 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.models import resolve_model
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
 from planner.search import Candidate, Scorer
-from ullage.rivals import make_plan
+from ullage.rivals import make_plan as rivals_plan
 from ullage.rivals.best import engine_policies
 from ullage.rivals.lowering import lower
 
@@ -100,7 +100,7 @@ CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]
 )
 def test_an_engine_that_does_not_fit_names_its_nearest_set_up_that_does(kind: str, sizes: dict[str, Any]):
     too_large = request(**sizes)
-    rows = [row for row in make_plan(too_large, max_simulations=1).engines if not row.fits]
+    rows = [row for row in rivals_plan(too_large, max_simulations=1).engines if not row.fits]
     assert any(row.nearest and row.nearest.startswith(kind) for row in rows)
     for row in rows:
         assert row.nearest
@@ -128,7 +128,7 @@ def engine(too_large: Request, name: str) -> Candidate:
 
 def test_an_engine_that_no_single_change_helps_names_a_larger_device_and_host_or_another_machine():
     too_large = Request(resolve_model("opt-30b"), load_profile("rtx4090-12ssd"), micro_batch=1)
-    rows = {row.name: row for row in make_plan(too_large, max_simulations=1).engines if not row.fits}
+    rows = {row.name: row for row in rivals_plan(too_large, max_simulations=1).engines if not row.fits}
     both = re.fullmatch(r"devices with (\d+) GB and hosts with (\d+) GiB", rows["zenflow"].nearest or "")
     assert both
     gpu_bytes, host_bytes = int(both[1]) * 1e9, int(both[2]) * 2**30

@@ -33,12 +33,13 @@ from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Pattern
 from planner.plan.document import Plan
+from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
 from planner.verification import verify
-from ullage.rivals import make_plan
+from ullage.rivals import make_plan as rivals_plan
 
 OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 
@@ -185,7 +186,7 @@ def test_plans_over_slow_networks_keep_their_parameters_still() -> None:
     assert fast.inter_node is not None
     slow_rate = fast.inter_node.bytes_per_s.model_copy(update={"value": 2e7})
     slow = fast.model_copy(update={"inter_node": fast.inter_node.model_copy(update={"bytes_per_s": slow_rate})})
-    plan = make_plan(request(hardware=slow, num_devices=8, global_batch=16), 40)
+    plan = rivals_plan(request(hardware=slow, num_devices=8, global_batch=16), 40)
     assert plan.decisions.pipeline_parallel > 1
     assert {engine.name for engine in plan.engines} >= {"gpu-only", "zero-offload"}
     verify(plan)

@@ -21,14 +21,14 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.plan.document import Plan
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
 from planner.search.moves import neighbours
 from planner.setup import Mix, Setup, pieces
 from planner.terms import Storage
 from planner.verification import verify
-from ullage.rivals import make_plan
+from ullage.rivals import make_plan as rivals_plan
 from ullage.rivals.engines.deepspeed import zero_infinity
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.lowering import lower
@@ -117,7 +117,7 @@ BUDGET = 100  # simulations
 @pytest.fixture(scope="module")
 def on_nvme() -> Plan:
     """A plan that needs NVMe."""
-    return make_plan(small(LITTLE_HOST, "nvme"), BUDGET)
+    return rivals_plan(small(LITTLE_HOST, "nvme"), BUDGET)
 
 
 def test_nvme_is_used_where_nothing_fits_without(on_nvme: Plan) -> None:
@@ -207,3 +207,12 @@ def test_mixtures_that_use_drives_for_everything_are_tried() -> None:
     found = first_look(chosen.setup, Scorer(chosen.setup.units, 2048, chosen.cost))
     assert found.iteration_s < 130
     assert found.decisions.spill_gradients
+
+
+def test_a_mixture_is_tried_in_which_all_gradients_leave_the_device() -> None:
+    """What stays there may fill it. Without this mixture, the first look takes 0.0337 s."""
+    request = Request(resolve_model("demo-llama"), machine(gpu_bytes=1e8), seq_len=256, micro_batch=1, storage="nvme")
+    chosen = variants(request)[0]
+    found = first_look(chosen.setup, Scorer(chosen.setup.units, 256, chosen.cost))
+    assert not found.missing_bytes
+    assert found.iteration_s < 0.031

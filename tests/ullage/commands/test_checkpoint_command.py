@@ -29,7 +29,7 @@ from planner.plan.planning import make_plan
 from ullage.main import main
 from ullage.training.levels import memory_folder
 
-NUM_ITERATIONS = 60
+NUM_ITERATIONS = 30
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from transformers.utils import ModelOutput
 import ullage
 from hwprofiles.registry import load_profile
 from planner.models.kernels import Gemm
-from ullage.this_machine import planning
 from ullage.this_machine.planning import capture_live
 
 WIDTH = 32
@@ -123,11 +122,6 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-@pytest.fixture(autouse=True)
-def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MOST_SIMULATIONS", 30)
 
 
 @pytest.mark.parametrize("form", [*FORMS, "graph"])

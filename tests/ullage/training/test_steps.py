@@ -153,11 +153,6 @@ def prepared(
     return ullage.prepare(model, optimizer, batch, step=step, hardware=machine, device_memory=device_memory, **options)
 
 
-@pytest.fixture(autouse=True)
-def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "MOST_SIMULATIONS", 30)
-
-
 @pytest.mark.part(3)
 @pytest.mark.parametrize(("name", "accumulate"), [(name, 1 + number % 2) for number, name in enumerate(STEPS)])
 def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: str, accumulate: int) -> None:
