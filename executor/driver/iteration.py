@@ -32,7 +32,7 @@ from planner.schedule.loop import OutOfOrderError
 from planner.schedule.tasks import Op
 
 _MOST_KEPT_BYTES: Final = 1 << 26
-"""Weights of this size are nearly free to copy: those of adapters, as a rule."""
+"""Adapters' weights are at most so large, beside frozen ones: copies of their gradients are nearly free."""
 
 
 @final
@@ -117,11 +117,18 @@ class IterationDriver:
             on_output=self.on_output if self._stays else None,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
-        trained_bytes = sum(shard.whole.nbytes for shard in runtime.state.shards().values() if shard.trains)
-        keeps = runtime.ranks is None and trained_bytes <= _MOST_KEPT_BYTES
+        shards = runtime.state.shards().values()
+        trained_bytes = sum(shard.whole.nbytes for shard in shards if shard.trains)
+        has_adapters = trained_bytes <= _MOST_KEPT_BYTES and not all(shard.trains for shard in shards)
         used = {id(parameter) for group in groups for parameter in group["params"]}
         self.gradients = UserGradients(
-            decisions, parameters, used, self._norms, self._end_early, self.collector.edited, keeps=keeps
+            decisions,
+            parameters,
+            used,
+            self._norms,
+            self._end_early,
+            self.collector.edited,
+            keeps=has_adapters and runtime.ranks is None,
         )
         runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
 

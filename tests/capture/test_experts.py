@@ -130,16 +130,25 @@ class Kernel(TorchDispatchMode):
     ("function", "passes"),
     [
         (torch.ops.aten.index_put_, [(3 * 4 * 8) * 4 + 4 * 8]),
-        (torch.ops.aten.index_put, [2 * 64 * 8 * 4, (3 * 4 * 8) * 4 + 4 * 8]),
+        (torch.ops.aten.index_put, [(3 * 4 * 8) * 4 + 4 * 8]),
         (torch.ops.aten._index_put_impl_, [(3 * 4 * 8) * 4 + 4 * 8]),
     ],
 )
 def test_adding_at_rows_touches_these_rows_alone(function, passes) -> None:
-    """Values are read, and the rows that they are added to read and written; the rest only if it is copied first."""
+    """Values are read, and the rows that they are added to read and written; the rest only if it is copied first.
+
+    Several values of one row are added up before.
+    """
     table, rows, values = torch.zeros(64, 8), torch.arange(4), torch.ones(4, 8)
+    many = torch.zeros(256, dtype=torch.int64)
+    (added,) = kernels_of(torch.ops.aten.index_put_.default, (table, [many], torch.ones(256, 8), True), {}, table)
+    assert added.num_bytes == (256 + 2 * 64) * 8 * 4 + 256 * 8
     args = (table, [rows], values, True)
     output = function(*args)
     assert [kernel.num_bytes for kernel in kernels_of(function.default, args, {}, output)] == passes
+    args = (table, 0, rows, values)
+    copied, added = kernels_of(torch.ops.aten.index_add.default, args, {}, torch.index_add(*args))
+    assert [copied.num_bytes, added.num_bytes] == [2 * 64 * 8 * 4, (3 * 4 * 8) * 4 + 4 * 8]
 
 
 def test_in_a_loop_each_expert_has_a_gradient_as_large_as_the_bank() -> None:

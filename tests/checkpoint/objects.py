@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -112,11 +113,13 @@ class Counting:
 
     def __init__(self):
         self.num = 0
+        self._lock, self._of_thread = threading.Lock(), threading.local()  # parts are sent by several threads
 
     def __call__(self, name, after):
         if not after:
-            self.num += 1
-        self.do(self.num - 1, name, after)
+            with self._lock:
+                self._of_thread.number, self.num = self.num, self.num + 1
+        self.do(self._of_thread.number, name, after)
 
     def do(self, number, name, after):
         """Do something at a request."""

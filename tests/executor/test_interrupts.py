@@ -60,6 +60,8 @@ def leaves_a_context(frame) -> bool:
     There, an exception would leave a lock held. CPython handles signals behind calls, which belong to the body.
     """
     code = frame.f_code.co_code[frame.f_lasti :]
+    if dis.opname[code[0]] == "SWAP":  # a ``return`` in the body puts its value aside
+        code = code[2:]
     return dis.opname[code[0]] == "LOAD_CONST" and code[:2] == code[2:4] == code[4:6]  # __exit__(None, None, None)
 
 

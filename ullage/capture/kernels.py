@@ -31,8 +31,9 @@ _LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "ga
 # Operators that fill their output and then copy their first tensor into it.
 _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
 # Operators that add rows to chosen rows of their first tensor, which they read and write there only; those without "_"
-# at the end copy it first.
-_INTO_ROWS = frozenset({"index_put", "_index_put_impl", "index_add", "scatter_add", "_unsafe_index_put"})
+# at the end copy it first. But ``index_put`` does not: it stands for that of an index's gradient, which is in place
+# (``index_backward`` in FunctionsManual.cpp), but not with fake tensors.
+_INTO_ROWS = frozenset({"index_put", "_index_put_impl", "index_add", "scatter_add"})
 # Operators of bitsandbytes that are bound by memory.
 _DEQUANTIZE = frozenset({"bitsandbytes.dequantize_4bit", "bitsandbytes.dequantize_blockwise"})
 # Beginnings of names of operators whose time is determined neither by FLOP nor by bytes.
@@ -92,8 +93,8 @@ def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int])
     elif name in _LOOK_UP:
         passes = [2 * written[0] + sum(read[1:])]
     elif name.rstrip("_") in _INTO_ROWS:
-        rows = sum(read[1:]) + 2 * read[-1]
-        passes = [rows] if name.endswith("_") else [read[0] + written[0], rows]
+        rows = sum(read[1:]) + 2 * min(read[-1], read[0])
+        passes = [rows] if name == "index_put" or name.endswith("_") else [read[0] + written[0], rows]
     elif name in _INTO_ZEROS:
         passes = [written[0], 2 * read[0]]
     elif name == "embedding_dense_backward":

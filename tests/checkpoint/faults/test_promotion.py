@@ -65,18 +65,25 @@ def uploads(root):
     return [one for one in Objects().list_multipart_uploads("") if f"/{one['Key']}".startswith(str(root))]
 
 
-def num_operations(tmp_path, kind):
-    """Return the operations of a run: of both folders, or the requests to the object store."""
-    files, requests = CountingFiles(), Counting()
-    Objects.at = requests
-    train(tmp_path / "counted", kind, files if kind == "folder" else None, lambda _step: None)
-    Objects.at = staticmethod(lambda _name, _after: None)
-    return files.num_operations if kind == "folder" else requests.num
+class Recording(Counting):
+    """Notes every request, and where it can be stopped."""
+
+    def __init__(self):
+        super().__init__()
+        self.points = []
+
+    def do(self, number, name, after):  # noqa: ARG002 - others need it
+        self.points.append((number, "after" if after else "before"))
 
 
 def points(tmp_path, kind):
-    phases = PHASES if kind == "folder" else ("before", "after")
-    return [(number, phase) for number in range(num_operations(tmp_path, kind)) for phase in phases]
+    """Return where a run can be killed: at operations of both folders, or at requests to the object store."""
+    files, requests = CountingFiles(), Recording()
+    Objects.at = requests
+    train(tmp_path / "counted", kind, files if kind == "folder" else None, lambda _step: None)
+    Objects.at = staticmethod(lambda _name, _after: None)
+    in_folders = [(number, phase) for number in range(files.num_operations) for phase in PHASES]
+    return in_folders if kind == "folder" else requests.points
 
 
 def check_killed(root, kind, number, phase, last):
@@ -183,7 +190,7 @@ def test_a_failing_operation_costs_one_checkpoint_of_one_level_at_most(tmp_path,
     errors = (*ERRORS, None) if kind == "folder" else (errno.EIO,)
     every = [
         (number, error, after)
-        for number in range(num_operations(tmp_path, kind))
+        for number in sorted({number for number, _ in points(tmp_path, kind)})
         for error in errors
         for after in (False, True)
         if error is not None or not after
