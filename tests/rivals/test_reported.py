@@ -153,6 +153,18 @@ def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> 
     assert deepspeed - stage_3 > shard_bytes
 
 
+def test_buffers_of_gradients_are_there_before_backward() -> None:
+    """Megatron-Core's fp32 sums, where the peak is the loss of a long sequence: gradients of weights come later."""
+
+    def peak(**precision: str) -> float:
+        run = {"engine": "fsdp", "hardware": "b200", "kernels": "megatron-core", "micro_batch": 1, "seq_len": 65_536}
+        run |= {"precision": {"weights": "bf16"} | precision, "activations": "recompute"}
+        return TrainingCase.model_validate(SMALL | run).predict(load_profile("b200")).values[Metric.PEAK_GPU]
+
+    num_params = sum(unit.num_params for unit in units(build_graph(resolve_model("qwen2.5-0.5b"), Batch(1, 64))))
+    assert peak(gradients="fp32") - peak() == pytest.approx(4 * num_params, rel=0.1)
+
+
 def test_sums_in_fp16_are_faster_on_geforce_cards_alone() -> None:
     for name, ratio in (("rtx-4090", 2), ("a800-80", 1), ("rtx-pro-6000", 1)):
         before, after = (quantities(p) for p in (load_profile(name), with_fp16_sums(load_profile(name))))

@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping
 from planner.decisions import Place
 from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
 from planner.lowering.memory import memory as core_memory
-from planner.lowering.program import LoweredUnit, Program
+from planner.lowering.program import ALWAYS, LoweredUnit, Program
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.passes.computing import buffered_params, first_passes
+from ullage.rivals.precision import RivalPrecision
 
 # DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
 _BUFFER_BYTES_PER_PARAM = 4
@@ -19,7 +20,8 @@ _BUFFER_BYTES_PER_PARAM = 4
 def memory(decisions: RivalDecisions, program: Program) -> None:
     """Add all buffers of the engine."""
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, decisions.device_buffer_bytes, "engine's buffers")
-    if decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params:
+    has_buffers = _has_buffers(decisions)
+    if decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params and not has_buffers:
         core_memory(program)
     else:
         core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
@@ -36,6 +38,8 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
         _shorten_state_slots(program)
     if decisions.recompute_block:
         _hold_blocks(program, decisions.recompute_block)
+    if has_buffers:
+        _hold_sums(program)
     if decisions.head_percent < 100:
         _shrink_head(program, decisions.head_percent)
 
@@ -93,7 +97,8 @@ def _hold_gradients(
     made: Task | None = None  # the task since which whole gradients of this rank accumulate
     summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
-        note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
+        there = _has_buffers(decisions)
+        note_fresh(unit, maker, tied, fresh[micro_batch], (there or summed is not None, there or made is not None))
         here = brought.get((unit.name, micro_batch)) if on_device else None
         made = made or here or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
@@ -126,6 +131,22 @@ def _hold_spilled(decisions: RivalDecisions, program: Program) -> None:
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
         else:
             program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, label)
+
+
+def _has_buffers(decisions: RivalDecisions) -> bool:
+    """Return whether whole gradients are added up in another type, to which products write: Megatron-Core's buffers."""
+    other = isinstance(decisions.precision, RivalPrecision) and decisions.precision.gradients is not None
+    return other and decisions.zero_stage == 0
+
+
+def _hold_sums(program: Program) -> None:
+    """Hold sums of gradients all the time: their buffers are allocated once (``param_and_grad_buffer.py``)."""
+    program.held = [
+        (tier, kind, num_bytes, ALWAYS, ALWAYS, stage, label)
+        if kind is MemoryClass.GRADIENTS and " resident" in label
+        else (tier, kind, num_bytes, first, last, stage, label)
+        for tier, kind, num_bytes, first, last, stage, label in program.held
+    ]
 
 
 def _shorten_state_slots(program: Program) -> None:
