@@ -257,7 +257,7 @@ def test_what_training_says_is_refused_is_refused(tmp_path: Path, monkeypatch: p
     def loaded(model: Any, _optimizer: Any) -> None:
         model.load_state_dict(names["Net"]().state_dict(), assign=True)
 
-    said = {late: "changed after optimizer.step", loaded: "load them before prepare"}
+    said = {late: "used after optimizer.step", loaded: "load them before prepare"}
     for use, words in said.items():
         model, optimizer = ullage.prepare(*names["make"](), names["plan"])
         with pytest.raises((ValueError, RuntimeError), match=words), optimizer.session:
