@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Final, Union
 
 import numba as nb
 import numpy as np
@@ -29,6 +29,9 @@ Event = object
 """Made by :meth:`HostBackend.record_event`: a time on the host's clock, or an event on a stream."""
 
 Meter = MemoryMeter | CudaMeter
+
+_AT_ONCE: Final = 4096
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 Backend = Union["HostBackend", "CudaBackend"]
 """A device, as lanes and tasks use it."""
@@ -72,6 +75,10 @@ class HostBackend:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
         return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
+    def pinned(self, shared: torch.Tensor) -> torch.Tensor:
+        """Return memory that ranks share, uint8, for copies to and from the device, pinned if that needs it."""
+        return shared
+
     def release(self, block: torch.Tensor) -> int:
         """Free the device memory of a tensor's storage, but keep the storage and its views; return the freed bytes.
 
@@ -94,6 +101,19 @@ class HostBackend:
         if destination.dtype is not torch.float32:
             destination, source = destination.view(torch.uint8), source.view(torch.uint8)
         np.copyto(destination.numpy(), source.numpy())
+
+    def copy_both_ways(self, up: Pairs, down: Pairs) -> None:
+        """Make copies from the device and copies to it at the same time, on the thread's lane, and wait for them.
+
+        They are pairs of a destination and a source.
+        """
+        for destination, source in (*up, *down):
+            self.copy(destination, source)
+
+    def sum_rows(self, own: torch.Tensor, rows: torch.Tensor) -> None:
+        """Set ``own``, ``[n]``, to the sums of ``rows``, ``[ranks, n]``, on the device, in fp32, with one rounding."""
+        if len(own):
+            _sum_rows(as_array(own), as_array(rows))
 
     def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:  # noqa: ARG002
         """Add flat tensors to others in host memory, all of one type; each pair is the sum and what is added.
@@ -262,6 +282,26 @@ def _add_bf16(target: Any, bits: Any) -> None:
 def _scale_bf16(bits: Any, factor: Any) -> None:
     for i in range(bits.size):
         bits[i] = float32_to_bf16(bf16_to_float32(bits[i]) * factor)
+
+
+@nb.njit(nogil=True, cache=True)
+def _sum_rows_bf16(bits: Any, rows: Any) -> None:
+    total = np.empty(_AT_ONCE, np.float32)  # stays in a core's cache
+    for start in range(0, bits.size, _AT_ONCE):
+        count = min(_AT_ONCE, bits.size - start)
+        total[:count] = 0.0
+        for row in range(rows.shape[0]):
+            for i in range(count):
+                total[i] += bf16_to_float32(rows[row, start + i])
+        for i in range(count):
+            bits[start + i] = float32_to_bf16(total[i])
+
+
+def _sum_rows(own: Array, rows: Array) -> None:
+    if own.dtype == np.uint16:
+        _sum_rows_bf16(own, rows)
+    else:
+        np.add.reduce(rows, axis=0, out=own)
 
 
 def _scale(values: Array, factor: np.float32) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from executor.devices.backend import Event, as_array, sum_of_squares
+from executor.devices.backend import Event, Pairs, as_array, sum_of_squares
 from executor.devices.meter import CudaMeter
 from executor.devices.sums import BUFFER_BYTES, NUM_BUFFERS, HostSums
 from executor.direct_io import pages
@@ -156,6 +156,7 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._pool: collections.deque[torch.cuda.Event] = collections.deque()
         self._idle = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._beside: torch.cuda.Stream | None = None  # for copies of an exchange
         self._clock = Clock(self._anchor)
         # Its stream, so that no task has to ask for it, and whether its copies give way.
         self._lane = threading.local()
@@ -226,6 +227,15 @@ class CudaBackend:
         memory = pages(num_bytes, inherited=False)
         block = torch.from_numpy(memory)
         _touch(block)
+        return self._registered(block, memory)
+
+    def pinned(self, shared: torch.Tensor) -> torch.Tensor:
+        """Register the memory."""
+        return self._registered(shared, shared.numpy())
+
+    def _registered(self, block: torch.Tensor, memory: object) -> torch.Tensor:
+        """Pin a block, and its pages as long as the block is in use; ``memory`` holds them."""
+        num_bytes = block.nbytes
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
@@ -273,6 +283,27 @@ class CudaBackend:
             parts = list(zip(destination.split(num_items), source.split(num_items), strict=True))  # type: ignore[no-untyped-call]
         for target, values in parts:
             target.copy_(values, non_blocking=True)
+
+    def copy_both_ways(self, up: Pairs, down: Pairs) -> None:
+        """Copy up on a stream beside the current one; then wait for both."""
+        stream = self._stream()
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        ended = []
+        if up:
+            self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                for target, values in up:
+                    target.copy_(values, non_blocking=True)
+            ended.append(_Event(self._pool, self._beside))
+        for target, values in down:
+            target.copy_(values, non_blocking=True)
+        for event in (*ended, _Event(self._pool, stream)):
+            event.wait()
+
+    def sum_rows(self, own: torch.Tensor, rows: torch.Tensor) -> None:
+        """Sum with one kernel, which adds up in fp32."""
+        torch.sum(rows, dim=0, out=own)
 
     def accumulate(self, sums: Sequence[tuple[torch.Tensor, torch.Tensor]], team: WorkerTeam) -> None:
         """Copy to pinned buffers; a thread adds from there, see :mod:`executor.devices.sums`."""

@@ -242,6 +242,10 @@ class Ranks:
         """Report that this rank has failed. The other ranks raise :class:`RankError`."""
         self._watchdog.report_failure(error)
 
+    def explain(self, error: Exception) -> RankError:
+        """Return why a collective failed; see :meth:`executor.distributed.watchdog.Watchdog.explain`."""
+        return self._watchdog.explain(error)
+
     def stop(self) -> None:
         """End all waiting for collectives on this rank."""
         self._stopped.set()
@@ -258,6 +262,9 @@ class Ranks:
         """
         self._watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
+        for part in self._parts:
+            if part.exchange is not None:
+                part.exchange.close()
         if not on_all_ranks:
             self._abort_devices()  # else destroying groups would wait for kernels that wait for dead ranks
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
@@ -324,7 +331,7 @@ class Ranks:
 
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it. If it runs on a GPU, make the current stream wait instead."""
-        self._check()
+        self.check()
         is_lane = threading.current_thread().name.startswith((LANE_THREAD, _CHECKPOINT_THREAD))
         try:
             self.is_waiting = self.is_waiting or not is_lane
@@ -333,19 +340,24 @@ class Ranks:
                 done = self._under_way[group] = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
-                    self._check()
+                    self.check()
                 del self._under_way[group]
             work.wait()
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
-            raise self._watchdog.explain(error) from error
+            raise self.explain(error) from error
         finally:
             self.num_ended += 1
             if not is_lane:
                 self.is_waiting = False
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check that no rank has failed, and that this one has not been stopped.
+
+        Raises:
+            RankError: either has happened.
+        """
         self._watchdog.check()
         if self._stopped.is_set():
             raise RankError("this rank was stopped while it waited for other ranks")

@@ -108,7 +108,9 @@ class Runtime:
         failing.callback(self.storage.close)
         self.state = state = ModelState(units, decisions, shards, self.gpu, self.host, self.storage, ranks, written)
         failing.callback(state.give_back_last)
-        self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
+        self.collectives = None
+        if ranks is not None:
+            self.collectives = ScheduleCollectives(units, state, decisions, schedule, backend, ranks, self.host)
         self.snapshots = None
         if takes_snapshots:
             self.snapshots = Snapshots(state, schedule, entry, backend, self.host, options, rank)

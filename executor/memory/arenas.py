@@ -122,6 +122,17 @@ class Arena:
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
 
+    def count(self, name: str, memory_class: MemoryClass, block: torch.Tensor) -> None:
+        """Count a block, uint8, that was allocated elsewhere.
+
+        Raises:
+            DeviceMemoryError: it does not fit.
+        """
+        assert name not in self._blocks, name
+        if self.capacity_bytes is not None and self.used_bytes + block.nbytes > self.capacity_bytes:
+            raise self._error(name, block.nbytes)
+        self._blocks[name] = {memory_class: block.nbytes}, block
+
     def take_rooms(
         self,
         name: str,

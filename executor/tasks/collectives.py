@@ -14,13 +14,17 @@ import numpy as np
 import torch
 
 from executor.devices.backend import Backend
+from executor.devices.host_exchange import HostExchange
 from executor.distributed.ranks import Ranks
 from executor.gradients import GradientError
+from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
 from executor.memory.units import FlatGradient, GradientBucket, ParameterState, UnitState
 from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.lowering.memory import exchange_bytes
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Op, Task
+from planner.schedule.tasks import MemoryClass, Op, Task
 
 
 @final
@@ -32,7 +36,14 @@ class ScheduleCollectives:
     """
 
     def __init__(
-        self, state: ModelState, decisions: Decisions, schedule: Schedule, backend: Backend, ranks: Ranks
+        self,
+        units: Sequence[Unit],
+        state: ModelState,
+        decisions: Decisions,
+        schedule: Schedule,
+        backend: Backend,
+        ranks: Ranks,
+        host: Arena,
     ) -> None:
         self._state = state
         self._backend = backend
@@ -44,6 +55,11 @@ class ScheduleCollectives:
         for task in schedule.tasks:
             if task.op is Op.SCATTER:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
+        sizes = exchange_bytes(units, decisions)
+        for unit in units:
+            if (num_bytes := sizes.pop(unit.parts(decisions), 0)) and (group := ranks.replicas(unit)).size > 1:
+                group.exchange = exchange = HostExchange(group, num_bytes, backend, ranks)
+                host.count(f"collectives {num_bytes}", MemoryClass.WORKSPACE, exchange.own_memory)
 
     def all_gather(self, unit: UnitState) -> None:
         """All-gather a unit's weights on the device from the ranks' shards."""

@@ -119,12 +119,18 @@ class Loads:
         gathers = self.given.gathers(unit)
         num_bytes = fp8.gathered_bytes if fp8 else self.weight_bytes * self.given.exchanged_params(unit)
         num_bytes += unit.frozen_bytes(self.weight_bytes) if gathers else 0
-        self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
+        self._collective(load, Op.GATHER, unit, num_bytes, by)
 
     def scatter(self, load: Load, unit: Unit, by: Sum) -> None:
         """Add the collective for a unit's gradient: a reduce-scatter, or an all-reduce in ZeRO stage 0."""
         num_bytes = self.weight_bytes * self.given.exchanged_params(unit) * (2 if self.given.zero_stage == 0 else 1)
-        self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, num_bytes=num_bytes), by)
+        self._collective(load, Op.SCATTER, unit, num_bytes, by)
+
+    def _collective(self, load: Load, op: Op, unit: Unit, num_bytes: int, by: Sum) -> None:
+        through_host = self.given.collectives is not None
+        phase = Phase.FORWARD if op is Op.GATHER else Phase.BACKWARD
+        task = Task(0, Lane.COLLECTIVE, op, phase, unit.name, num_bytes=num_bytes, through_host=through_host)
+        self.charge(load, task, by)
 
     def per_byte(self, direction: Resource, key: Key) -> float:
         """Return the seconds of a resource for one byte across the host link."""

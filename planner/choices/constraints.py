@@ -8,7 +8,7 @@ and the reference pages are made from these fields. This is light, because the c
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, get_args
 
 from annotated_types import Ge
 
@@ -138,6 +138,14 @@ class Constraints:
         most=1_000_000,
         flags=("--tiles",),
         part="segment",
+    )
+    collectives: Literal["fabric", "host"] | None = described(
+        "how data-parallel ranks gather weights and sum gradients. fabric: with NCCL or gloo. host: through host "
+        "memory that the ranks of a machine share, which is faster where devices have no link of their own (default: "
+        "the faster)",
+        choices=("fabric", "host"),
+        flags=("--parallel",),
+        part="collectives",
     )
     fp8_weights: bool | None = described(
         "whether the weights of fp8 products are copied from the host, and gathered, in fp8: the host casts them once "

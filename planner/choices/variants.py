@@ -15,6 +15,8 @@ from planner.choices.tiles import (
     tile_of,
     with_tiles,
 )
+from planner.costs.fabrics import Fabrics
+from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
@@ -54,10 +56,30 @@ def variants(request: Request) -> tuple[Variant, ...]:
     found = choices(request)
     if isinstance(request.model, CapturedModel):
         found = _captured(request, found)
+    found = tuple(_with_collectives(request, choice) for choice in found)
     if request.kernels == "auto":
         found = tuple(option for choice in found for option in _with_kernels(request, choice))
     tiled = (option for choice in found for option in _tiled(request, choice))
     return tuple(variant(request, option) for choice in tiled for option in _fetched(request, choice))
+
+
+def _with_collectives(request: Request, choice: Choice) -> Choice:
+    """Return a choice with the collectives that are wanted, or else with the faster ones.
+
+    Raises:
+        ValueError: they are to go through the host, but ranks are on several nodes.
+    """
+    profile, wanted = request.hardware, request.collectives
+    layout = Layout(choice.data_parallel, choice.tensor_parallel, choice.pipeline_parallel, profile.devices_per_node)
+    fabrics, group = Fabrics(profile, layout), layout.replicas(1)
+    if wanted == "host" and group.nodes > 1:
+        raise ValueError(
+            f"collectives are to go through host memory, but {choice.data_parallel} data-parallel ranks are on "
+            f"{group.nodes} nodes; leave --parallel collectives=host out"
+        )
+    if wanted == "host" or (wanted is None and fabrics.prefers_host(group)):
+        return choice.model_copy(update={"collectives": "host" if group.per_node > 1 else None})
+    return choice
 
 
 def _with_kernels(request: Request, choice: Choice) -> Iterator[Choice]:

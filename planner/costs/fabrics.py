@@ -17,9 +17,15 @@ share (``partial_group_ratio``). Profiles of machines with a NIC for every devic
 """
 
 import dataclasses
+import math
 
 from hwprofiles.profile import Fabric, HardwareProfile
 from planner.costs.layout import Group, Layout
+from planner.decisions import MOST_EXCHANGED_BYTES
+
+_LAYER_BYTES = 100e6
+# A thread that copies is woken up, and writes to the sockets of others, which are woken up: an order of magnitude.
+_TELL_S = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +41,22 @@ class Ring:
 
     fabric: Fabric
     num_bytes: float
+    time_s: float
+    latency_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostPath:
+    """A collective through host memory that ranks share, as one of them sees it.
+
+    Attributes:
+        up_bytes, down_bytes: what it copies from its device and to it.
+        time_s: at full speed, without latency.
+        latency_s: the time in which ranks tell each other that they have written.
+    """
+
+    up_bytes: float
+    down_bytes: float
     time_s: float
     latency_s: float
 
@@ -79,6 +101,51 @@ class Fabrics:
             num_steps = num_rounds * (group.nodes - 1)
             rings.append(_ring(fabric, num_rounds * num_bytes / group.per_node, share_bytes, num_steps))
         return rings
+
+    def through_host(self, group: Group, num_bytes: float, *, sums: bool) -> HostPath:
+        """Return an all-gather or a reduce-scatter over ranks of one node through host memory.
+
+        A rank writes its part of what is gathered, and all parts but its own of what is summed. At the same time it
+        reads what others have written. It begins to read when the first round has been written; see [Note: Through the
+        host] in :mod:`executor.devices.host_exchange`.
+
+        Args:
+            group: the ranks that take part.
+            num_bytes: the bytes that every rank has at the end of a gather, or at the beginning of a sum. An all-reduce
+                counts as a sum of twice the bytes.
+            sums: whether values are summed.
+
+        Raises:
+            ValueError: the group needs several nodes.
+        """
+        if group.nodes > 1:
+            raise ValueError(
+                f"collectives go through host memory, but {group.per_node * group.nodes} ranks with the same weights "
+                f"are on {group.nodes} nodes; plan with --parallel collectives=fabric"
+            )
+        profile, sharing, count = self._profile, self._layout.ranks_per_uplink(self._profile), group.per_node
+        link, part_bytes = profile.host_link, num_bytes / count
+        up_bytes, down_bytes = part_bytes * (count - 1 if sums else 1), part_bytes * (count - 1)
+        up_s, down_s = (
+            curve.time_s(total * sharing) for curve, total in ((link.up, up_bytes), (link.down, down_bytes))
+        )
+        num_rounds = math.ceil((num_bytes if sums else part_bytes) / MOST_EXCHANGED_BYTES)
+        if link.num_cores_per_copy.value:  # a core copies one way after the other
+            time_s = up_s + down_s
+        else:
+            both_s = (up_bytes + down_bytes) * sharing / link.both_bytes_per_s.value
+            time_s = max(up_s, down_s, both_s) + up_s / max(num_rounds, 1)
+        if sums:  # the device reads all ranks' values of its part, and writes their sums
+            time_s += profile.device.elementwise.time_s(num_bytes + part_bytes)
+        return HostPath(up_bytes, down_bytes, time_s, _TELL_S * num_rounds)
+
+    def prefers_host(self, group: Group) -> bool:
+        """Return whether ranks sum and gather the weights of a layer faster through the host than over the fabric."""
+        if group.nodes > 1 or group.per_node == 1:
+            return False
+        paths = [self.through_host(group, _LAYER_BYTES, sums=sums) for sums in (False, True)]
+        (ring,) = self.rings(group, _LAYER_BYTES, num_rounds=2)
+        return sum(path.time_s + path.latency_s for path in paths) < ring.time_s + ring.latency_s
 
     def all_to_all_s(self, group: Group, num_bytes: float) -> float:
         """Return the time of an all-to-all of ``num_bytes`` per rank."""

@@ -8,6 +8,8 @@ those of a data group are ``tensor`` apart, and a stage is a block of ``tensor *
 import dataclasses
 from collections import Counter
 
+from hwprofiles.profile import HardwareProfile
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
@@ -40,6 +42,10 @@ class Layout:
     def ranks_per_node(self) -> int:
         """Ranks on a full node."""
         return min(self.num_ranks, self.devices_per_node)
+
+    def ranks_per_uplink(self, profile: HardwareProfile) -> int:
+        """Return the ranks behind one switch; they copy at the same time, so all their bytes cross its uplink."""
+        return min(self.ranks_per_node, profile.devices_per_uplink())
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""

@@ -347,21 +347,39 @@ class CostModel:
         return Price(0.0, duration_s, uses)
 
     def _collective(self, task: Task) -> Price:
-        """Price a collective over data-parallel ranks, with its levels inside and between nodes."""
+        """Price a collective over data-parallel ranks: through the host, or inside and between nodes."""
         group = self.layout.replicas(self._parts(task))
-        rings = self._fabrics.rings(group, task.num_bytes)
-        duration_s = max((ring.time_s for ring in rings), default=0.0)
-        latency_s = sum(ring.latency_s for ring in rings)
+        cast_s, agreed_s = 0.0, 0.0
         if task.op is Op.GATHER and task.num_params:  # the shard is cast first, with scales that ranks agree on
             num_bytes = (2 * self._dtype_bytes + 1) * task.num_params
-            duration_s += self._rank.read_s(self.profile.device.elementwise, num_bytes, "elementwise")
-            latency_s += sum(ring.latency_s for ring in self._fabrics.rings(group, 0, num_rounds=2))
+            cast_s = self._rank.read_s(self.profile.device.elementwise, num_bytes, "elementwise")
+            agreed_s = sum(ring.latency_s for ring in self._fabrics.rings(group, 0, num_rounds=2))
+        if task.through_host:
+            path = self._fabrics.through_host(group, task.num_bytes, sums=task.op is not Op.GATHER)
+            duration_s, latency_s = path.time_s + cast_s, path.latency_s + agreed_s
+            rates = (num_bytes / duration_s if duration_s else 0.0 for num_bytes in (path.up_bytes, path.down_bytes))
+            return Price(latency_s, duration_s, tuple(sorted(self._through_host(*rates))))
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
+        rings = self._fabrics.rings(group, task.num_bytes)
+        duration_s = max((ring.time_s for ring in rings), default=0.0) + cast_s
+        latency_s = sum(ring.latency_s for ring in rings) + agreed_s
         for ring in rings:
             if ring.fabric.via_host_link and ring.time_s > 0:
                 best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
                 uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
+
+    def _through_host(self, up_rate: float, down_rate: float) -> list[tuple[Resource, float]]:
+        """Return what copies to and from host memory use, at these bytes per second."""
+        num_cores = self.profile.host_link.num_cores_per_copy.value
+        num_passes = 2 if num_cores else 1
+        uses = [
+            (Resource.LINK_UP, up_rate),
+            (Resource.LINK_DOWN, down_rate),
+            (Resource.LINK, up_rate + down_rate),
+            (Resource.DRAM, self._rank.at_most_dram((up_rate + down_rate) * num_passes)),
+        ]
+        return [*uses, (Resource.CORES, num_cores)] if num_cores else uses
 
     def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage.

@@ -61,7 +61,7 @@ class RankHardware:
     def __init__(self, profile: HardwareProfile, layout: Layout) -> None:
         self.profile = profile
         self.ranks_per_node = layout.ranks_per_node
-        self.ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
+        self.ranks_per_uplink = layout.ranks_per_uplink(profile)
         self.warnings: dict[str, None] = {}
 
     def capacities(self) -> dict[Resource, float]:

@@ -4,7 +4,7 @@ from planner.decisions.decisions import Decisions, check_fp8_weights
 from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import Activations, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
-from planner.decisions.sharding import FROZEN_ALIGNMENT_BYTES, Sharding
+from planner.decisions.sharding import FROZEN_ALIGNMENT_BYTES, MOST_EXCHANGED_BYTES, Sharding
 from planner.models.choice import DEGREES, Choice, Count
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "DEGREES",
     "FP32",
     "FROZEN_ALIGNMENT_BYTES",
+    "MOST_EXCHANGED_BYTES",
     "Activations",
     "Choice",
     "Count",

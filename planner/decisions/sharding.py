@@ -130,6 +130,21 @@ class Sharding(Choice):
         fp8 = Fp8Weights(layout.shard_params, num_others, num_scales, num_ranks, self.precision.weight_bytes)
         return fp8 if fp8.saves and num_others % ALIGNMENT_BYTES == 0 else None
 
+    def exchanged_at_once_bytes(self, unit: Unit) -> int:
+        """Return what a rank writes at a time to memory that ranks share, for collectives of a unit; 0 without them.
+
+        See [Note: Through the host] in :mod:`executor.devices.host_exchange`. It is a multiple of what aligns every
+        rank's part.
+        """
+        if not self.collectives or (count := self.replicas(unit)) == 1:
+            return 0
+        values = -(-self.padded_params(unit) // count) * count
+        num_bytes = max(
+            values * self.precision.weight_bytes, self.frozen_shard_bytes(unit) if self.gathers(unit) else 0
+        )
+        grain_bytes = count * FROZEN_ALIGNMENT_BYTES
+        return -(-min(num_bytes, MOST_EXCHANGED_BYTES) // grain_bytes) * grain_bytes
+
     def frozen_shard_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's frozen weights that one rank keeps: all, or in ZeRO-3 a padded shard."""
         num_bytes = unit.frozen_bytes(self.precision.weight_bytes)
@@ -142,5 +157,8 @@ class Sharding(Choice):
         return self.frozen_shard_bytes(unit) * (self.replicas(unit) if self.gathers(unit) else 1)
 
 
+MOST_EXCHANGED_BYTES = 32 << 20
+"""Of a collective through host memory, what a rank writes at a time: a millisecond of a link's time, so that what ranks
+tell each other takes little of it."""
 FROZEN_ALIGNMENT_BYTES = 16
 """Shards of frozen weights begin at a multiple of it, so that values of every type do."""

@@ -19,7 +19,8 @@ gathered ``num_param_slots`` units before they are needed, so forward begins onl
 :func:`launches` adds these waits to the schedule, so that they are simulated.
 
 Hidden states that stages of a pipeline send each other are not in this order: each direction has a group and a thread
-of its own, and waits for nothing but the computing before it.
+of its own, and waits for nothing but the computing before it. Nor are collectives through the host, which have no
+kernels that wait for those of others.
 
 Where the host computes, lanes share no device and gloo's groups wait for nothing but each other. So each lane keeps its
 own order, which is the same on all ranks too.
@@ -44,7 +45,9 @@ def exchanges(task: Task, decisions: Decisions) -> bool:
         return False  # only the lane of collectives exchanges data
     if task.lane is Lane.GPU_UPDATE:
         return task.num_bytes > 0 and OPTIMIZERS[decisions.optimizer].others is not None
-    return task.lane in {Lane.COMPUTE, Lane.COLLECTIVE}
+    if task.lane is Lane.COLLECTIVE:  # before it gathers casts, ranks agree on scales, over the fabric
+        return not task.through_host or task.num_params > 0
+    return task.lane is Lane.COMPUTE
 
 
 def launches(program: Program) -> None:

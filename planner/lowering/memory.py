@@ -42,6 +42,7 @@ def memory(program: Program, hold_gradients: HoldGradients | None = None) -> Non
         for room, num_bytes in enumerate(SpillRooms(program.model, program.decisions).sizes_bytes):
             program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
+    _host_exchange(program)
 
 
 def _parameters(program: Program) -> None:
@@ -253,6 +254,27 @@ def _workspace(program: Program, fresh: Fresh) -> None:
     program.hold(
         Tier.HOST, MemoryClass.WORKSPACE, host_workspace_bytes(program.model, program.decisions), "update workspace"
     )
+
+
+def exchange_bytes(units: Iterable[Unit], decisions: Decisions) -> dict[int, int]:
+    """Return the most that a rank writes at a time to memory that ranks share, for all units of so many parts."""
+    sizes: dict[int, int] = {}
+    for unit in units:
+        if num_bytes := decisions.exchanged_at_once_bytes(unit):
+            parts = unit.parts(decisions)
+            sizes[parts] = max(sizes.get(parts, 0), num_bytes)
+    return sizes
+
+
+def _host_exchange(program: Program) -> None:
+    """Hold two halves of what a rank writes at a time on the host, and on the device what it sums at a time."""
+    sizes = exchange_bytes(program.model, program.decisions)
+    for parts, num_bytes in sizes.items():
+        program.hold(Tier.HOST, MemoryClass.WORKSPACE, 2 * num_bytes, f"collectives of {parts} part(s)")
+    for unit in program.units if sizes else ():
+        num_bytes = program.decisions.exchanged_at_once_bytes(unit.unit)
+        for draft in (*unit.scatters.values(), *([unit.exchange] if unit.exchange else [])):
+            program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} sums", draft, draft)
 
 
 def _backward_bytes(program: Program, unit: LoweredUnit, backward: Task, new: dict[str, float]) -> int:

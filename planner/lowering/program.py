@@ -163,6 +163,8 @@ class Program:
             )
         else:
             draft = Task(len(drafts), lane, op, phase, "", micro_batch, piece, after=after)
+        if lane is Lane.COLLECTIVE:
+            draft.through_host = self.decisions.collectives is not None
         drafts.append(draft)
         return draft
 

@@ -33,6 +33,9 @@ class Choice(Frozen):
             :mod:`planner.lowering.compute`; ``None``: all of the micro-batch.
         fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
+        collectives: ``host``: data-parallel ranks of a machine gather weights and sum gradients through host memory
+            that they share, see [Note: Through the host] in :mod:`executor.devices.host_exchange`. ``None``: over the
+            fabric between devices.
         kernels: the kernels that run beside products and attention, see [Note: Kernel sets] in
             :mod:`planner.models.formulas.kernel_sets`; ``None``: those of ``transformers``.
         micro_batch: sequences per forward, on each rank, or on the ranks that share them.
@@ -50,6 +53,7 @@ class Choice(Frozen):
     layer_tile_tokens: Count | None = None
     segment_tile_sequences: Count | None = None
     fp8_weights: Literal[True] | None = None
+    collectives: Literal["host"] | None = None
     kernels: KernelChoice | None = None
     micro_batch: Count = 1
     num_micro_batches: Count = 1
@@ -90,4 +94,5 @@ class Choice(Frozen):
         degrees = ((name.removesuffix("_parallel"), getattr(self, name)) for name in DEGREES)
         spread = " x ".join(f"{name} {count}" for name, count in degrees if count > 1) or "one device"
         spread += f" in {self.pipeline_rounds} rounds" if self.pipeline_rounds > 1 else ""
+        spread += ", collectives through the host" if self.collectives else ""
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"

@@ -154,6 +154,7 @@ class Task:
         matrices: shapes of the whole matrices that an update orthogonalizes.
         in_fp8: whether the unit's weights come in fp8, so that computing does not cast them.
         splits: whether an update is of split master copies.
+        through_host: whether a collective goes through host memory that ranks share, not over the fabric.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.
     """
@@ -176,6 +177,7 @@ class Task:
     matrices: Shapes = ()
     in_fp8: bool = False
     splits: bool = False
+    through_host: bool = False
     stage: int = 0
     tile: int = 0
     after: tuple[int, ...] = ()

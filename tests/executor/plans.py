@@ -70,6 +70,7 @@ def plans(
         data_parallel=size,
         **degrees or {},
         zero_stage=zero_stage,
+        collectives=draw(st.sampled_from([None, "host"])) if size > 1 else None,
         subgroup_params=draw(st.sampled_from(grains)),
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),

@@ -41,7 +41,8 @@ def roofline_section(views: Sequence[View], cost: CostModel) -> Section:
     """Show the roofline of computing, and for every other lane the rate of its tasks against their size."""
     tasks = views[0].timeline.schedule.tasks
     lanes = [lane for lane in Lane if any(task.lane is lane for task in tasks)]
-    known = [found for lane in lanes if (found := _lane(lane, cost)) is not None]
+    through_host = any(task.through_host for task in tasks)
+    known = [found for lane in lanes if (found := _lane(lane, cost, through_host=through_host)) is not None]
     rows, traces = [], []
     for view in views:
         shares, busies = [], []
@@ -93,8 +94,14 @@ def roofline_section(views: Sequence[View], cost: CostModel) -> Section:
     return Section("roofline", "Roofline", "Lanes against the roofline", (), (overview, *compute, *others, table))
 
 
-def _lane(lane: Lane, cost: CostModel) -> _Lane | None:
-    """Return a lane with its bounds; ``None`` if the profile has no rate for it."""
+def _lane(lane: Lane, cost: CostModel, *, through_host: bool) -> _Lane | None:
+    """Return a lane with its bounds; ``None`` if the profile has no rate for it.
+
+    Args:
+        lane: which.
+        cost: prices on the machine.
+        through_host: whether collectives go through host memory.
+    """
     profile, capacity, ranks = cost.profile, cost.capacities(), cost.ranks_per_node
     host, device, fabric = profile.host, profile.device, profile.intra_node or profile.inter_node
     link = link_of(lane)
@@ -116,6 +123,8 @@ def _lane(lane: Lane, cost: CostModel) -> _Lane | None:
     elif profile.nvme is not None and (link is Lane.NVME_READ or link is Lane.NVME_WRITE):
         curve = profile.nvme.read if link is Lane.NVME_READ else profile.nvme.write
         found = _Lane(lane, "B", curve.best_rate_per_s() / ranks, _moved, _rate_of(curve, ranks))
+    elif lane is Lane.COLLECTIVE and through_host:
+        found = _Lane(lane, "B", capacity[Resource.LINK_DOWN], _moved, None)
     elif fabric is not None and lane in {Lane.COLLECTIVE, Lane.SEND, Lane.SEND_BACK}:
         found = _Lane(lane, "B", fabric.bytes_per_s.value, _moved, None)
     return found

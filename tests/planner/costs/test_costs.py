@@ -13,11 +13,13 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import list_profiles, load_profile
+from planner.costs.fabrics import Fabrics
 from planner.costs.kernels import _TILES, wave_factor
+from planner.costs.layout import Layout
 from planner.costs.model import CostModel, total_flop
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
-from planner.decisions import BF16, Precision, Sharding
+from planner.decisions import BF16, MOST_EXCHANGED_BYTES, Precision, Sharding
 from planner.graph import Attention, Elementwise, Gemm
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -209,6 +211,57 @@ def test_collectives() -> None:
     assert dict(via.uses)[Resource.LINK_DOWN] == pytest.approx(2e10)
     with pytest.raises(ValueError, match="no inter_node fabric, but 8 devices need 2 nodes"):
         model(machine(devices_per_node=4, inter_node=False), ranks=8).price(gather)
+
+
+def through_host(profile: HardwareProfile, ranks: int, op: Op, num_bytes: int) -> Price:
+    sharding = Sharding(precision=BF16, data_parallel=ranks, collectives="host")
+    collective = task(Lane.COLLECTIVE, op, num_bytes=num_bytes, through_host=True)
+    return CostModel(profile, UNITS, sharding).price(collective)
+
+
+def test_collectives_through_the_host() -> None:
+    """A rank writes its part and reads all others; of what is summed it writes the others, and adds its own up."""
+    profile, rounds = machine(devices_per_node=4), -(-(2**30) // 4 // MOST_EXCHANGED_BYTES)
+    assert rounds == 8
+    gather = through_host(profile, 4, Op.GATHER, 2**30)
+    up_bytes, down_bytes = 2**28, 3 * 2**28
+    copied_s = down_bytes / 2e10 + up_bytes / 2e10 / rounds  # reading begins when the first round has been written
+    check(gather, copied_s, latency_s=rounds * 1e-4, **ways(up_bytes / copied_s, down_bytes / copied_s))
+    scatter = through_host(profile, 4, Op.SCATTER, 2**30)
+    both_s = 2 * down_bytes / 3e10
+    summed_s = both_s + down_bytes / 2e10 / 32 + (2**30 + 2**28) / 1e12
+    check(scatter, summed_s, latency_s=32 * 1e-4, **ways(down_bytes / summed_s, down_bytes / summed_s))
+    on_cores = through_host(machine(devices_per_node=4, num_cores_per_copy=1), 4, Op.GATHER, 2**30)
+    assert on_cores.duration_s == pytest.approx((up_bytes + down_bytes) / 2e10)
+    with pytest.raises(ValueError, match="8 ranks with the same weights are on 2 nodes; plan with --parallel"):
+        through_host(profile, 8, Op.GATHER, 2**30)
+
+
+def ways(up_rate: float, down_rate: float) -> dict[str, float]:
+    both = up_rate + down_rate
+    return {"LINK_UP": up_rate, "LINK_DOWN": down_rate, "LINK": both, "DRAM": min(both, 1e11 / 4)}
+
+
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([Op.GATHER, Op.SCATTER]), st.data())
+def test_more_bytes_take_no_less_time_through_the_host(ranks: int, op: Op, data: st.DataObject) -> None:
+    for name in ("rtx-4090x8", "a100x8-nvlink"):
+        sizes = sorted(data.draw(st.lists(st.integers(1, 2**34), min_size=2, max_size=2)))
+        less, more = (through_host(load_profile(name), ranks, op, size) for size in sizes)
+        assert less.duration_s <= more.duration_s * (1 + 1e-9)
+        assert less.latency_s <= more.latency_s
+
+
+def test_ranks_prefer_the_host_to_a_slow_fabric_alone() -> None:
+    """NVLink is faster than host memory, NCCL without peer-to-peer copies is not; nodes share no memory."""
+    for name, ranks, preferred in (
+        ("rtx-4090x8", 8, True),
+        ("rtx-4090x8", 1, False),
+        ("a100x8-nvlink", 8, False),
+        ("a100-cluster", 16, False),
+    ):
+        profile = load_profile(name)
+        layout = Layout(ranks, 1, 1, profile.devices_per_node)
+        assert Fabrics(profile, layout).prefers_host(layout.replicas(1)) == preferred
 
 
 def test_an_all_reduce_over_two_nodes_is_a_tree() -> None:

@@ -133,6 +133,7 @@ def test_every_trick_can_be_switched_off() -> None:
             for name, unit in bench("two").decisions.units.items()
         },
     )
+    through_host = with_decisions(bench("two"), collectives="host")
     slots = with_decisions(bench("slow"), num_state_slots=3, num_param_slots=3)
     tiled = with_decisions(bench("one"), loss_tile_tokens=16, layer_tile_tokens=16)
     breadth = with_decisions(bench("one"), micro_batch=2, segment_tile_sequences=1)
@@ -159,7 +160,7 @@ def test_every_trick_can_be_switched_off() -> None:
     away = {name: unit for name, unit in away.items() if Place.GPU not in unit.update}
     fetched = with_decisions(in_fp8, units=in_fp8.decisions.units | away, fp8_weights=True)
     assert any(map(fetched.decisions.moves_fp8, fetched.units.values()))
-    for other in (stage_1, slots, mixed, tiled, breadth, compiled, narrow, in_fp8, fetched):
+    for other in (stage_1, through_host, slots, mixed, tiled, breadth, compiled, narrow, in_fp8, fetched):
         used |= {trick.key for trick, trial in worths_of(other, tricks=TRICKS).items() if trial}
     assert used == {trick.key for trick in TRICKS}
 
@@ -173,6 +174,7 @@ GLOBAL = {
     "state-slots": {"num_state_slots": 1},
     "collectives-beside": {"max_prefetch_params": 0},
     "early-reduction": {"reduce_start": "step"},
+    "through-host": {"collectives": None},
     "one-pass": {"host_update": HostUpdate.DEEPSPEED},
 }
 
@@ -180,10 +182,10 @@ GLOBAL = {
 def test_a_trick_off_changes_nothing_else() -> None:
     """What is a matter of global decisions leaves units alone, and the other way round."""
     seen = set()
-    for name in NAMES:
-        own = dict(as_rival(bench(name).decisions))
+    for plan in (*map(bench, NAMES), with_decisions(bench("two"), collectives="host")):
+        own = dict(as_rival(plan.decisions))
         for trick in TRICKS:
-            for decisions in trick.off(bench(name)):
+            for decisions in trick.off(plan):
                 different = {key: value for key, value in decisions if value != own[key]}
                 assert different.keys() == GLOBAL.get(trick.key, {"units": None}).keys() or not different, trick.key
                 assert all(different[key] == GLOBAL[trick.key][key] for key in different if key != "units")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from walked import NUM_ITERATIONS, ordered_by_rules
 
-from planner.decisions import Place
+from planner.decisions import Place, Precision
 from planner.lowering import exchanges, lower
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import HOST_LANES, Lane, Op
@@ -90,3 +90,15 @@ def test_updates_that_exchange_matrices_are_launched_in_order_too() -> None:
     decisions = decide(units, Place.GPU, params="gpu", tensor_parallel=2, data_parallel=2, optimizer="muon")
     lanes = {task.lane for task in lower(units, decisions, asynchronous=True).tasks if exchanges(task, decisions)}
     assert lanes == {Lane.COMPUTE, Lane.COLLECTIVE, Lane.GPU_UPDATE}
+
+
+@pytest.mark.parametrize("fp8_weights", [None, True])
+def test_collectives_through_the_host_are_in_no_order_unless_ranks_agree_on_scales(fp8_weights: bool | None) -> None:
+    units = small_units("demo-llama", in_fp8=True)
+    precision = Precision(weights="bf16", products="fp8")
+    options = {"data_parallel": 4, "context_parallel": 2, "zero_stage": 3, "precision": precision}
+    decisions = decide(units, Place.GPU, **options, fp8_weights=fp8_weights, collectives="host")
+    tasks = lower(units, decisions, asynchronous=True).tasks
+    ordered = {task.op for task in tasks if task.lane is Lane.COLLECTIVE and exchanges(task, decisions)}
+    assert {task.op for task in tasks if task.lane is Lane.COLLECTIVE} == {Op.GATHER, Op.SCATTER}
+    assert ordered == ({Op.GATHER} if fp8_weights else set())

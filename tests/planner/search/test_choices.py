@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 from amount import ALL, examples
@@ -52,6 +53,19 @@ def test_attention_takes_scratch_on_a_gpu_alone(profile, takes) -> None:
     more_bytes = least_workspace_bytes(*attention, 2) - least_workspace_bytes(*plain, 2)
     scratch_bytes = attention_scratch_bytes(Attention(8, 12, 1024, 64), grouped=False, e=2)
     assert 0 < more_bytes <= scratch_bytes if takes else more_bytes == 0
+
+
+def collectives(profile: str, num_devices: int, wanted: Literal["fabric", "host"] | None = None) -> set[str | None]:
+    asked = Request(OPT, load_profile(profile), num_devices=num_devices, pipeline_parallel=1, collectives=wanted)
+    return {variant.choice.collectives for variant in variants(asked)}
+
+
+def test_collectives_go_the_faster_way_or_the_one_that_was_asked_for() -> None:
+    assert collectives("rtx-4090x8", 8) == collectives("a100x8-nvlink", 8, "host") == {"host"}
+    assert collectives("a100x8-nvlink", 8) == collectives("rtx-4090x8", 8, "fabric") == {None}
+    assert collectives("rtx-4090x8", 1) == collectives("rtx-4090x8", 1, "host") == {None}
+    with pytest.raises(ValueError, match="16 data-parallel ranks are on 2 nodes; leave --parallel collectives=host"):
+        collectives("a100-cluster", 16, "host")
 
 
 @given(
