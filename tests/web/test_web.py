@@ -24,6 +24,7 @@ from starlette.requests import Request
 
 import ullage
 from ullage.main import main
+from ullage.web import worker
 from ullage.web.app import Place
 from ullage.web.jobs import _Turns
 from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of, tamed
@@ -142,6 +143,15 @@ def test_what_may_be_used_is_what_is_used(served: Served) -> None:
     assert "drives" in lines[-1]["error"]
     alone = first(served, model="llama-3-8b", machine="rtx-4090", storage="gpu")
     assert "does not fit in GPU memory alone" in alone["error"]
+
+
+def test_what_is_computed_from_formulas_is_answered_on_a_slow_machine_too(monkeypatch, tmp_path) -> None:
+    lines = list[dict]()
+    monkeypatch.setattr(worker, "_SLOW_S", 0.0)
+    asked = Question(**QUICK)
+    worker.KINDS["answer"](asked, asked.options(tmp_path), None, lambda **line: lines.append(line))
+    assert lines[-1]["result"]["fits"]
+    assert "note" not in lines[-1]["result"]
 
 
 def test_the_cheapest_machine_is_found_with_few_plans(served: Served) -> None:

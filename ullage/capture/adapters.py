@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import nn
 
@@ -18,13 +17,11 @@ from ullage.capture.architectures import Architecture
 from ullage.capture.quantized import quantization_config, quantize
 from ullage.capture.records import CaptureError
 
-_PROJECTIONS: Final = (nn.Linear, transformers.pytorch_utils.Conv1D)
-_ADAPTED: Final = (*_PROJECTIONS, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # by LoRA
 # What `peft` calls the task of a class of `transformers`; others have none.
-_TASKS: Final[dict[Any, str]] = {
-    transformers.AutoModelForCausalLM: "CAUSAL_LM",
-    transformers.AutoModelForSeq2SeqLM: "SEQ_2_SEQ_LM",
-    transformers.AutoModelForSequenceClassification: "SEQ_CLS",
+_TASKS: Final[dict[str, str]] = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModelForSequenceClassification": "SEQ_CLS",
 }
 
 
@@ -53,7 +50,10 @@ def make_adapted(
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs peft; install it: pip install 'ullage[finetune]'")
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - takes seconds
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - likewise
 
+    projections = (nn.Linear, Conv1D)
+    adapted = (*projections, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)  # by LoRA
     base: Any
     if weights is None:
         base = architecture.make(dtype)
@@ -66,15 +66,15 @@ def make_adapted(
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]  # only multiplied
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
-        task_type=_TASKS.get(architecture.auto),
+        task_type=_TASKS.get(architecture.auto.__name__),
         modules_to_save=list(lora.save) or None,
     )
     names = sorted(
-        {path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, _PROJECTIONS)}
+        {path.rpartition(".")[2] for path, module in base.named_modules() if isinstance(module, projections)}
     )
     for target in lora.targets:
         for path, module in base.named_modules():
-            if _ends(path, target) and not isinstance(module, _ADAPTED):
+            if _ends(path, target) and not isinstance(module, adapted):
                 raise CaptureError(
                     f"LoRA {lora}: {target} is a {type(module).__name__}, but adapters are for projections and "
                     f"embeddings; its projections are {', '.join(names)}"

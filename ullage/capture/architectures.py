@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 from torch import nn
 
 from planner.models.captured import CapturedInput
@@ -87,19 +86,21 @@ def architecture(text: str | Path) -> Architecture:
         ModelConfigError: the file does not exist, or is not a configuration.
         CaptureError: ``transformers`` does not know the architecture, or Ullage cannot make its inputs.
     """
+    import transformers  # noqa: PLC0415 - takes a second, which models of others need not wait for
+
     file = str(text)
     data = configuration(file)
     config = _config(data, file)
     named = (data.get("architectures") or [""])[0]
-    made = {auto: _names(auto, config) for auto in HEADS}
-    fitting = [auto for auto, names in made.items() if named in names and named]
+    made = {head: _names(getattr(transformers, head), config) for head in HEADS}
+    fitting = [head for head, names in made.items() if named in names and named]
     if not fitting and (not named or named.endswith("Model")):  # the class has no head
-        fitting = [auto for auto, names in made.items() if names]
+        fitting = [head for head, names in made.items() if names]
     if not fitting:
         raise CaptureError(f"{file}: Ullage cannot make the inputs of {named or config.model_type}; {BY_HAND}")
     names = made[fitting[0]]
     config.architectures = [named if named in names else names[0]]  # choose one if there are several
-    return Architecture(config, fitting[0], HEADS[fitting[0]])
+    return Architecture(config, getattr(transformers, fitting[0]), HEADS[fitting[0]])
 
 
 def _names(auto: Any, config: Any) -> tuple[str, ...]:
@@ -110,6 +111,8 @@ def _names(auto: Any, config: Any) -> tuple[str, ...]:
 
 
 def _config(data: Mapping[str, Any], file: str) -> Any:
+    import transformers  # noqa: PLC0415 - as above
+
     if (model_type := data.get("model_type")) is None:
         raise CaptureError(f"{file} has no model_type; give the config.json of a model of transformers, or {BY_HAND}")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ullage.capture.records import CaptureError, first_line
 
@@ -33,6 +31,9 @@ def assumed_attention(model: nn.Module) -> str | None:
 @contextlib.contextmanager
 def fused_attention(model: Any) -> Iterator[None]:
     """Let a model compute attention by the stand-in."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: PLC0415 - slow, as what follows
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415
+
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     own = [(each, each._attn_implementation) for each in configs if hasattr(each, "_attn_implementation")]
     ALL_ATTENTION_FUNCTIONS[_STAND_IN] = _attend

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -248,19 +247,22 @@ _TYPES: Final[dict[str, Callable[[int, int], tuple[tuple[int, int], ...]]]] = {
 }
 
 _TEXT: Final = Kind((_tokens, _targets))
-HEADS: Final[dict[Any, Kind]] = {
-    transformers.AutoModelForSeq2SeqLM: _TEXT,
-    transformers.AutoModelForSpeechSeq2Seq: Kind((_sound, _targets)),
-    transformers.AutoModelForMaskedLM: _TEXT,
-    transformers.AutoModelForImageTextToText: Kind((_images_and_text,), has_images=True),
-    transformers.AutoModelForCausalLM: _TEXT,
-    transformers.AutoModelForImageClassification: Kind((_pixels, _label), has_tokens=False),
-    transformers.AutoModelForAudioClassification: Kind((_sound, _label), has_tokens=False),
-    transformers.AutoModelForSequenceClassification: Kind((_tokens, _label)),
-    transformers.AutoModelForTokenClassification: _TEXT,
-    transformers.AutoModelForQuestionAnswering: Kind((_tokens, _answer)),
+HEADS: Final[dict[str, Kind]] = {
+    "AutoModelForSeq2SeqLM": _TEXT,
+    "AutoModelForSpeechSeq2Seq": Kind((_sound, _targets)),
+    "AutoModelForMaskedLM": _TEXT,
+    "AutoModelForImageTextToText": Kind((_images_and_text,), has_images=True),
+    "AutoModelForCausalLM": _TEXT,
+    "AutoModelForImageClassification": Kind((_pixels, _label), has_tokens=False),
+    "AutoModelForAudioClassification": Kind((_sound, _label), has_tokens=False),
+    "AutoModelForSequenceClassification": Kind((_tokens, _label)),
+    "AutoModelForTokenClassification": _TEXT,
+    "AutoModelForQuestionAnswering": Kind((_tokens, _answer)),
 }
-"""Auto classes with the way to call them. The class in the configuration counts, or else the first one that exists."""
+"""Auto classes of ``transformers`` with the way to call them.
+
+The class in the configuration counts, or else the first one that exists.
+"""
 
 
 def begun(spec: CapturedInput, rest: Tensor | None = None) -> Tensor:

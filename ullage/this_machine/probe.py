@@ -3,7 +3,6 @@
 import time
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.options import Options
 from executor.prepare import prepare_session
@@ -36,6 +35,8 @@ def host_times(device: str) -> tuple[list[float], list[float]]:
     counts such waits itself. For the same reason a step begins when the GPU has ended the backward, and ends before the
     loss is read.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+
     on_gpu = device == "cuda"
     config = resolve_model("demo-llama").model_copy(update=_TINY)
     model_units = units(build_graph(config, Batch(1, _NUM_TOKENS, BF16.weight_bytes)))

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.distributed.shards import BindingError
 from executor.module.empty import empty_parameters
@@ -172,6 +171,8 @@ def _made(plan: Plan, weights: Path | None) -> nn.Module:
             use_attention(made, plan.model.attention)
         check_scans(plan.model.scans or ())
         return made
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+
     config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
     dtype = DTYPES[plan.decisions.precision.weights]
     if weights is not None:

@@ -117,9 +117,10 @@ def _answer(asked: Question, options: dict[str, Any], _known: str | None, send: 
     texts = {"command": asked.command(), "python": asked.python()}
     begun_s = time.monotonic()
     try:
-        if first := _first_plan(options, send):
+        is_captured = _is_captured(options)
+        if first := _first_plan(options, send, is_captured=is_captured):
             send(first=_shown(asked, first) | texts)
-        if time.monotonic() - begun_s > _SLOW_S:
+        if first and is_captured and time.monotonic() - begun_s > _SLOW_S:
             options |= _WHOLE
             texts["note"] = _NO_TILES
         plan = ullage.plan(**options, progress=lambda words, *_: send(progress=words))
@@ -144,13 +145,19 @@ def _answer(asked: Question, options: dict[str, Any], _known: str | None, send: 
     send(result=_shown(asked, plan) | texts)
 
 
-def _first_plan(options: dict[str, Any], send: Send) -> ullage.Plan | None:
-    """Return the plan of a short search; ``None`` if only a whole one can say whether there is one."""
-    is_captured = "lora" in options
+def _is_captured(options: dict[str, Any]) -> bool:
+    """Return whether the model of a question is captured: formulas have no adapters, and do not know all models."""
+    if "lora" in options:
+        return True
     try:
         ullage.resolve_model(options["model"])
     except ullage.ModelConfigError:
-        is_captured = True
+        return True
+    return False
+
+
+def _first_plan(options: dict[str, Any], send: Send, *, is_captured: bool) -> ullage.Plan | None:
+    """Return the plan of a short search; ``None`` if only a whole one can say whether there is one."""
     short: dict[str, Any] = {**options, "max_simulations": 1, "engines": False}
     if not is_captured:
         send(progress="a first plan")

@@ -43,6 +43,12 @@ def test_help_and_refusals_import_nothing_heavy(arguments: list[str], heavy: set
     assert imported(*arguments) == heavy
 
 
+def test_models_of_others_need_not_wait_for_transformers() -> None:
+    program = "import sys, ullage.commands.execute.run; print(*sys.modules)"  # ullage.prepare, and more
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch._dynamo", "transformers"} & set(found)
+
+
 @pytest.mark.usefixtures("plan_path")  # so that the simulator's kernel is compiled
 def test_planning_imports_no_compiler(plan_args: list[str], tmp_path) -> None:
     assert imported(*plan_args, "--output", str(tmp_path / "p.json"), "--json") == PLANNER
