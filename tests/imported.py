@@ -4,6 +4,8 @@ Nothing here begins a thread, which a fork would not have.
 """
 
 # ruff: noqa: F401 - imported for others
+import gc
+
 import accelerate
 import amount
 import fsspec
@@ -24,3 +26,5 @@ import ullage.whatif.asking
 
 amount.short_searches().__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for
+gc.collect()
+gc.freeze()  # so that no process searches these millions of objects for cycles
