@@ -9,8 +9,9 @@ connection names no rank.
 
 If a rank makes another call than the others (it evaluates alone, or has one batch less), all
 ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
-rank waits (:attr:`Watchdog.waits_for`). If all ranks wait, in different calls, and no task ends on any rank, that is an
-error.
+rank waits (:attr:`Watchdog.waits_for`), or the collective of the user's own in which it may wait, such as a barrier
+beside a save on rank 0 alone. If all ranks wait, in different calls, and no task ends on any rank, that is an error:
+after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a collective of the user's, which may last.
 
 A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
 launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
@@ -22,6 +23,7 @@ import contextlib
 import datetime as dt
 import os
 import select
+import sys
 import threading
 import time
 import warnings
@@ -41,8 +43,11 @@ TIMEOUT: Final = dt.timedelta(minutes=30)
 LANE_THREAD: Final = "lane "
 """Prefix of the names of lane threads. All other threads are the caller's."""
 
+_OWN_CALLS: Final = 4
+_EXECUTOR: Final = str(Path(__file__).parents[1])
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # all processes on one machine share it, and no others
 _FAILED: Final = "failed"
+_OWN: Final = "torch.distributed."  # and the name of a function: a collective of the user's own
 _TOGETHER: Final = "make all ranks prepare equally often, and end together"
 
 
@@ -212,6 +217,7 @@ class Watchdog:
                 late = number > 0 and since_s > self._silence_s / 2  # this process was suspended, not the others
                 heartbeat_s, number = time.monotonic(), number + 1
                 doing, num_ended = self.waits_for()
+                doing = doing or _own_collective()
                 own = f"{num_ended} {doing}" if doing else ""
                 self._store.set(f"heartbeat {self._rank}", f"{number} {own}")
                 found = {other: self._heartbeat(other) for other in self._others}
@@ -236,7 +242,8 @@ class Watchdog:
         waits = {other: sign.decode().partition(" ")[2] for other, sign in heartbeats.items()} | {self._rank: own}
         if waits != self._waits or not all(waits.values()):
             self._waits, self._still_since_s = waits, now_s
-        if now_s - self._still_since_s <= self._silence_s:
+        has_own = any(_OWN in words for words in waits.values())
+        if now_s - self._still_since_s <= self._silence_s * (_OWN_CALLS if has_own else 1):
             return ""
         return describe_mismatch({rank: words.partition(" ")[2] for rank, words in waits.items()})
 
@@ -294,6 +301,18 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         "ranks iterate, clip, evaluate, save and close together, with equally many batches; other code may run on "
         "one rank alone"
     )
+
+
+def _own_collective() -> str:
+    """Return the function of ``torch.distributed`` in which the main thread is; empty if in none, or for a session."""
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_EXECUTOR):
+            return ""
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__:
+            found = f"{_OWN}{frame.f_code.co_name}()"
+        frame = frame.f_back
+    return found
 
 
 def this_machine() -> str:

@@ -1,5 +1,6 @@
 """How a rank notices that another has failed; two in one process here, which see each other in the store alone."""
 
+import datetime as dt
 import threading
 import time
 
@@ -74,6 +75,16 @@ def test_who_gives_signs_or_has_left_is_not_missed(pair):
     second.stop(on_all_ranks=True)
     time.sleep(1.5)
     assert (reported, heard) == ([], [])
+
+
+def test_a_rank_may_wait_in_a_collective_of_the_users_own(pair):
+    """As in a barrier, while rank 0 alone saves; here in the meeting of a group that nobody else joins."""
+    first, second, reported, _ = pair
+    first.waits_for = lambda: ("a read of weights", 7)
+    second.start(lambda _error: None)
+    with pytest.raises(dist.DistError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=dt.timedelta(seconds=4))
+    assert "0 is in a read of weights, and rank 1 in torch.distributed.init_process_group()" in wait_for(reported)
 
 
 def test_a_lost_store_is_a_lost_rank(pair):
