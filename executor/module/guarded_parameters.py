@@ -13,7 +13,8 @@ may have changed by another way. When a parameter gets other data (``parameter.d
 weights keeps those of before, as in torch.
 
 While its unit computes, a parameter is an ordinary one, without any overhead. A write during that time changes the
-parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
+parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`. What is taken as its
+``data`` has a version of its own, so :class:`Computing` remembers it.
 
 Some functions read a tensor's memory without calling ``__torch_function__``: ``torch.tensor(parameter)``,
 ``torch.Tensor(parameter)``, ``torch.as_tensor(parameter, dtype=...)``, ``torch.utils.dlpack.to_dlpack(parameter)``,
@@ -89,6 +90,8 @@ _STALE: Final = -1
 LAST_HOOK: Final = "id_of_last_hook"
 """Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
 _GRADIENT: Final[Any] = torch.Tensor.grad
+_DATA: Final[Any] = torch.Tensor.data
+_TAKEN: Final = "data_taken_in_forward"
 
 
 class WeightReader(Protocol):
@@ -194,6 +197,27 @@ class Guarded(torch.Tensor):
             f"{getattr(self, _NAME, 'this')} is a parameter of a prepared model, which cannot be copied or pickled, "
             "because its weights are in the session's memory; take them from model.state_dict()"
         )
+
+
+class Computing(nn.Parameter):
+    """A parameter whose unit computes; it remembers what is taken as its ``data``."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weights, without autograd."""
+        values: torch.Tensor = _DATA.__get__(self)
+        vars(self).setdefault(_TAKEN, []).append(values)
+        return values
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _DATA.__set__(self, values)
+
+
+def was_written_as_data(parameter: nn.Parameter) -> bool:
+    """Return whether data taken from a computing parameter were written to in place since the last call."""
+    taken = vars(parameter).pop(_TAKEN, ())
+    return any(not values.is_inference() and values._version for values in taken)
 
 
 unguarded: Final = torch._C.DisableTorchFunctionSubclass

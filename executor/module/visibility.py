@@ -11,6 +11,7 @@ from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.state import ModelState, without_values
 from executor.module.guarded_parameters import (
+    Computing,
     Guarded,
     WeightReader,
     guard,
@@ -18,6 +19,7 @@ from executor.module.guarded_parameters import (
     refusal,
     unguard,
     unguarded,
+    was_written_as_data,
 )
 from planner.graph import Unit
 
@@ -70,7 +72,7 @@ class WeightVisibility:
             for unit in state.units.values()
         }
         self._leaves = {
-            name: [_Leaf(p, type(p), p.data, without_values(p.shape, p.dtype, p.device)) for p, _ in leaves]
+            name: [_Leaf(p, _computing(p), p.data, without_values(p.shape, p.dtype, p.device)) for p, _ in leaves]
             for name, leaves in of_units.items()
         }
         # The units whose weights each unit uses; most units use only their own.
@@ -108,8 +110,10 @@ class WeightVisibility:
         for name in (self._leaves.keys() if unknown else self._shown) - used:
             if name in self._writing & self._shown:
                 self._take_over(name)
-            for parameter, _, _, _ in self._leaves[name]:
+            for parameter, ordinary, _, _ in self._leaves[name]:
                 parameter.__class__ = Guarded  # type: ignore[assignment]
+                if ordinary is Computing and was_written_as_data(parameter) and name not in self._writing:
+                    raise self._lost(parameter, "wrote to the data of")
             if name not in self._settled:
                 self._hide_memory(name)
         for name in used if unknown else used - self._shown:
@@ -217,11 +221,13 @@ class WeightVisibility:
         """
         for parameter, _, weights, _ in self._leaves[unit]:
             if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
-                raise ValueError(
-                    f"forward gave the parameter {self._all[id(parameter)][1]} other data (weight.data = ...), which "
-                    "it did not do when the plan was made, so they would be lost; do it between steps, or in the first "
-                    "forward too"
-                )
+                raise self._lost(parameter, "gave other data to")
+
+    def _lost(self, parameter: nn.Parameter, did: str) -> ValueError:
+        return ValueError(
+            f"forward, or a hook, {did} the parameter {self._all[id(parameter)][1]} (weight.data), which it did not do "
+            "when the plan was made, so this would be lost; do it between steps, or in the first forward too"
+        )
 
     def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since the last check.
@@ -255,3 +261,7 @@ class WeightVisibility:
         """Make all parameters ordinary ones again."""
         for leaf, _ in self._all.values():
             unguard(leaf)
+
+
+def _computing(parameter: nn.Parameter) -> type:
+    return Computing if type(parameter) is nn.Parameter else type(parameter)

@@ -490,16 +490,24 @@ def test_views_follow_each_others_writes() -> None:
         assert torch.equal(weight, expected)
 
 
+def halve(module, _args):
+    module.weight.data = module.weight.data * 0.5
+
+
+def halve_in_place(module, _args):
+    module.weight.data[:1].mul_(0.5)
+
+
+@pytest.mark.part(2)
 @pytest.mark.parametrize("params", ["resident", "uploaded", "fetched"])
-def test_other_data_that_forward_gives_a_parameter_are_never_lost_without_a_word(params) -> None:
+@pytest.mark.parametrize(
+    ("way", "words"), [(halve, "gave other data to"), (halve_in_place, "wrote to the data of")], ids=["new", "in place"]
+)
+def test_what_forward_does_to_data_of_a_parameter_is_never_lost_without_a_word(params, way, words) -> None:
     model, optimizer = prepare(TASK, decide(TASK, uniform(*PLANS[params])))
     layer, tokens = model.get_submodule(WHOLE), batches(TASK)[0, 0]
-
-    def halve(module, _args):
-        module.weight.data = module.weight.data * 0.5
-
     with optimizer.session:
-        layer.register_forward_pre_hook(halve)
-        with pytest.raises(ValueError, match=rf"forward gave the parameter {WHOLE}\.weight other data.*do it between"):
+        layer.register_forward_pre_hook(way)
+        with pytest.raises(ValueError, match=rf"{words} the parameter {WHOLE}\.weight.*do it between"):
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
