@@ -3,8 +3,9 @@
     python benchmarks/cpu/pipelines.py
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
-which exchange weights and gradients through shared memory or over gloo, in two stages, and in rounds. The machine is calibrated first (``ullage calibrate``), with what the
-processes take to exchange data; nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
+which exchange weights and gradients through shared memory or over gloo, in two stages, and in rounds. The machine is
+calibrated first (``ullage calibrate``), with what the processes take to exchange data; nothing is fitted to a run.
+Every run is started as ``torchrun`` starts it.
 """
 
 import json

@@ -1,17 +1,20 @@
 """Train a ``LightningModule`` in the memory that is free: importing this registers ``Trainer(strategy="ullage")``."""
 
+import atexit
 import contextlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack, cast
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from executor.callbacks import replace_attribute
 from executor.prepare import OffloadedOptimizer
@@ -22,14 +25,17 @@ from ullage.this_machine.planning import Options, world_size
 from ullage.training.preparing import prepare
 
 
-class LightningStrategy(SingleDeviceStrategy):
-    """A strategy that trains under a plan for the memory that is free, on one device.
+class LightningStrategy(DDPStrategy):
+    """A strategy that trains under a plan for the memory that is free, with one process for each device.
 
     Write ``Trainer(strategy="ullage")``, or give one with options. When ``fit`` begins, it captures ``training_step``
     with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
     as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. If ``configure_optimizers`` has
     called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay. When ``fit`` ends, the module
     is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
+
+    Lightning starts the processes, gives each its share of the data, and reduces what is logged, as its ``ddp`` does.
+    The plan reduces gradients, and shards what is worth it.
 
     Args:
         options: see :class:`Options`.
@@ -46,7 +52,7 @@ class LightningStrategy(SingleDeviceStrategy):
 
     def __init__(self, **options: Unpack[Options]) -> None:
         check_options("LightningStrategy", options, Options.__annotations__)
-        super().__init__(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+        super().__init__()
         self._options = options
         self._offloaded: OffloadedOptimizer | None = None
         self._step: _Step | None = None
@@ -57,6 +63,22 @@ class LightningStrategy(SingleDeviceStrategy):
         """The plan, once ``fit`` has begun."""
         return None if self._offloaded is None else self._offloaded.plan
 
+    def _configure_launcher(self) -> None:
+        if self._is_shared:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Connect to the other processes, if there are any."""
+        if self._is_shared:
+            super().setup_distributed()
+            atexit.register(_leave)
+            for name, value in (("LOCAL_RANK", self.local_rank), ("LOCAL_WORLD_SIZE", self.num_processes)):
+                os.environ.setdefault(name, str(value))
+
+    @property
+    def _is_shared(self) -> bool:
+        return bool(self.num_nodes * self.num_processes > 1)
+
     def setup(self, trainer: "pl.Trainer") -> None:
         """Prepare the module and its optimizer, if the trainer fits.
 
@@ -64,16 +86,18 @@ class LightningStrategy(SingleDeviceStrategy):
             PlanError: a plan cannot do what the trainer or the module says.
             ValueError: see :func:`ullage.prepare`.
         """
+        if not self._is_shared:  # one process reads data in the order of its own samplers
+            trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
         module = self.lightning_module
         assert module is not None
         assert self.accelerator is not None
-        if (size := world_size()) > 1:
+        if (size := world_size()) != self.num_nodes * self.num_processes:
             raise PlanError(
-                f"there are {size} processes, but this strategy trains on one device; start one process, or write a "
-                "loop of your own around ullage.prepare and start it with torchrun"
+                f"{size} processes were started, but the trainer has {self.num_nodes} node(s) of {self.num_processes} "
+                "device(s); give it as many as there are processes (num_nodes=, devices=)"
             )
         if (
             type(self.precision_plugin).__name__ in {"MixedPrecision", "HalfPrecision"}
@@ -173,14 +197,28 @@ class _Step:
         """Return a context in which the module's forward is a training step that logs nothing; it yields the inputs."""
         args = (0,) * (len(inspect.signature(self._module.training_step).parameters) > 1)
         tensors, forward = self._forward(batch, *args)
+        made_up = ("forward", forward), ("log", _no_log), ("log_dict", _no_log), ("all_gather", _of_all_ranks)
         with contextlib.ExitStack() as stack:
-            for name, value in (("forward", forward), ("log", _no_log), ("log_dict", _no_log)):
+            for name, value in made_up:
                 stack.callback(replace_attribute(self._module, name, value))
             yield tensors
 
 
+def _leave() -> None:
+    """Destroy the process group: threads of gloo's that outlive the interpreter may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _no_log(*_args: object, **_kwargs: object) -> None:
     """Log nothing: a capture computes no values."""
+
+
+def _of_all_ranks(data: Any, *_args: object, **_kwargs: object) -> Any:
+    """Return what ``all_gather`` would if all ranks had the same: one of them captures alone."""
+    size = world_size()
+    tensors = tree_map(torch.as_tensor, data)
+    return tree_map(lambda leaf: leaf.expand(size, *leaf.shape), tensors) if size > 1 else tensors
 
 
 def _first_batch(trainer: "pl.Trainer") -> Any:

@@ -36,7 +36,6 @@ _CHECKPOINTING: Final = ("activation_checkpointing", "gradient_checkpointing")
 _REFUSED: Final = {
     "fp16": "use bf16=True: the plan then has bf16 weights and float32 master copies",
     "torch_compile": "leave it out, and give compile_blocks=True to ullage.offloaded",
-    "load_best_model_at_end": "leave it out, and load the best checkpoint after training",
     "auto_find_batch_size": "leave it out: the plan is for per_device_train_batch_size",
     "fp16_full_eval": "leave it out: a prepared model keeps its type",
     "bf16_full_eval": "leave it out: a prepared model keeps its type",

@@ -1,12 +1,15 @@
 """A ``LightningModule`` under a plan: accumulating, clipping, resuming, and two models that it steps itself."""
 
+import json
 import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from forked import Forked, environments
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -147,6 +150,48 @@ def test_two_models_that_a_module_prepares_train_as_with_lightning_alone(tmp_pat
         fitted(Adversaries(is_planned=False), tmp_path, "ullage")
 
 
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+import test_lightning as t
+
+class Contrasting(t.Classifier):
+    def training_step(self, batch, batch_idx):
+        made = self(batch["x"])
+        every = self.all_gather(made, sync_grads=True).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(made, batch["more"][0]) + (every @ every.T).logsumexp(1).mean()
+
+options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "devices": 2}
+strategies = "ddp", t.LightningStrategy(device_memory="70kB")
+found = [t.fitted(Contrasting(), Path(sys.argv[2]) / str(i), way, **options) for i, way in enumerate(strategies)]
+plan = strategies[1].plan
+saved = found[1][2].strategy.broadcast(found[1][2].checkpoint_callback.best_model_path)
+options["max_epochs"] = 3
+ways = "ddp", t.LightningStrategy(device_memory="70kB")
+found += [t.fitted(Contrasting(), Path(sys.argv[2]), way, resume=saved, **options) for way in ways]
+for i in (1, 3):
+    t.assert_as(found[i], found[i - 1])
+print(json.dumps([found[1][0], plan.decisions.data_parallel, plan.decisions.num_micro_batches]))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:
+    """Each reads its own rows, and what a step gathers from both has gradients. Either resumes from a checkpoint."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = (str(tmp_path / "script.py"), str(Path(__file__).parent), str(tmp_path))
+    both = [Forked(forked.script, *words, env=each) for each in environments(2)]
+    lines = []
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0, err[-3000:]
+        lines.append(json.loads(out.splitlines()[-1]))
+    assert lines[0][0] != lines[1][0]
+    assert lines[0][1:] == lines[1][1:] == [2, 2]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_plan_cannot_do_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="give 'bf16-true'"):
@@ -154,5 +199,7 @@ def test_what_a_plan_cannot_do_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(TypeError, match="no option device_memroy"):
         LightningStrategy(device_memroy="1GB")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes, but this strategy trains on one device"):
+    with pytest.raises(
+        ValueError, match=r"2 processes were started, but the trainer has 1 node\(s\) of 1 device\(s\); give"
+    ):
         fitted(Classifier(), tmp_path, LightningStrategy())

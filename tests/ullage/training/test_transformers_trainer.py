@@ -140,6 +140,20 @@ def test_state_that_ranks_share_is_loaded_into_host_memory(
     ours.close()
 
 
+def test_the_best_model_is_loaded_at_the_end(tiny_model: Path, tmp_path: Path) -> None:
+    """The best is called what has the largest loss, which is the first of the two that were saved."""
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trained = []
+    for made in (Trainer, ullage.offloaded(Trainer, device_memory="1.5MB")):
+        trained.append(trainer(made, tiny_model, tmp_path / made.__name__, **options))
+        trained[-1].train()
+        assert Path(trained[-1].state.best_model_checkpoint).name == "checkpoint-3"
+        assert trained[-1].evaluate()["eval_loss"] == trained[-1].state.best_metric
+    plain, ours = trained
+    ours.close()
+    same_weights(plain.model, ours.model)
+
+
 def test_evaluating_before_training_and_training_twice(tiny_model: Path, tmp_path: Path) -> None:
     found = []
     for made in (Trainer, ullage.offloaded(Trainer)):
@@ -223,10 +237,6 @@ def test_rows_that_make_no_batch_are_refused(tiny_model: Path, tmp_path: Path) -
         (
             {"fp16_full_eval": True},
             "fp16_full_eval=True, which plans do not support; leave it out: a prepared model keeps",
-        ),
-        (
-            {"load_best_model_at_end": True, "save_steps": 3},
-            "load_best_model_at_end=True, which plans do not support; leave it out, and load the best checkpoint",
         ),
     ],
 )
