@@ -12,6 +12,10 @@ that it has read. A run that ends before all kills is followed by another.
 With ``--levels`` there are two nodes of two processes each. Each node has a folder of its own, which stands for its
 memory, and all share another, which gets fewer checkpoints. A node that is killed loses its folder, and so do both if
 both are. A node that comes, at once or later, has an empty folder.
+
+    python benchmarks/elastic/kills.py --kills 100 --stages
+
+With ``--stages`` the model is a pipeline of two stages, each on two ranks. Fewer processes are other stages, or none.
 """
 
 import argparse
@@ -101,12 +105,19 @@ def nodes(per_node: int) -> HardwareProfile:
     return HardwareProfile.model_validate(one.model_dump() | fields)
 
 
-def make(path: Path, per_node: int = 1) -> None:
+def make(path: Path, per_node: int = 1, stages: int = 1) -> None:
     """Write a plan for all nodes, of 12 sequences an iteration, which two, three and four nodes share equally."""
-    width = {"hidden_size": 256, "ffn_hidden_size": 704, "head_dim": 32, "word_embed_proj_dim": 256, "num_layers": 2}
-    model = resolve_model("demo-llama").model_copy(update=width)
+    width = {"hidden_size": 256, "ffn_hidden_size": 704, "head_dim": 32, "word_embed_proj_dim": 256}
+    model = resolve_model("demo-llama").model_copy(update=width | {"num_layers": 2 * stages})
     request = Request(
-        model, nodes(per_node), num_devices=_RANKS, precision=FP32, seq_len=64, micro_batch=1, num_micro_batches=3
+        model,
+        nodes(per_node),
+        num_devices=_RANKS,
+        pipeline_parallel=stages,
+        precision=FP32,
+        seq_len=64,
+        micro_batch=1,
+        num_micro_batches=3 * stages,
     )
     path.write_text(make_plan(request).to_json(), encoding="utf-8")
 
@@ -349,6 +360,7 @@ def main() -> None:
     parser.add_argument("--mean-s", type=float, default=1.0, help="mean seconds between kills")
     parser.add_argument("--torchrun", action="store_true", help="with agents of torchrun, and new interpreters")
     parser.add_argument("--levels", action="store_true", help="each node has checkpoints of its own, which it loses")
+    parser.add_argument("--stages", action="store_true", help="a pipeline of two stages")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -366,14 +378,15 @@ def main() -> None:
             os.environ[forks.ADDRESS] = environment[forks.ADDRESS]
         stack.callback(shutil.rmtree, _MEMORY / Path(folder).name, ignore_errors=True)
         result |= measured(kind, Path(folder), args)
-    write_result(args.output or _RESULTS / f"elastic{'_levels' * args.levels}.json", result)
+    name = f"elastic{'_levels' * args.levels}{'_stages' * args.stages}.json"
+    write_result(args.output or _RESULTS / name, result)
     print(json.dumps(result, indent=2))
 
 
 def measured(kind: type[Run], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run without disturbance, and then with so many kills; return what they did."""
     plan, cluster = folder / "plan.json", _DIVIDED if args.levels else _SHARED
-    make(plan, cluster.per_node)
+    make(plan, cluster.per_node, stages=1 + args.stages)
     plain = kind(plan, folder / "plain", args.iterations, cluster)
     while not plain.supervise():
         time.sleep(0.1)

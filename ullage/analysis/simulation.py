@@ -90,6 +90,7 @@ def _of_plan(plan: Plan, engine: str, decisions: Decisions) -> Iteration:
 def chosen_request(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
     chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
+    chosen["collectives"] = chosen["collectives"] or "fabric"
     return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")
 
 

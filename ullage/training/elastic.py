@@ -4,7 +4,7 @@
 (``--nnodes 1:4 --max-restarts 100``). Each time, training goes on from the newest whole checkpoint, under a plan for
 the ranks that are there then. An iteration reads the same sequences under every one of these plans, so a step number
 means the same state, and the loss curve goes on. Where the sequences cannot be divided equally, some ranks compute
-their last micro-batch for nothing, with a weight of zero.
+their last micro-batch for nothing, with a weight of zero. Stages of a pipeline become more or fewer, or none.
 
 Plans and a line for each iteration are kept beside the checkpoints, on the slowest level that is a folder.
 """
@@ -28,6 +28,7 @@ from executor.checkpoint.places.locating import is_remote
 from hwprofiles.files import write_whole
 from planner.choices.request import Request
 from planner.models.captured import CapturedModel
+from planner.models.config import ModelConfigError
 from planner.plan.document import Plan, PlanError, load_plan
 from planner.plan.planning import InfeasibleError
 from ullage.analysis.simulation import chosen_request
@@ -89,7 +90,7 @@ def _fastest(plan: Plan, num_ranks: int) -> Plan:
     for request in _requests(plan, num_ranks):
         try:
             plans.append(make_plan(request))
-        except InfeasibleError as refused:
+        except (InfeasibleError, ModelConfigError) as refused:  # the latter: more stages than layers
             error = error or refused
     if error is not None and not plans:
         raise error
@@ -97,26 +98,50 @@ def _fastest(plan: Plan, num_ranks: int) -> Plan:
 
 
 def _requests(plan: Plan, num_ranks: int) -> Iterator[Request]:
-    """Yield the plan's request for other ranks, cut into micro-batches in all ways that may be the fastest."""
-    chosen, data = chosen_request(plan), num_ranks // plan.decisions.tensor_parallel
+    """Yield the plan's request for other ranks, divided and cut into micro-batches in all ways that may be the fastest.
+
+    Stages of a pipeline may be more or fewer, or none.
+    """
+    chosen, decided = chosen_request(plan), plan.decisions
+    groups = num_ranks // decided.tensor_parallel
+    for stages in range(1, groups + 1 if decided.pipeline_parallel > 1 else 2):
+        data, rest = divmod(groups, stages)
+        if rest:
+            continue
+        experts, sharing = (math.gcd(n, data) for n in (decided.expert_parallel, decided.context_parallel))
+        for micro_batch, count in _cuts(plan, data // sharing, stages):
+            yield dataclasses.replace(
+                chosen,
+                num_devices=num_ranks,
+                micro_batch=micro_batch,
+                num_micro_batches=count,
+                pipeline_parallel=stages,
+                pipeline_rounds=decided.pipeline_rounds if stages > 1 else 1,
+                expert_parallel=experts,
+                context_parallel=sharing,
+                expert_units=chosen.expert_units if experts == decided.expert_parallel else None,
+                collectives=plan.constraints.collectives,
+                storage=plan.constraints.storage,
+            )
+
+
+def _cuts(plan: Plan, readers: int, stages: int) -> Iterator[tuple[int, int]]:
+    """Yield sizes and numbers of micro-batches in which so many readers read the plan's sequences."""
     sequences, most = plan.decisions.num_sequences, plan.decisions.micro_batch
-    experts, sharing = (math.gcd(n, data) for n in (plan.decisions.expert_parallel, plan.decisions.context_parallel))
+    sizes = range(most, 0, -1) if not isinstance(plan.model, CapturedModel) else (most,)
+    if stages > 1:  # each reader has as many; the largest size with which no stage is always idle
+        each, rest = divmod(sequences, readers)
+        whole = [size for size in sizes if not rest and each % size == 0]
+        busy = [size for size in whole if each // size >= stages]
+        yield from ((size, each // size) for size in busy[:1] or whole[-1:])
+        return
     least = math.inf
-    for micro_batch in range(most, 0, -1) if not isinstance(plan.model, CapturedModel) else (most,):
-        count, rest = -(-sequences // (micro_batch * (data // sharing))), sequences % micro_batch
+    for micro_batch in sizes:
+        count, rest = -(-sequences // (micro_batch * readers)), sequences % micro_batch
         if rest or count * micro_batch >= least:  # smaller micro-batches are worth it only if ranks compute less
             continue
         least = count * micro_batch
-        yield dataclasses.replace(
-            chosen,
-            num_devices=num_ranks,
-            micro_batch=micro_batch,
-            num_micro_batches=count,
-            expert_parallel=experts,
-            context_parallel=sharing,
-            expert_units=chosen.expert_units if experts == plan.decisions.expert_parallel else None,
-            storage=plan.constraints.storage,
-        )
+        yield micro_batch, count
 
 
 class Start(NamedTuple):

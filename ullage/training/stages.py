@@ -8,21 +8,16 @@ from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 
 
-def check_stages(plan: Plan, **asked: object) -> None:
-    """Check that what is asked for beside training can be done with stages.
-
-    Args:
-        plan: the plan.
-        asked: options, by their names on the command line, each false if it is not given.
+def check_stages(plan: Plan, *, replan: bool) -> None:
+    """Check that another plan can take over, if it may have to.
 
     Raises:
         PlanError: it cannot.
     """
-    names = [name for name, is_asked in asked.items() if is_asked]
-    if names and plan.decisions.pipeline_parallel > 1:
+    if replan and plan.decisions.pipeline_parallel > 1:
         raise PlanError(
-            f"--{names[0]} cannot be used with pipeline stages, for which no other plan is made; leave it out, or plan "
-            "with --parallel pipeline=1"
+            "--replan cannot be used with pipeline stages, whose plan cannot change while they train; leave it out, or "
+            "plan with --parallel pipeline=1"
         )
 
 

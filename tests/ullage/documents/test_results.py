@@ -434,6 +434,10 @@ def elastic_levels() -> Iterator[tuple[str, ...]]:
     yield from elastic("elastic_levels.json")
 
 
+def elastic_stages() -> Iterator[tuple[str, ...]]:
+    yield from elastic("elastic_stages.json")
+
+
 def loss_tiles() -> Iterator[tuple[str, ...]]:
     for row in result("cpu_loss_tiles.json")["rows"]:
         ratios = row["over_whole"]
@@ -605,6 +609,7 @@ TABLES = (
     checkpoint_engines_predicted,
     elastic,
     elastic_levels,
+    elastic_stages,
     month,
     gpu_rates,
     gpu_programs,

@@ -73,7 +73,7 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         SignalledError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     check_options(args)
-    check_stages(plan, replan=args.replan, elastic=args.elastic)
+    check_stages(plan, replan=args.replan)
     first_plan, levels, progress = plan, None, None
     if args.checkpoint_dirs:
         levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
