@@ -79,7 +79,7 @@ class HostExchange:
             self.close()
             raise ValueError(
                 f"ranks cannot share host memory ({lost or 'one of them cannot reach the others'}), as if they were on "
-                "several machines; plan with --parallel collectives=fabric"
+                "several machines; plan with --parallel collectives=fabric (ullage.prepare: collectives='fabric')"
             )
         self.own_memory = shared.view(self._size, -1)[self._rank]
         self.own_memory.zero_()  # whoever touches memory first has it nearby

@@ -76,6 +76,8 @@ class Options(TypedDict, total=False):
         num_micro_batches: micro-batches of one step. Default: 1.
         pipeline: stages that share the layers, each on devices of its own. Then ``optimizer.forward_backward(batches)``
             takes the place of forward and backward. Default: 1.
+        collectives: how ranks gather weights and sum gradients: ``"fabric"``, with NCCL or gloo, or ``"host"``, through
+            host memory that the ranks of a machine share. Default: the faster.
         clip: whether your loop clips gradients by their norm. Default: ``True``.
         precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
         storage: what may be offloaded beside optimizer state and parameters. Default: activations; with a
@@ -99,6 +101,7 @@ class Options(TypedDict, total=False):
     device_memory: int | str
     num_micro_batches: int
     pipeline: int
+    collectives: Literal["fabric", "host"]
     clip: bool
     precision: Dtype
     storage: Storage
@@ -150,6 +153,7 @@ def plan_here(
                 micro_batch=captured.micro_batch,
                 num_micro_batches=options.get("num_micro_batches", 1),
                 pipeline_parallel=options.get("pipeline"),
+                collectives=options.get("collectives"),
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
                 clip=options.get("clip", True) or bool(entry.whole),  # which reads all gradients at the step

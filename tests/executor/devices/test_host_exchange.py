@@ -57,7 +57,7 @@ def _summed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_a_rank_that_cannot_share_memory_is_named_on_all(processes, step):
     errors = processes.call(3, unshared, step)
     assert all(error.startswith("ranks cannot share host memory (") for error in errors), errors
-    assert all(error.endswith("plan with --parallel collectives=fabric") for error in errors)
+    assert all("plan with --parallel collectives=fabric" in error for error in errors)
 
 
 @pytest.mark.parametrize(("zero_stage", "places"), [(0, ("gpu", "gpu")), (1, ("gpu", "stream")), (3, ("host", "cpu"))])

@@ -164,16 +164,16 @@ class Contrasting(t.Classifier):
         return torch.nn.functional.cross_entropy(made, batch["more"][0]) + (every @ every.T).logsumexp(1).mean()
 
 options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "devices": 2}
-strategies = "ddp", t.LightningStrategy(device_memory="70kB")
+strategies = "ddp", t.LightningStrategy(device_memory="70kB", collectives="host")
 found = [t.fitted(Contrasting(), Path(sys.argv[2]) / str(i), way, **options) for i, way in enumerate(strategies)]
-plan = strategies[1].plan
 saved = found[1][2].strategy.broadcast(found[1][2].checkpoint_callback.best_model_path)
 options["max_epochs"] = 3
-ways = "ddp", t.LightningStrategy(device_memory="70kB")
+ways = "ddp", t.LightningStrategy(device_memory="70kB", collectives="fabric")
 found += [t.fitted(Contrasting(), Path(sys.argv[2]), way, resume=saved, **options) for way in ways]
 for i in (1, 3):
     t.assert_as(found[i], found[i - 1])
-print(json.dumps([found[1][0], plan.decisions.data_parallel, plan.decisions.num_micro_batches]))
+decided = [each.plan.decisions for each in (strategies[1], ways[1])]
+print(json.dumps([found[1][0], *((d.data_parallel, d.num_micro_batches, d.collectives) for d in decided)]))
 """
 
 
@@ -189,7 +189,7 @@ def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:
         assert process.returncode == 0, err[-3000:]
         lines.append(json.loads(out.splitlines()[-1]))
     assert lines[0][0] != lines[1][0]
-    assert lines[0][1:] == lines[1][1:] == [2, 2]
+    assert lines[0][1:] == lines[1][1:] == [[2, 2, "host"], [2, 2, None]]
 
 
 @pytest.mark.filterwarnings("ignore")

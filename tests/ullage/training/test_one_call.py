@@ -344,6 +344,7 @@ def net_with(**changes: object) -> nn.Module:
             {"num_micro_batches": "2"},
             "num_micro_batches is '2', but must be a whole number of at least 1",
         ),
+        (Net(), BATCH, {"collectives": "ring"}, "collectives is 'ring', but must be 'fabric' or 'host'"),
         (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number of at least 1"),
     ],
 )
