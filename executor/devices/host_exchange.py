@@ -3,8 +3,8 @@
 [Note: Through the host] Where devices have no link of their own, NCCL copies between them through the host with kernels
 on the device, at a fraction of what the link moves: 2.9 of 25 GB/s between eight RTX 4090. The copy engines move as
 much as the link does. So each rank copies its part to memory that all ranks of the machine have mapped, and copies from
-there what it needs of the others' parts. Sums are added up on the device, each by one rank, in fp32 and in the order of
-ranks, so that all ranks have the same bits.
+there what it needs of the others' parts. Sums are added up on the device in fp32, each by one rank, so that all ranks
+have the same bits.
 
 Parts go in rounds, through two halves of a rank's memory in turn. In round ``k`` a rank copies from the others what
 they wrote in it, and at the same time writes its own part of round ``k + 1`` to its other half. Then it tells the

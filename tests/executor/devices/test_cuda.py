@@ -4,6 +4,7 @@ import collections
 import contextlib
 import itertools
 import math
+import mmap
 import threading
 import time
 from pathlib import Path
@@ -295,6 +296,28 @@ def test_memory_is_touched_no_faster_than_it_grows(grows, monkeypatch):
     with pytest.raises(MemoryError, match=r"of 3,000 B does not fit: 1,000 B more are needed, and 0 B are free; leave"):
         cuda._touch(block)
     assert block[part_bytes:].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_go_through_memory_that_processes_share(dtype):
+    """Both ways at once, and to sums that are rounded once."""
+    backend, count, ranks = CudaBackend(), 1 << 16, 4
+    memory = mmap.mmap(-1, 2 * ranks * count * dtype.itemsize)
+    halves = backend.pinned(torch.frombuffer(memory, dtype=torch.uint8)).view(dtype).view(2, ranks, count)
+    values = torch.randn(2, ranks, count, generator=torch.Generator().manual_seed(1)).to(dtype)
+    halves[0].copy_(values[0])
+    here, rows = values[1].cuda(), torch.empty(ranks, count, dtype=dtype, device="cuda")
+    up, down = (list(zip(*ways, strict=True)) for ways in ((halves[1], here), (rows, halves[0])))
+    torch.cuda.synchronize()
+    with backend.lane(Lane.COLLECTIVE):
+        backend.copy_both_ways(up, down)
+        assert torch.equal(halves[1], values[1])
+        own = torch.empty(count, dtype=dtype, device="cuda")
+        backend.sum_rows(own, rows)
+    torch.cuda.synchronize()
+    whole = values[0].double().sum(0)
+    least = torch.finfo(dtype).eps / 2 + 2**-20
+    assert ((own.cpu().double() - whole).abs() <= least * values[0].double().abs().sum(0)).all()
 
 
 def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
