@@ -75,13 +75,13 @@ def test_ranks_read_the_same_sequences_however_many_there_are(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_stages_become_more_or_fewer(ranks: int) -> None:
     """Each number of stages that divides the ranks is planned for, and stages read the same sequences."""
-    decided = cut(2, 6, 1).decisions.model_copy(update={"pipeline_parallel": 2})
+    decided = cut(4, 15, 1).decisions.model_copy(update={"pipeline_parallel": 2})
     first = planned().model_copy(update={"decisions": decided})
     requests = [request for request in _requests(first, ranks) if request.pipeline_parallel > 1]
     assert [request.pipeline_parallel for request in requests] == [n for n in range(2, ranks + 1) if ranks % n == 0]
     for request in requests:
         readers = ranks // request.pipeline_parallel
-        assert readers * request.micro_batch * request.num_micro_batches == 12
+        assert readers * request.micro_batch * request.num_micro_batches == 60
         assert request.num_micro_batches >= request.pipeline_parallel
     assert {request.pipeline_parallel for request in _requests(first, ranks)} >= {1}
 
