@@ -46,6 +46,7 @@ def pytest_collection_finish() -> None:
     """Let garbage collections pass over what has been imported: two million objects, which stay."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # plans and models make and keep many objects, and few of them are garbage
 
 
 @pytest.fixture(scope="session")

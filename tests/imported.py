@@ -28,3 +28,4 @@ amount.short_searches().__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for
 gc.collect()
 gc.freeze()  # so that no process searches these millions of objects for cycles
+gc.set_threshold(200_000, 20, 100)  # nor its own as often, of which few are garbage
