@@ -5,6 +5,7 @@ Most units of a model have equal sizes and equal decisions. They share one objec
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 from planner.decisions import Decisions, Fp8Weights, Place, UnitDecision
@@ -66,32 +67,25 @@ class Amounts:
     gradients: HeldBytes
 
 
-class AmountsOf:
-    """The amounts of the units of one schedule.
+def amounts_by(decisions: Decisions) -> Callable[[Unit, UnitDecision], Amounts]:
+    """Return a function for the units of one schedule: it returns the amounts of a unit under a decision.
 
-    Args:
-        decisions: what was chosen.
+    It raises a ``ValueError`` if the decision does not fit the unit.
     """
+    by_layout = OPTIMIZERS[decisions.optimizer].lays_out
+    known: dict[tuple[object, ...], Amounts] = {}
 
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions = decisions
-        self._by_layout = OPTIMIZERS[decisions.optimizer].lays_out
-        self._known: dict[tuple[object, ...], Amounts] = {}
+    def amounts_of(unit: Unit, decided: UnitDecision) -> Amounts:
+        frozen_bytes = unit.frozen_bytes(decisions.precision.weight_bytes)
+        parts, where = unit.parts(decisions), (decided.params, decided.update, decided.streamed_gradients)
+        fp8 = decisions.fp8_of(unit)
+        kind = (unit.num_params, frozen_bytes, parts, *where, fp8, unit.extents if by_layout else ())
+        if (amounts := known.get(kind)) is None:
+            _check(decisions, unit, decided)
+            amounts = known[kind] = _amounts(decisions, unit, decided)
+        return amounts
 
-    def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:
-        """Return the amounts of a unit under a decision.
-
-        Raises:
-            ValueError: the decision does not fit the unit.
-        """
-        frozen_bytes = unit.frozen_bytes(self._decisions.precision.weight_bytes)
-        parts, where = unit.parts(self._decisions), (decided.params, decided.update, decided.streamed_gradients)
-        fp8 = self._decisions.fp8_of(unit)
-        kind = (unit.num_params, frozen_bytes, parts, *where, fp8, unit.extents if self._by_layout else ())
-        if (known := self._known.get(kind)) is None:
-            _check(self._decisions, unit, decided)
-            known = self._known[kind] = _amounts(self._decisions, unit, decided)
-        return known
+    return amounts_of
 
 
 def _check(decisions: Decisions, unit: Unit, decided: UnitDecision) -> None:

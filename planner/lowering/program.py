@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
-from planner.lowering.amounts import Amounts, AmountsOf
+from planner.lowering.amounts import Amounts, amounts_by
 from planner.schedule.arrays import Arrays, Rows
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
@@ -113,7 +113,7 @@ class Program:
     def __init__(self, model: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool = False) -> None:
         _check(model, decisions)
         self.model, self.decisions, self.asynchronous = model, decisions, asynchronous
-        amounts_of, decided = AmountsOf(decisions), decisions.units
+        amounts_of, decided = amounts_by(decisions), decisions.units
         # In a pipeline, units are the stages, and then perhaps the experts of each.
         stages = itertools.cycle(range(decisions.pipeline_parallel))
         self.units = [

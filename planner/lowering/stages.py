@@ -36,6 +36,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _Kind = tuple[Op, int, int]  # forward or backward, the round, and the micro-batch
+_Parts = dict[_Kind | None, list[Task]]  # a stage's tasks, see _parts
 
 
 def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[list[list[Unit]]]:
@@ -183,87 +184,85 @@ def lower_stages(
         first += len(program.drafts)
         programs.append(program)
         held += program.held
-    join = _Join(programs, first)
-    join.send(decisions)
-    join.exchange()
-    order = [task for part in join.parts for task in part] + list(join.tail())
+    parts = [_parts(program) for program in programs]
+    order, num_sends = _with_sends(programs, parts, decisions, first)
+    exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
+    _wait_for_all(programs, exchanges)
+    order += _tail(programs, parts, exchanges)
     name = f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)"
-    return numbered(order, join.count, held, f"{name} in {num_stages} stages")
+    return numbered(order, first + num_sends, held, f"{name} in {num_stages} stages")
 
 
-class _Join:
-    """The tasks of all stages, and those between stages.
+def _with_sends(
+    programs: Sequence[Program], parts: Sequence[_Parts], decisions: Decisions, first: int
+) -> tuple[list[Task], int]:
+    """Bring the stages into one order, and send what each micro-batch has become to the next stage.
 
-    Attributes:
-        count: tasks so far.
-        parts: tasks in issue order, up to the last backward of each stage.
+    Args:
+        programs: of all stages.
+        parts: their tasks, from which all are taken but those after the last backward.
+        decisions: what is lowered.
+        first: the key of the first send.
+
+    Returns:
+        The tasks in issue order, up to the last backward of each stage, and the number of sends among them.
     """
-
-    def __init__(self, programs: Sequence[Program], count: int) -> None:
-        self._programs, self.count = programs, count
-        self.parts: list[list[Task]] = []
-        self._parts = [_parts(program) for program in programs]
-        self._exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
-
-    def _draft(self, stage: int, lane: Lane, phase: Phase, unit: str, micro_batch: int, after: tuple[int, ...]) -> Task:
-        task = Task(self.count, lane, Op.SEND, phase, unit, micro_batch, stage=stage, after=after)
-        self.count += 1
-        return task
-
-    def send(self, decisions: Decisions) -> None:
-        """Bring the stages into one order, and send what each micro-batch has become to the next stage."""
-        num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
-        sent: dict[tuple[Op, int, int], Task] = {}
-        for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds):
-            forward = op is Op.FORWARD
-            step = 1 if forward else -1
-            turn, stage = divmod(chunk, num_stages)
-            part = self._parts[stage].pop((op, turn, micro_batch))
-            computing = [task for task in part if task.lane is Lane.COMPUTE]
-            if received := sent.get((op, chunk - step, micro_batch)):
-                computing[0].after += (received.index,)
-            if 0 <= chunk + step < num_stages * num_rounds:
-                lane = Lane.SEND if forward else Lane.SEND_BACK
-                last = computing[-1]
-                send = self._draft(stage, lane, last.phase, last.unit, micro_batch, (last.index,))
-                layer = next(unit.unit for unit in self._programs[stage].units if unit.unit.in_layer)
-                send.num_bytes = -(-layer.activation_output_bytes // decisions.tensor_parallel)
-                sent[op, chunk, micro_batch] = send
-                part.append(send)
-            self.parts.append(part)
-
-    def exchange(self) -> None:
-        """Let stages that add up gradients wait for each other, and each stage's clipping for all gradients."""
-        ready = dict.fromkeys(key for task in self._exchanges for key in task.after)
-        for task in self._exchanges:
-            task.after = tuple(ready)
-        summed = [unit.summed for program in self._programs for unit in program.units if unit.num_params]
-        for program in self._programs:
-            if clip := program.clip:
-                own = {*clip.after}
-                clip.after += tuple(task.index for task in summed if task and task.index not in own)
-
-    def tail(self) -> Iterable[Task]:
-        """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
-        before, behind = list[Task](), list[Task]()
-        exchanges = {task.index for task in self._exchanges}
-        for program, parts in zip(self._programs, self._parts, strict=True):
-            own = exchanges | ({program.clip.index} if program.clip else set())
-            rest = parts[None]
-            count = next((at for at, task in enumerate(rest) if task.index in own), 0)
-            before += rest[:count]
-            behind += [task for task in rest[count:] if task.index not in exchanges]
-        return itertools.chain(before, self._exchanges, behind)
+    num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
+    order: list[Task] = []
+    sent: dict[_Kind, Task] = {}
+    for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds):
+        forward = op is Op.FORWARD
+        step = 1 if forward else -1
+        turn, stage = divmod(chunk, num_stages)
+        part = parts[stage].pop((op, turn, micro_batch))
+        computing = [task for task in part if task.lane is Lane.COMPUTE]
+        if received := sent.get((op, chunk - step, micro_batch)):
+            computing[0].after += (received.index,)
+        order += part
+        if 0 <= chunk + step < num_stages * num_rounds:
+            lane = Lane.SEND if forward else Lane.SEND_BACK
+            last, key = computing[-1], first + len(sent)
+            send = Task(key, lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,))
+            layer = next(unit.unit for unit in programs[stage].units if unit.unit.in_layer)
+            send.num_bytes = -(-layer.activation_output_bytes // decisions.tensor_parallel)
+            sent[op, chunk, micro_batch] = send
+            order.append(send)
+    return order, len(sent)
 
 
-def _parts(program: Program) -> dict[_Kind | None, list[Task]]:
+def _wait_for_all(programs: Sequence[Program], exchanges: Sequence[Task]) -> None:
+    """Let stages that add up gradients wait for each other, and each stage's clipping for all gradients."""
+    ready = dict.fromkeys(key for task in exchanges for key in task.after)
+    for task in exchanges:
+        task.after = tuple(ready)
+    summed = [unit.summed for program in programs for unit in program.units if unit.num_params]
+    for program in programs:
+        if clip := program.clip:
+            own = {*clip.after}
+            clip.after += tuple(task.index for task in summed if task and task.index not in own)
+
+
+def _tail(programs: Sequence[Program], parts: Sequence[_Parts], exchanges: Sequence[Task]) -> list[Task]:
+    """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
+    before, behind = list[Task](), list[Task]()
+    exchanging = {task.index for task in exchanges}
+    for program, of_stage in zip(programs, parts, strict=True):
+        own = exchanging | ({program.clip.index} if program.clip else set())
+        rest = of_stage[None]
+        count = next((at for at, task in enumerate(rest) if task.index in own), 0)
+        before += rest[:count]
+        behind += [task for task in rest[count:] if task.index not in exchanging]
+    return [*before, *exchanges, *behind]
+
+
+def _parts(program: Program) -> _Parts:
     """Return a stage's tasks up to the end of each forward and backward; ``None`` has the rest."""
     order, ends = program.ordered(), dict[_Kind, int]()  # none begins before another has ended
     for position, task in enumerate(order):
         if task.lane is Lane.COMPUTE:
             op = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
             ends[op, program.named[task.unit].turn, task.micro_batch] = position
-    found: dict[_Kind | None, list[Task]] = {}
+    found: _Parts = {}
     begin = 0
     for kind, position in ends.items():
         found[kind] = list(order[begin : position + 1])

@@ -9,7 +9,7 @@ mean rates.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from planner.schedule.tasks import Lane, Op, Phase
 from planner.schedule.timeline import Timeline
 
 _Key = tuple[int, int]  # iteration, task
+_Share = Callable[[Resource, int, float, float], float]
+"""Returns the used share of a resource's capacity in a stage over an interval, from and to seconds."""
 # The relative error of times, which are differences of timestamps.
 _ROUNDING = 1e-12
 
@@ -141,8 +143,8 @@ def slowed(
         capacities: the capacities of the simulation.
     """
     begin_s = timeline.begin_s(iteration)
-    demand = _Demand(timeline, prices, capacities)
-    return tuple(_slowed(timeline, begin_s, step, prices[step.task], demand) for step in steps)
+    share = _demand(timeline, prices, capacities)
+    return tuple(_slowed(timeline, begin_s, step, prices[step.task], share) for step in steps)
 
 
 def used_meanwhile(
@@ -159,9 +161,9 @@ def used_meanwhile(
     """
     begin_s, tasks = timeline.begin_s(iteration), timeline.schedule.tasks
     steps = [step for step in critical_steps(timeline, iteration) if tasks[step.task].lane is lane]
-    demand = _Demand(timeline, prices, capacities)
+    share = _demand(timeline, prices, capacities)
     used_s = sum(
-        step.length_s * demand.share(resource, tasks[step.task].stage, begin_s + step.start_s, begin_s + step.end_s)
+        step.length_s * share(resource, tasks[step.task].stage, begin_s + step.start_s, begin_s + step.end_s)
         for step in steps
     )
     return used_s / sum(step.length_s for step in steps) if steps else 0.0
@@ -208,7 +210,7 @@ def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
     return result
 
 
-def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, demand: "_Demand") -> Step:
+def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, share: _Share) -> Step:
     key = (step.iteration, step.task)
     start_s, end_s = float(timeline.start_s[key]), float(timeline.end_s[key])
     extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)
@@ -217,33 +219,29 @@ def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, demand
     stage = timeline.schedule.tasks[step.task].stage
     shared = max(
         (resource for resource, _ in price.uses),
-        key=lambda r: demand.share(r, stage, begin_s + step.start_s, begin_s + step.end_s),
+        key=lambda r: share(r, stage, begin_s + step.start_s, begin_s + step.end_s),
     )
     return dataclasses.replace(step, slowed_s=extra_s * step.length_s / (end_s - start_s), shared=shared)
 
 
-class _Demand:
-    """The mean use of every resource over any interval; each pipeline stage has its own resources."""
+def _demand(timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> _Share:
+    """Return the mean use of every resource over any interval; each pipeline stage has its own resources."""
+    used: dict[tuple[Resource, int], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
+    users: dict[tuple[Resource, int], list[tuple[int, float]]] = defaultdict(list)
+    for task, price in zip(timeline.schedule.tasks, prices, strict=True):
+        for resource, rate in price.uses:
+            users[resource, task.stage].append((task.index, rate * price.duration_s))
+    for key, using in users.items():
+        amounts = np.tile([amount for _, amount in using], timeline.num_iterations)
+        columns = [task for task, _ in using]
+        used[key] = _cumulative(timeline.start_s[:, columns].ravel(), timeline.end_s[:, columns].ravel(), amounts)
 
-    def __init__(self, timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> None:
-        self._capacities = capacities
-        self._used: dict[tuple[Resource, int], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
-        users: dict[tuple[Resource, int], list[tuple[int, float]]] = defaultdict(list)
-        for task, price in zip(timeline.schedule.tasks, prices, strict=True):
-            for resource, rate in price.uses:
-                users[resource, task.stage].append((task.index, rate * price.duration_s))
-        for key, using in users.items():
-            amounts = np.tile([amount for _, amount in using], timeline.num_iterations)
-            columns = [task for task, _ in using]
-            self._used[key] = _cumulative(
-                timeline.start_s[:, columns].ravel(), timeline.end_s[:, columns].ravel(), amounts
-            )
+    def share(resource: Resource, stage: int, start_s: float, end_s: float) -> float:
+        times_s, amounts = used[resource, stage]
+        amount = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
+        return float(amount) / (capacities[resource] * (end_s - start_s))
 
-    def share(self, resource: Resource, stage: int, start_s: float, end_s: float) -> float:
-        """Return the used share of a resource's capacity in a stage over an interval."""
-        times_s, amounts = self._used[resource, stage]
-        used = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
-        return float(used) / (self._capacities[resource] * (end_s - start_s))
+    return share
 
 
 def _cumulative(

@@ -17,7 +17,7 @@ from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
-from planner.lowering.amounts import AmountsOf
+from planner.lowering.amounts import amounts_by
 from planner.models import resolve_model
 from planner.models.formulas.work import newton_schulz, operand_bytes, orthogonalization_bytes
 from planner.models.kernels import flop
@@ -228,7 +228,7 @@ def test_units_of_one_size_with_other_matrices_are_laid_out_apart():
     other = dataclasses.replace(one, name="other", parameters=(norm, turned, *others))
     assert other.num_params == one.num_params
     decided = decide((one, other), Place.GPU, optimizer="muon")
-    amounts_of = AmountsOf(decided)
+    amounts_of = amounts_by(decided)
     amounts = [amounts_of(unit, decided.units[unit.name]) for unit in (one, other)]
     assert [amount.subgroups for amount in amounts] == [decided.subgroups(unit) for unit in (one, other)]
     assert amounts[0].subgroups != amounts[1].subgroups

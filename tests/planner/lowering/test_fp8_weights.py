@@ -17,7 +17,7 @@ from planner.decisions import BF16, FP32, Decisions, Fp8Weights, Place, Precisio
 from planner.decisions.fp8 import CAST_AT_ONCE
 from planner.graph import Unit
 from planner.lowering import slots
-from planner.lowering.amounts import AmountsOf
+from planner.lowering.amounts import amounts_by
 from planner.models.formulas.float8 import cast
 from planner.models.kernels import Elementwise, Kernel
 from planner.schedule.schedule import Schedule
@@ -160,7 +160,7 @@ def test_a_cast_comes_after_all_updates_and_before_the_next_fetch(place: Place, 
 def test_units_of_one_size_have_amounts_of_their_own() -> None:
     unit = small_units(in_fp8=True)[1]
     decisions = decide((unit,), precision=NARROW, fp8_weights=True, params="host")
-    amounts_of, decided = AmountsOf(decisions), decisions.units[unit.name]
+    amounts_of, decided = amounts_by(decisions), decisions.units[unit.name]
     assert amounts_of(unit, decided).fp8 is not None
     assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), fp8_twin=None), decided).fp8 is None
 

@@ -15,7 +15,7 @@ from walked import NUM_ITERATIONS, ordered_by_rules, ordered_in
 from planner.costs.model import CostModel
 from planner.decisions import Place, Sharding
 from planner.lowering import slots
-from planner.lowering.amounts import AmountsOf
+from planner.lowering.amounts import amounts_by
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase
 from planner.setup import Setup
@@ -70,9 +70,9 @@ def test_equal_amounts_are_each_units_own() -> None:
         unit.name: decisions.units[unit.name].model_copy(update=by_segment.get(unit.segment, {})) for unit in units
     }
     decisions = decisions.model_copy(update={"units": chosen})
-    shared = AmountsOf(decisions)
+    shared = amounts_by(decisions)
     amounts = [dataclasses.asdict(shared(unit, chosen[unit.name])) for unit in units]
-    assert amounts == [dataclasses.asdict(AmountsOf(decisions)(unit, chosen[unit.name])) for unit in units]
+    assert amounts == [dataclasses.asdict(amounts_by(decisions)(unit, chosen[unit.name])) for unit in units]
     assert len({unit.segment for unit in units} & by_segment.keys()) == 5
 
 
