@@ -42,10 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
 
 
+gc.disable()  # until all is imported: two million objects, which stay
+
+
 def pytest_collection_finish() -> None:
-    """Let garbage collections pass over what has been imported: two million objects, which stay."""
-    gc.collect()
+    """Let garbage collections pass over what has been imported."""
     gc.freeze()
+    gc.enable()
     gc.set_threshold(200_000, 20, 100)  # plans and models make and keep many objects, and few of them are garbage
 
 

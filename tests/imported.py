@@ -3,8 +3,10 @@
 Nothing here begins a thread, which a fork would not have.
 """
 
-# ruff: noqa: F401 - imported for others
+# ruff: noqa: E402, F401 - imported for others, while no garbage is looked for
 import gc
+
+gc.disable()
 
 import accelerate
 import amount
@@ -26,6 +28,6 @@ import ullage.whatif.asking
 
 amount.short_searches().__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for
-gc.collect()
 gc.freeze()  # so that no process searches these millions of objects for cycles
+gc.enable()
 gc.set_threshold(200_000, 20, 100)  # nor its own as often, of which few are garbage
