@@ -161,8 +161,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
-            # As DistributedDataParallel has it; the plan decides when ranks add their gradients up.
-            self._undo.append(replace_attribute(model, "no_sync", contextlib.nullcontext))
+            # As DistributedDataParallel has it, unless the model has its own; the plan decides when ranks sum up.
+            self._undo += (
+                [] if hasattr(model, "no_sync") else [replace_attribute(model, "no_sync", contextlib.nullcontext)]
+            )
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0] if options.calls else "")

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -251,6 +251,7 @@ class Audit:
             if not why_not:
                 try:
                     gradients, scale = self._run_again(case, device)
+                    why_not = case.why_not
                 except Exception as error:  # noqa: BLE001 - an audit that cannot be made must not end the training
                     why_not = f"it cannot be run again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if why_not:
@@ -369,11 +370,9 @@ class Audit:
             assert target.grad_fn is not None
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
         watch_edges(edges, [target for _, target in targets], begun, case.input_gradients)
-        with unguarded():  # a hook of the user's on a gradient wants the whole
+        with unguarded():
             own_edges = {
-                get_gradient_edge(shard.leaf): shard.shard_name
-                for shard in case.trained()
-                if shard.leaf.requires_grad and not shard.leaf._backward_hooks
+                get_gradient_edge(shard.leaf): shard.shard_name for shard in case.trained() if shard.leaf.requires_grad
             }
         watch_edges(own_edges, [target for _, target in targets], begun, case.own_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
@@ -451,16 +450,20 @@ class Audit:
                 raise ValueError("what it keeps leads back to the run before")
             parameters = [leaves_of[name] for name in trained]
             wanted = [*(tensor for _, tensor in inputs), *parameters]
-            gradients: list[Tensor | None] = [None] * len(wanted)
+            gradients: Sequence[Tensor | None] = [None] * len(wanted)
             if targets and wanted and len(targets) == len(case.output_gradients):
                 from_outside = [case.output_gradients[number].to(device) for number, _ in targets]
-                gradients = gradients_of([target for _, target in targets], wanted, from_outside)
+                between = state.save()
+                found = gradients_of([target for _, target in targets], wanted, from_outside)
+                if state.has_changed(between):
+                    case.why_not = "its backward draws random numbers or changes what it computes with"
+                else:
+                    gradients = found
         for number, (planned, plain) in enumerate(zip(case.outputs, results, strict=True)):
             if planned is not None:
                 what = f"output {number} of {case.path}" if len(results) > 1 else f"the output of {case.path}"
                 self._compare(what, planned, plain.detach(), _PLAN)
-        found = [gradient for gradient in gradients if gradient is not None]
-        scale = max((float(gradient.abs().max()) for gradient in found if gradient.numel()), default=0.0)
+        scale = max((float(g.abs().max()) for g in gradients if g is not None and g.numel()), default=0.0)
         of_inputs, of_parameters = gradients[: len(inputs)], gradients[len(inputs) :]
         for (number, _), gradient in zip(inputs, of_inputs, strict=True):
             if gradient is not None:
@@ -480,11 +483,12 @@ class Audit:
                 gradient = summed(gradient.float())
             if gradient is not None and not gradient.isnan().all() and shard.shard_name in self._arrived:
                 own = shard.part(gradient)
-                arrived = self._arrived[shard.shard_name][1]
+                arrived = None if _has_hooks(shard) else self._arrived[shard.shard_name][1]
                 # What ranks divide is compared as it arrives, with all that they exchange.
                 if shard.mesh.degrees.tensor_parallel * shard.mesh.degrees.expert_parallel == 1:
                     arrived = case.own_gradients.get(shard.shard_name, arrived)
-                self._compare(f"the gradient of {shard.name}", arrived, own, _PLAN, scale)
+                if arrived is not None:
+                    self._compare(f"the gradient of {shard.name}", arrived, own, _PLAN, scale)
 
     @contextlib.contextmanager
     def _plain(self, case: Case, device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
@@ -564,11 +568,21 @@ def _why_not(module: nn.Module, given: list[Any]) -> str:
     return "a transform of torch.func runs it" if is_transformed else ""
 
 
+def _has_hooks(shard: ParameterShard) -> bool:
+    """Return whether hooks of the user's get a parameter's gradient, and may return another one."""
+    with unguarded():
+        return bool(shard.whole._backward_hooks or shard.leaf._backward_hooks)
+
+
 @contextlib.contextmanager
 def _showing(shard: ParameterShard, values: Tensor) -> Iterator[None]:
-    """Return a context in which a parameter has these values, whatever the plan shows in it."""
+    """Return a context in which a parameter has these values, whatever the plan shows in it, and no hooks."""
     leaf = shard.leaf
-    with lifted(leaf):
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(lifted(leaf))
+        if hooks := leaf._backward_hooks:  # they have seen this gradient
+            leaf._backward_hooks = None
+            undo.callback(setattr, leaf, "_backward_hooks", hooks)
         if shard.stored.is_quantized:
             with shard.stored.living_in(values):
                 yield

@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from executor.memory.recompute_cache import ActivationError
-from executor.memory.variables import Used, Variables
+from executor.memory.variables import Used, Variables, hooks_of
 
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
@@ -63,12 +64,11 @@ class ForwardState:
         # The first forward of quantized layers moves what decodes their weights from the parameter to the module.
         self._modules = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in _QUANTIZERS]
         self._name = name
-        used = Used(self._modules)
-        self._variables, self._values = used.variables, used.values
         self._generators = [random, _Attention, _Parametrized, *(_of_torch() if torch_too else ())]
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
-        # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
-        self._draws_from_numpy = any("random" in code.co_names for code in used.codes)
+        self._draws_from_numpy = False
+        self._hooks, self._newest_hook = [self], -1  # unlike any
+        self._follow_hooks()
 
     def save(self, given: Any = (), *, whole: bool = False) -> "Snapshot":
         """Return a snapshot of the current state, to take before the first pass.
@@ -77,6 +77,7 @@ class ForwardState:
             given: arguments of the forward. Lists and objects in them may change, and small tensors without gradients.
             whole: whether to copy large tensors that do not change, too.
         """
+        self._follow_hooks()
         visit = self._visit(self._generators)
         if self._draws_from_numpy or self._changing is None:
             visit.generators.append(np.random)
@@ -105,6 +106,18 @@ class ForwardState:
         visit = self._visit([])
         visit.values(given)
         return [tensor for tensor in visit.differentiable if _is_made_after(tensor, begun)]
+
+    def _follow_hooks(self) -> None:
+        """Find the variables that functions use, again if hooks have been added."""
+        if self._newest_hook == RemovableHandle.next_id:  # no hook at all has been added
+            return
+        self._newest_hook, hooks = RemovableHandle.next_id, hooks_of(self._modules)
+        if self._hooks == hooks:
+            return
+        self._hooks, used = hooks, Used(self._modules)
+        self._variables, self._values = used.variables, used.values
+        # NumPy's state takes 30 us to read, so it is left out if neither a method nor the first forward asks for it.
+        self._draws_from_numpy |= any("random" in code.co_names for code in used.codes)
 
     def _visit(self, generators: list[Any]) -> "_Visit":
         visit = _Visit(generators)
@@ -150,7 +163,7 @@ class ForwardState:
         return (
             self.has_set_attributes(before)
             or any(tensor._version != before.versions[key] for key, tensor in before.tensors.items())
-            or any(repr(_get_state(generator)) != repr(state) for generator, state in before.random)
+            or any(not _same_state(_get_state(generator), state) for generator, state in before.random)
         )
 
     def has_drawn(self, before: "Snapshot") -> bool:
@@ -471,6 +484,10 @@ def _get_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b)
 
 
 def _set_state(generator: Any, state: Any) -> None:

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, Final, final
 
+import torch
 from torch import nn
 
 _OUR_OWN: Final = frozenset({"executor", "planner", "ullage"})
 _CONSTANT: Final = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger, nn.Module)
 _GLOBAL: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _NO_METHODS: Final = frozenset({"__class__", "__doc__", "__dict__", "__weakref__", "__module__"})
-_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @final
@@ -81,9 +82,10 @@ class Used:
         self._functions: dict[int, types.FunctionType] = {}
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by ``id`` of the scope or cell
         self._left: list[Any] = []
+        modules = list(modules)
+        self._left += hooks_of(modules)
         for module in modules:
             self._left += [type(module), *vars(module).values()]
-            self._left += [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
         while self._left:
             self._follow(self._left.pop())
 
@@ -142,6 +144,15 @@ class Used:
     def _made_with(self, values: Iterable[Any]) -> None:
         self._left += values
         self.values += [value for value in values if not isinstance(value, _CONSTANT)]
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the hooks that run with modules: those of all modules, and their own."""
+    found = [hook for name in _HOOKS for hook in getattr(torch.nn.modules.module, f"_global{name}").values()]
+    for module in modules:
+        own = vars(module)
+        found += [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    return found
 
 
 def _own_classes(kind: type) -> Iterator[type]:

@@ -518,3 +518,90 @@ def bounded_by_other_data(ullage) -> Trained:
             return super().forward(x) + self.bounded(x)
 
     return loop(ullage, With)
+
+
+@program
+def counting_hooks_on_gradients(ullage) -> Trained:
+    """Fisher information: hooks on parameters add up what they get, and one changes it by how often it was called."""
+    sums, calls = {}, []
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        sums[name] = sums.get(name, 0) + gradient.square()
+
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return gradient * (1 + len(calls) / 8)
+
+    class Hooked(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, parameter in self.named_parameters():
+                parameter.register_hook(functools.partial(add, name))
+            self.up.bias.register_hook(scale)
+
+    losses, model = loop(ullage, Hooked)
+    return losses + [float(total.sum()) for total in sums.values()] + [float(len(calls))], model
+
+
+@program
+def backward_that_draws_and_counts(ullage) -> Trained:
+    """A function whose backward draws noise, counts, and moves an average that it computes with."""
+    counts = {"calls": 0}
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, average):
+            ctx.average = average
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            counts["calls"] += 1
+            ctx.average.mul_(0.9).add_(gradient.abs().mean(), alpha=0.1)
+            return gradient * ctx.average + 1e-3 * torch.randn(gradient.shape), None
+
+    class WithNoise(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.ones(()))
+
+        def forward(self, x):
+            return Noisy.apply(super().forward(x), self.average)
+
+    losses, model = loop(ullage, WithNoise)
+    return [*losses, float(counts["calls"])], model
+
+
+@program
+def hooks_added_later(ullage) -> Trained:
+    """Hooks that are added after prepare, to layers inside of blocks and to all modules, count and change outputs."""
+    counts = {"inside": 0, "all": 0, "backward": 0}
+
+    def inside(_module, _args, output):
+        counts["inside"] += 1
+        return output * (1 + counts["inside"] / 64)
+
+    def count_norms(module, _args, _output) -> None:
+        counts["all"] += isinstance(module, nn.LayerNorm)
+
+    def count_backward(_module, _before, _after) -> None:
+        counts["backward"] += 1
+
+    class Adding:
+        def __init__(self) -> None:
+            self.hooks: list = []
+
+        def prepare(self, model, *args, **options):
+            model, optimizer = ullage.prepare(model, *args, **options)
+            self.hooks += [block.up.register_forward_hook(inside) for block in model.blocks]
+            self.hooks += [block.register_full_backward_hook(count_backward) for block in model.blocks]
+            self.hooks.append(nn.modules.module.register_module_forward_hook(count_norms))
+            return model, optimizer
+
+    adding = Adding()
+    try:
+        losses, model = loop(adding, Block)
+    finally:
+        for hook in adding.hooks:
+            hook.remove()
+    return losses + [float(count) for count in counts.values()], model
