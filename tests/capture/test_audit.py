@@ -241,3 +241,46 @@ def test_to_count_references_saves_nothing_that_a_checkpoint_would_count() -> No
         assert referred_to(held) == [1]
     assert kept.requires_grad
     assert saved == []
+
+
+class _Noisy(torch.autograd.Function):
+    """Adds noise to gradients."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return gradient + torch.randn(gradient.shape)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return _Noisy.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_gradients_of_a_backward_that_draws_are_left_out(activations: Activations) -> None:
+    model, optimizer, _ = prepared(Noisy, activations)
+    with optimizer.session:
+        step(model, optimizer)
+        assert list(optimizer.session.audit.result.left_out.values()) == [
+            "its backward draws random numbers or changes what it computes with"
+        ]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_hooks_on_gradients_run_once(activations: Activations) -> None:
+    model, optimizer, _ = prepared(BLOCKS["linear-gelu"], activations)
+    seen: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient) or gradient * len(seen))
+    with optimizer.session:
+        step(model, optimizer)
+        assert len(seen) == len(list(model.parameters()))
+        assert optimizer.session.audit.result.largest < 1e-6

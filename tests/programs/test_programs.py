@@ -23,7 +23,7 @@ TRIED = {
         "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
-        "bounded_by_other_data", "counting_hooks_on_gradients", "backward_that_draws_and_counts", "hooks_added_later",
+        "bounded_by_other_data", "hooks_added_later", "counting_hooks_on_gradients",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),

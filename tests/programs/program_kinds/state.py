@@ -521,6 +521,42 @@ def bounded_by_other_data(ullage) -> Trained:
 
 
 @program
+def hooks_added_later(ullage) -> Trained:
+    """Hooks that are added after prepare, to layers inside of blocks and to all modules, count and change outputs."""
+    counts, norms = {"inside": 0, "backward": 0}, []
+
+    def inside(_module, _args, output):
+        counts["inside"] += 1
+        return output * (1 + counts["inside"] / 64)
+
+    def count_norms(module, _args, _output) -> None:
+        if isinstance(module, nn.LayerNorm):
+            norms.append(module)
+
+    def count_backward(_module, _before, _after) -> None:
+        counts["backward"] += 1
+
+    class Adding:
+        def __init__(self) -> None:
+            self.hooks: list = []
+
+        def prepare(self, model, *args, **options):
+            model, optimizer = ullage.prepare(model, *args, **options)
+            self.hooks += [block.up.register_forward_hook(inside) for block in model.blocks]
+            self.hooks += [block.register_full_backward_hook(count_backward) for block in model.blocks]
+            self.hooks.append(nn.modules.module.register_module_forward_hook(count_norms))
+            return model, optimizer
+
+    adding = Adding()
+    try:
+        losses, model = loop(adding, Block)
+    finally:
+        for hook in adding.hooks:
+            hook.remove()
+    return losses + [float(count) for count in (*counts.values(), len(norms))], model
+
+
+@program
 def counting_hooks_on_gradients(ullage) -> Trained:
     """Fisher information: hooks on parameters add up what they get, and one changes it by how often it was called."""
     sums, calls = {}, []
@@ -532,14 +568,14 @@ def counting_hooks_on_gradients(ullage) -> Trained:
         calls.append(1)
         return gradient * (1 + len(calls) / 8)
 
-    class Hooked(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, parameter in self.named_parameters():
-                parameter.register_hook(functools.partial(add, name))
-            self.up.bias.register_hook(scale)
+    def hooked() -> nn.Module:
+        block = Block()
+        for name, parameter in block.named_parameters():
+            parameter.register_hook(functools.partial(add, name))
+        block.up.bias.register_hook(scale)
+        return block
 
-    losses, model = loop(ullage, Hooked)
+    losses, model = loop(ullage, hooked)
     return losses + [float(total.sum()) for total in sums.values()] + [float(len(calls))], model
 
 
@@ -570,38 +606,3 @@ def backward_that_draws_and_counts(ullage) -> Trained:
 
     losses, model = loop(ullage, WithNoise)
     return [*losses, float(counts["calls"])], model
-
-
-@program
-def hooks_added_later(ullage) -> Trained:
-    """Hooks that are added after prepare, to layers inside of blocks and to all modules, count and change outputs."""
-    counts = {"inside": 0, "all": 0, "backward": 0}
-
-    def inside(_module, _args, output):
-        counts["inside"] += 1
-        return output * (1 + counts["inside"] / 64)
-
-    def count_norms(module, _args, _output) -> None:
-        counts["all"] += isinstance(module, nn.LayerNorm)
-
-    def count_backward(_module, _before, _after) -> None:
-        counts["backward"] += 1
-
-    class Adding:
-        def __init__(self) -> None:
-            self.hooks: list = []
-
-        def prepare(self, model, *args, **options):
-            model, optimizer = ullage.prepare(model, *args, **options)
-            self.hooks += [block.up.register_forward_hook(inside) for block in model.blocks]
-            self.hooks += [block.register_full_backward_hook(count_backward) for block in model.blocks]
-            self.hooks.append(nn.modules.module.register_module_forward_hook(count_norms))
-            return model, optimizer
-
-    adding = Adding()
-    try:
-        losses, model = loop(adding, Block)
-    finally:
-        for hook in adding.hooks:
-            hook.remove()
-    return losses + [float(count) for count in counts.values()], model

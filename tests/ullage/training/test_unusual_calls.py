@@ -325,3 +325,15 @@ def test_anomaly_mode_stays_on_through_a_capture() -> None:
             model(**IDS).backward()
             optimizer.step()
             assert torch.is_anomaly_enabled()
+
+
+def test_a_models_own_no_sync_stays() -> None:
+    class Own(Seeing):
+        def no_sync(self) -> str:
+            return "its own"
+
+    model = Own()
+    given = batch()
+    model, optimizer = ullage.prepare(model, torch.optim.AdamW(model.parameters()), given, hardware="epyc-turin-2c")
+    with optimizer.session:
+        assert model.no_sync() == "its own"
