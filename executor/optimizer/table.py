@@ -254,17 +254,20 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     One without a kernel, or with a flag that its kernel does not support, gets an entry of its own.
 
     Raises:
-        ValueError: it is one of ``bitsandbytes``, whose kernels do not see where a plan keeps weights.
+        ValueError: it is one of ``bitsandbytes``, whose kernels do not see where a plan keeps weights; or
+            ``SparseAdam``, as a plan has no sparse gradients.
     """
     found = next((entry for entry in ENTRIES if type(optimizer) is entry.torch_class), None)
     if found and not any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
         return found
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    why = ""
     if name.startswith("bitsandbytes."):
-        raise ValueError(
-            f"the optimizer is {name}, whose kernels do not see weights where a plan keeps them; "
-            f"{_nearest(optimizer) or 'use one of torch.optim'}"
-        )
+        why = "whose kernels do not see weights where a plan keeps them"
+    elif type(optimizer) is torch.optim.SparseAdam:
+        why = "which takes sparse gradients alone, but those under a plan are dense"
+    if why:
+        raise ValueError(f"the optimizer is {name}, {why}; {_nearest(optimizer) or 'use one of torch.optim'}")
     try:
         with torch.random.fork_rng(devices=[]):
             return _own_entry(optimizer)

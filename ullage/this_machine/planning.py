@@ -12,6 +12,8 @@ from typing import Any, Final, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from executor import options as executor_options
 from executor.devices.cores import CoreChoice
@@ -243,7 +245,14 @@ def capture_live(
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
     args, kwargs = _arguments(batch) if step is None else ((batch,), {})
-    inputs = [(name, value) for name, value in named_inputs(args, kwargs) if step is None or input_of(name, value)]
+    packed = tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, PackedSequence))
+    # Recurrent layers read the sizes of batches where no operator shows it.
+    sizes = {id(value.batch_sizes) for value in packed if isinstance(value, PackedSequence)}
+    inputs = [
+        (name, value)
+        for name, value in named_inputs(args, kwargs)
+        if id(value) not in sizes and (step is None or input_of(name, value))
+    ]
     if not inputs and step is None:
         raise ValueError("the example batch has no tensor; give one batch of your loop, the largest")
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
@@ -288,6 +297,11 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _input(name: str, value: Tensor, position: int) -> CapturedInput:
+    if value.is_nested:
+        raise ValueError(
+            f"{name or f'input {position + 1}'} of the example batch is a nested tensor, which has no shape to plan "
+            "for; give the model a padded tensor with lengths or a mask, and nest it in forward"
+        )
     if (found := input_of(name, value)) is None:
         raise ValueError(
             f"{name or f'input {position + 1}'} of the example batch is {value.dtype}, but must be "

@@ -64,6 +64,25 @@ def gru_on_packed_sequences(ullage) -> Trained:
 
 
 @program
+def packed_inputs(ullage) -> Trained:
+    """nn.LSTM in a model that is given packed sequences, of other lengths in each step."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 8)
+
+        def forward(self, packed):
+            return self.out(self.rnn(packed)[1][0][-1])
+
+    def packed(step: int):
+        rows = torch.randn(3, 9, 16, generator=seeded(step))
+        return (pack_padded_sequence(rows, torch.tensor([9 - step, 4, 2], device="cpu"), batch_first=True),)
+
+    return train(ullage, Net(), packed)
+
+
+@program
 def lstm_cells(ullage) -> Trained:
     """A loop over nn.LSTMCell."""
 

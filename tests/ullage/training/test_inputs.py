@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.utils import ModelOutput
 
 import ullage
@@ -192,3 +193,33 @@ def test_values_behind_a_mask_are_those_of_the_example_batch() -> None:
     captured = capture_live(Listed(), {"ids": ids, "mask": mask, "patches": torch.randn(5, 16)})
     products = [kernel for operator in captured.operators() for kernel in operator.forward if isinstance(kernel, Gemm)]
     assert [product.m for product in products] == [3]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(16, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, packed: PackedSequence) -> torch.Tensor:
+        return self.last(self.rnn(packed)[1][0][-1]).square().mean()
+
+
+def test_packed_sequences_train_as_in_memory() -> None:
+    losses: dict[bool, list[float]] = {}
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [pack_sequence([torch.randn(n, 16) for n in (7 - step, 3, 1)]) for step in range(3)]
+        if is_planned:
+            model, optimizer = ullage.prepare(model, optimizer, (batches[0],), hardware="epyc-turin-2c")
+        losses[is_planned] = []
+        for batch in batches:
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[is_planned].append(loss.item())
+        if is_planned:
+            optimizer.session.close()
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)

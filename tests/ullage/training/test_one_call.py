@@ -289,6 +289,12 @@ def net_with(**changes: object) -> nn.Module:
         (Net().half(), BATCH, {}, r"weights are torch.float16, which cannot be planned.*model.to\(torch.bfloat16\)"),
         (Net(), {"x": BATCH[0], "labels": None}, {}, r"Net: .*must be Tensor, not NoneType; make it run"),
         (Net(), (BATCH[0].to(torch.cfloat), BATCH[1]), {}, "input 1 of the example batch is torch.complex64, but"),
+        (
+            Net(),
+            (torch.nested.nested_tensor(list(BATCH[0].split(4)), layout=torch.jagged), BATCH[1]),
+            {},
+            "input 1 of the example batch is a nested tensor, which has no shape to plan for; give .* a padded tensor",
+        ),
         (Net(), (BATCH[0], BATCH[1][:4]), {}, r"Net: .*batch_size \(8\).*; make it run with these inputs first"),
         (Net(), "plan.json", {}, "the third argument is str; give a plan .*or an example batch"),
         (Net(), 5, {}, "the third argument is int; give a plan .*or an example batch"),
