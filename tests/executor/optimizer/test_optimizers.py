@@ -477,7 +477,7 @@ def test_instead_of_other_optimizers_the_nearest_is_proposed(kind):
     ours = NEAREST[kind]
     optimizer = kind([torch.nn.Parameter(torch.zeros(3, 3))], lr=0.1)
     if "bitsandbytes" in kind.__module__ or kind is torch.optim.SparseAdam:
-        with pytest.raises(ValueError, match="whose kernels do not see|which takes sparse gradients alone") as refused:
+        with pytest.raises(ValueError, match=r"whose kernels do not see|which takes sparse gradients alone") as refused:
             entry_of(optimizer)
         words = str(refused.value)
     else:
