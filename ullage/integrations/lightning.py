@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -30,9 +31,10 @@ class LightningStrategy(DDPStrategy):
 
     Write ``Trainer(strategy="ullage")``, or give one with options. When ``fit`` begins, it captures ``training_step``
     with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
-    as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. If ``configure_optimizers`` has
-    called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay. When ``fit`` ends, the module
-    is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
+    as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. Updates wait for the step if it
+    clips, or if the module or a callback has a hook between backward and the step, which may read gradients. If
+    ``configure_optimizers`` has called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay.
+    When ``fit`` ends, the module is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
 
     Lightning starts the processes, gives each its share of the data, and reduces what is logged, as its ``ddp`` does.
     The plan reduces gradients, and shards what is worth it.
@@ -122,7 +124,7 @@ class LightningStrategy(DDPStrategy):
         batch = self.batch_to_device(_first_batch(trainer))
         options: Any = {
             "num_micro_batches": trainer.accumulate_grad_batches,
-            "clip": bool(trainer.gradient_clip_val),
+            "clip": bool(trainer.gradient_clip_val) or _sees_gradients(module, trainer),
             **self._options,
         }
         step = _Step(module)
@@ -162,6 +164,13 @@ class LightningStrategy(DDPStrategy):
                 optimizer.session.close()
         self.optimizers, self._step = [], None
         super().teardown()
+
+
+def _sees_gradients(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
+    """Return whether the module or a callback has a hook between backward and the step, which may read gradients."""
+    hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+    found = any(is_overridden(name, module) for name in hooks)
+    return found or any(is_overridden(name, each, pl.Callback) for name in hooks[:2] for each in trainer.callbacks)
 
 
 class _Step:

@@ -161,7 +161,7 @@ class _Offloaded(transformers.Trainer):
         args = self.args
         options: Any = {
             "num_micro_batches": args.gradient_accumulation_steps,
-            "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
+            "clip": bool(args.max_grad_norm and args.max_grad_norm > 0) or self._has_callback_on_gradients,
             **self._precision,
             **self.ullage_options,
         }
@@ -172,6 +172,12 @@ class _Offloaded(transformers.Trainer):
         self.remove_callback(_Measurements)
         self.add_callback(_Measurements(self._offloaded))
         return self._offloaded
+
+    @property
+    def _has_callback_on_gradients(self) -> bool:
+        """Whether a callback has ``on_pre_optimizer_step``, which may read gradients."""
+        own = (type(each).on_pre_optimizer_step for each in self.callback_handler.callbacks)
+        return any(each is not TrainerCallback.on_pre_optimizer_step for each in own)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm for the log; ``None`` if the plan does not clip, and so does not know the norm."""

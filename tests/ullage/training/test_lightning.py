@@ -142,6 +142,25 @@ def test_a_module_trains_as_with_lightning_alone(tmp_path: Path) -> None:
     assert_as(more[1], more[0])
 
 
+class Logging(Classifier):
+    """Logs norms of gradients where Lightning's documentation does."""
+
+    def on_before_optimizer_step(self, _optimizer: Any) -> None:
+        self.seen += [parameter.grad.norm().item() for parameter in self.parameters()]
+
+
+class LoggingCallback(pl.Callback):  # type: ignore[misc, name-defined]
+    def on_after_backward(self, _trainer: Any, module: Any) -> None:
+        module.seen.append(module.net[0].weight.grad.abs().sum().item())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "callbacks"), [(Logging, []), (Classifier, [LoggingCallback()])])
+def test_hooks_read_gradients_without_clipping(tmp_path: Path, kind: Any, callbacks: list[Any]) -> None:
+    expected = fitted(kind(), tmp_path / "plain", max_epochs=1, callbacks=callbacks)
+    assert_as(fitted(kind(), tmp_path / "planned", "ullage", max_epochs=1, callbacks=callbacks), expected)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_two_models_that_a_module_prepares_train_as_with_lightning_alone(tmp_path: Path) -> None:
     expected = fitted(Adversaries(is_planned=False), tmp_path, max_epochs=1)

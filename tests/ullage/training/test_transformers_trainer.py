@@ -13,7 +13,7 @@ import torch
 import transformers
 from forked import Forked, environments
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ullage
 from hwprofiles.machine import this_machine
@@ -210,6 +210,28 @@ def test_a_stream_of_data_is_planned_for_its_first_batch(tiny_model: Path, tmp_p
     assert ours.plan.model.inputs[0].shape == (2, 32)
     assert not ours.plan.decisions.clip
     assert "grad_norm" not in ours.state.log_history[0]
+
+
+class GradientNorms(TrainerCallback):
+    """Reads gradients before the step."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, *_args: object, model: nn.Module, **_kwargs: object) -> None:
+        self.norms += [parameter.grad.norm().item() for parameter in model.parameters()]
+
+
+def test_a_callback_reads_gradients_without_clipping(tiny_model: Path, tmp_path: Path) -> None:
+    norms = []
+    for kind in (Trainer, ullage.offloaded(Trainer)):
+        made = trainer(kind, tiny_model, tmp_path, max_steps=2, max_grad_norm=0.0)
+        made.add_callback(callback := GradientNorms())
+        made.train()
+        norms.append(callback.norms)
+        if hasattr(made, "close"):
+            made.close()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5, abs=1e-7)
 
 
 def test_rows_that_make_no_batch_are_refused(tiny_model: Path, tmp_path: Path) -> None:
