@@ -317,13 +317,7 @@ class CostModel:
             else:
                 duration_s += self._rank.read_s(norm, task.num_params, "gradient norm")
         rate = task.num_bytes / duration_s
-        uses = [
-            (Resource.LINK_DOWN if down else Resource.LINK_UP, rate),
-            (Resource.LINK, rate),
-            (Resource.DRAM, self._rank.at_most_dram(rate * num_passes)),
-        ]
-        if link.num_cores_per_copy.value:
-            uses.append((Resource.CORES, link.num_cores_per_copy.value))
+        uses = self._copying(0.0 if down else rate, rate if down else 0.0, num_passes)
         if task.stalls:
             uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
@@ -357,8 +351,9 @@ class CostModel:
         if task.through_host:
             path = self._fabrics.through_host(group, task.num_bytes, sums=task.op is not Op.GATHER)
             duration_s, latency_s = path.time_s + cast_s, path.latency_s + agreed_s
-            rates = (num_bytes / duration_s if duration_s else 0.0 for num_bytes in (path.up_bytes, path.down_bytes))
-            return Price(latency_s, duration_s, tuple(sorted(self._through_host(*rates))))
+            up, down = (num_bytes / duration_s if duration_s else 0.0 for num_bytes in (path.up_bytes, path.down_bytes))
+            num_passes = 2 if self.profile.host_link.num_cores_per_copy.value else 1
+            return Price(latency_s, duration_s, tuple(sorted(self._copying(up, down, num_passes))))
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
         rings = self._fabrics.rings(group, task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0) + cast_s
@@ -369,16 +364,12 @@ class CostModel:
                 uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
 
-    def _through_host(self, up_rate: float, down_rate: float) -> list[tuple[Resource, float]]:
-        """Return what copies to and from host memory use, at these bytes per second."""
-        num_cores = self.profile.host_link.num_cores_per_copy.value
-        num_passes = 2 if num_cores else 1
-        uses = [
-            (Resource.LINK_UP, up_rate),
-            (Resource.LINK_DOWN, down_rate),
-            (Resource.LINK, up_rate + down_rate),
-            (Resource.DRAM, self._rank.at_most_dram((up_rate + down_rate) * num_passes)),
-        ]
+    def _copying(self, up_rate: float, down_rate: float, num_passes: int) -> list[tuple[Resource, float]]:
+        """Return what copies over the link use at these bytes per second, with so many passes over DRAM."""
+        ways = ((Resource.LINK_UP, up_rate), (Resource.LINK_DOWN, down_rate))
+        rate, num_cores = up_rate + down_rate, self.profile.host_link.num_cores_per_copy.value
+        dram = self._rank.at_most_dram(rate * num_passes)
+        uses = [*(way for way in ways if way[1]), (Resource.LINK, rate), (Resource.DRAM, dram)]
         return [*uses, (Resource.CORES, num_cores)] if num_cores else uses
 
     def _send(self, task: Task) -> Price:
