@@ -6,6 +6,7 @@ session then issues the schedule's tasks up to that point (:mod:`executor.driver
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from executor.audit.audit import Audit
 from executor.callbacks import replace_attribute
 from executor.checks import check_decisions, check_groups, check_units
-from executor.devices.backend import Backend, Meter
+from executor.devices.backend import Backend, Meter, beside
 from executor.devices.cores import take_cores
 from executor.devices.cuda import fused
 from executor.distributed.adapters import bind_adapted_parameters
@@ -154,7 +155,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
             self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.context_parallel > 1:
-                self._undo += bind_context_parallel(model, units, ranks.contexts, no_compile(options.compile_backend))
+                self._undo += bind_context_parallel(
+                    model,
+                    units,
+                    ranks.contexts,
+                    no_compile(options.compile_backend),
+                    functools.partial(beside, backend, Lane.SEND) if decisions.context_exchange else None,
+                )
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(
                     model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device

@@ -3,9 +3,9 @@
     python benchmarks/cpu/pipelines.py
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
-which exchange weights and gradients through shared memory or over gloo, in two stages, and in rounds. The machine is
-calibrated first (``ullage calibrate``), with what the processes take to exchange data; nothing is fitted to a run.
-Every run is started as ``torchrun`` starts it.
+which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
+and in rounds. The machine is calibrated first (``ullage calibrate``), with what the processes take to exchange data;
+nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
 """
 
 import json
@@ -30,6 +30,8 @@ BATCH: Final = {"seq_len": 256, "micro_batch": 2, "num_micro_batches": 4}
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "in data-parallel ranks": {"num_micro_batches": 2, "collectives": "host"},
     "in data-parallel ranks, over gloo": {"num_micro_batches": 2, "collectives": "fabric"},
+    "sharing sequences, all-to-all": {"context_parallel": 2, "context_exchange": "all-to-all"},
+    "sharing sequences, in a ring": {"context_parallel": 2, "context_exchange": "ring"},
     "in two stages": {"pipeline_parallel": 2},
     "in two stages, in 2 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 2},
     "in two stages, in 4 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 4},

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Union
 
 import numba as nb
@@ -319,3 +319,16 @@ def sum_of_squares(values: Array) -> float:
     parameters are cut into pieces.
     """
     return float(_sum_squares(values))
+
+
+def beside(backend: Backend, lane: Lane, work: Callable[[], None]) -> Callable[[], None]:
+    """Let a stream do work beside what is computed, behind what has been; return a function that waits for it.
+
+    Tensors that the work uses must live until then.
+    """
+    begun = backend.record_event(Lane.COMPUTE)
+    with backend.lane(lane):
+        backend.wait_event(lane, begun)
+        work()
+        ended = backend.record_event(lane)
+    return lambda: backend.wait_event(Lane.COMPUTE, ended)

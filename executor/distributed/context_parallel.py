@@ -7,6 +7,10 @@ memory. Its projections compute with the rank's own tokens instead, and return a
 everything between the projections is the module's own code for whole sequences with fewer heads: rotation, masks,
 windows, any kernel of attention. The projection behind attention gets its own tokens of all heads again.
 
+Or keys and values pass from rank to rank (:mod:`executor.distributed.ring_attention`). Then a rank has two parts of
+each sequence, and sequences are shared only where gradients are wanted. In evaluation, each rank computes all of them,
+so that caches have the keys of all tokens.
+
 Behind the last layer, the hidden states stand for those of whole sequences
 (:class:`executor.distributed.sequences.SharedHidden`), so whatever the model or the loop does with them is right.
 """
@@ -16,9 +20,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from executor.callbacks import in_backward, replace_attribute, with_gradient
+from executor.callbacks import forward_of, in_backward, replace_attribute, with_gradient
 from executor.distributed.groups import Group
+from executor.distributed.ring_attention import Beside, Parts, Redirected, Ring, halves, own_tokens
 from executor.distributed.sequences import SharedHidden
 from executor.distributed.shards import BindingError
 from executor.distributed.tensor_parallel import NoCompile, Undo
@@ -27,15 +33,20 @@ from planner.graph import Operator, Unit
 _HIDDEN = "hidden_states"
 
 
-def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group, no_compile: NoCompile) -> list[Undo]:
+def bind_context_parallel(
+    model: nn.Module, units: Sequence[Unit], group: Group, no_compile: NoCompile, beside: Beside | None
+) -> list[Undo]:
     """Make layers compute with this rank's tokens; return functions that undo this.
+
+    If there is something that works ``beside`` what is computed, keys pass from rank to rank there.
 
     Raises:
         BindingError: a layer is not as in ``transformers``.
     """
     operators = [operator for unit in units for operator in unit.operators]
     pairs = list(zip(_of(operators, "qkv"), _of(operators, "output"), strict=True))
-    sequences = _Sequences(group)
+    ring = Ring(group, beside) if beside else None
+    sequences = _Sequences(group, ring)
     layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
     undo: list[Undo] = [
         model.register_forward_pre_hook(no_compile(_check_outputs), with_kwargs=True).remove,
@@ -51,7 +62,10 @@ def bind_context_parallel(model: nn.Module, units: Sequence[Unit], group: Group,
         last = model.get_submodule(ends[-1].name) if ends else layers[-1]
         undo.append(last.register_forward_hook(no_compile(sequences.share)).remove)
     for before, after in pairs:
-        undo += _Attention(model, before, after, sequences).bind(no_compile)
+        if ring is None:
+            undo += _Attention(model, before, after, sequences).bind(no_compile)
+        else:
+            undo.append(_pass_keys(model, _parent(before.name), sequences, ring, no_compile))
     return undo
 
 
@@ -70,6 +84,35 @@ def _check_outputs(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None
             )
 
 
+def _pass_keys(model: nn.Module, path: str, sequences: "_Sequences", ring: Ring, no_compile: NoCompile) -> Undo:
+    """Let an attention module compute with this rank's tokens, and attend to those of all; return what undoes it."""
+    module = model.get_submodule(path)
+    forward = forward_of(module)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        if not sequences.are_shared:
+            return forward(*args, **kwargs)
+        num_tokens = _hidden(args, kwargs).shape[1] * ring.group.size
+        args, kwargs = tree_map(lambda leaf: sequences.rows(leaf, num_tokens), (args, kwargs))
+        result = failure = None
+        with Redirected(ring, num_tokens) as redirected:
+            try:
+                result = forward(*args, **kwargs)
+            except Exception as error:
+                if redirected.has_attended:
+                    raise
+                failure = error  # as scores of whole sequences are of another shape
+        if not redirected.has_attended:
+            raise ValueError(
+                f"{path} ({type(module).__name__}) does not call scaled_dot_product_attention, so keys cannot pass "
+                "from rank to rank; make the model with attn_implementation='sdpa', or plan with --parallel "
+                "exchange=all-to-all"
+            ) from failure
+        return result
+
+    return replace_attribute(module, "forward", no_compile(attend))
+
+
 def _of(operators: Sequence[Operator], kind: str) -> list[Operator]:
     return [operator for operator in operators if operator.kind == kind]
 
@@ -86,8 +129,10 @@ class _Sequences:
         group: ranks that share them.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, ring: Ring | None) -> None:
+        self.group, self._ring = group, ring
+        self._is_shared = True
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_tokens = 0
         self._compared = False
 
@@ -113,6 +158,27 @@ class _Sequences:
         """
         return num_own * self.group.size if torch.is_grad_enabled() or in_backward() else self._num_tokens
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether each rank has its own tokens; if keys pass from rank to rank, only where gradients are wanted."""
+        return self._is_shared or in_backward()
+
+    def _parts(self, num_tokens: int) -> list[Parts]:
+        """Return the parts of a sequence that each rank has. Behind the last one's, there may be padding."""
+        if self._ring is not None:
+            return halves(num_tokens, self.group.size)
+        count = -(-num_tokens // self.group.size)
+        firsts = [min(rank * count, num_tokens) for rank in range(self.group.size)]
+        return [[(first, min(count, num_tokens - first))] for first in firsts]
+
+    def rows(self, given: Any, num_tokens: int) -> Any:
+        """Return this rank's rows of what has one for each token; anything else as it is. Layers share them."""
+        if not isinstance(given, Tensor) or given.dim() not in {2, 3} or given.shape[1] != num_tokens:
+            return given
+        if id(given) not in self._rows:
+            self._rows[id(given)] = given, own_tokens(given, self._parts(num_tokens)[self.group.rank], 1)
+        return self._rows[id(given)][1]
+
     def cut(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -123,31 +189,41 @@ class _Sequences:
         """
         hidden = _hidden(args, kwargs)
         num_tokens, ranks = hidden.shape[1], self.group.size
-        if num_tokens % ranks and torch.is_grad_enabled():
+        divisor = ranks if self._ring is None else 2 * ranks
+        if num_tokens % divisor and torch.is_grad_enabled():
             raise ValueError(
                 f"{ranks} context-parallel ranks cannot share sequences of {num_tokens} tokens equally; pad them to a "
-                f"multiple of {ranks}, with labels of -100"
+                f"multiple of {divisor}, with labels of -100"
             )
         self._num_tokens = num_tokens
-        num_own = -(-num_tokens // ranks)
-        first = min(self.group.rank * num_own, num_tokens)
-        there = min(num_own, num_tokens - first)
+        self._rows.clear()
+        self._is_shared = self._ring is None or torch.is_grad_enabled()
+        if not self._is_shared:
+            return args, kwargs
+        parts = self._parts(num_tokens)[self.group.rank]
+        num_padded = -(-num_tokens // ranks) - sum(count for _, count in parts)
 
         def forward(whole: Tensor) -> Tensor:
-            own = whole.new_zeros(whole.shape[0], num_own, *whole.shape[2:])
-            own[:, :there] = whole[:, first : first + there]
-            return own
+            own = own_tokens(whole, parts, 1)
+            return nn.functional.pad(own, (0, 0, 0, num_padded)) if num_padded else own
 
         def backward(gradient: Tensor) -> Tensor:
             whole = gradient.new_zeros(gradient.shape[0], num_tokens, *gradient.shape[2:])
-            whole[:, first : first + there] = gradient[:, :there]
+            at = 0
+            for first, count in parts:
+                whole[:, first : first + count] = gradient[:, at : at + count]
+                at += count
             return whole
 
         return _with_hidden(args, kwargs, with_gradient(hidden, forward, backward))
 
-    def share(self, _module: nn.Module, _args: Any, hidden: Tensor) -> SharedHidden:
+    def share(self, _module: nn.Module, _args: Any, hidden: Tensor) -> Tensor:
         """Let hidden states stand for those of whole sequences; a hook after the last module before the head."""
-        return SharedHidden.at(hidden, self.group, self.num_tokens(hidden.shape[1]))
+        if not self.are_shared:
+            return hidden
+        num_tokens = self.num_tokens(hidden.shape[1])
+        parts = [each for of_rank in self._parts(num_tokens) for each in of_rank]
+        return SharedHidden.at(hidden, self.group, parts)
 
     def heads(self, own: Tensor, num_fused: int) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of its heads.

@@ -1,6 +1,6 @@
 """Hidden states of sequences whose tokens ranks share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -48,14 +48,19 @@ class SharedHidden(LazyRows):
         """Do nothing: :meth:`__new__` has initialised it."""
 
     @classmethod
-    def at(cls, own: Tensor, group: Group, num_tokens: int) -> "SharedHidden":
-        """Return the hidden states of ``num_tokens`` tokens.
+    def at(cls, own: Tensor, group: Group, parts: Iterable[tuple[int, int]]) -> "SharedHidden":
+        """Return the hidden states of whole sequences.
 
-        ``own``, ``[batch, own tokens, width]``, are those of this rank's.
+        Args:
+            own: ``[batch, own tokens, width]``, those of this rank's tokens. Behind the last ones may be padding.
+            group: the ranks.
+            parts: the first token, and the number, of each rank's parts, rank after rank.
         """
         batch, num_own, _ = own.shape
         numbers = torch.arange(group.size * batch * num_own, device="cpu").view(group.size, batch, num_own)
-        numbers = numbers.transpose(0, 1).reshape(batch, -1)[:, :num_tokens]
+        numbers = numbers.transpose(0, 1).reshape(batch, -1)
+        tokens = torch.cat([torch.arange(first, first + count, device="cpu") for first, count in parts])
+        numbers = numbers[:, : len(tokens)][:, tokens.argsort()]
         return cls(group, own.flatten(0, 1), numbers.unsqueeze(-1))
 
     @property

@@ -22,13 +22,14 @@ from torch.utils.flop_counter import flop_registry
 
 from executor.devices.backend import Backend
 from executor.distributed.products import grouped_product, summed_product_operator
+from executor.distributed.ring_attention import attend_in_ring
 
 # Products for which torch has no FLOP formula; this version of torch may lack some of them.
 _UNCOUNTED: Final = ("_grouped_mm", "linalg_solve_triangular", "_scaled_dot_product_flash_attention_for_cpu")
 _PRODUCTS: Final = (
     frozenset(flop_registry)
     | {getattr(torch.ops.aten, name) for name in _UNCOUNTED if hasattr(torch.ops.aten, name)}
-    | {product._opoverload.overloadpacket for product in (grouped_product, summed_product_operator)}
+    | {each._opoverload.overloadpacket for each in (grouped_product, summed_product_operator, attend_in_ring)}
 )
 
 _inside: Final = threading.local()

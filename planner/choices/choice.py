@@ -8,6 +8,7 @@ parallelism.
 
 import itertools
 from collections.abc import Iterator
+from typing import Literal
 
 from planner.choices.constraints import MOST_MICRO_BATCHES
 from planner.choices.request import Request
@@ -45,7 +46,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
         if request.num_devices % (tensor * pipeline):
             continue
         data = request.num_devices // (tensor * pipeline)
-        for expert, sharing, rounds in itertools.product(
+        for expert, (sharing, exchange), rounds in itertools.product(
             _expert_ways(request, data, pipeline),
             _context_ways(request, data, pipeline),
             _round_ways(request, pipeline),
@@ -57,6 +58,7 @@ def choices(request: Request) -> tuple[Choice, ...]:
                 pipeline_rounds=rounds,
                 expert_parallel=expert,
                 context_parallel=sharing,
+                context_exchange=exchange,
                 kernels=None if request.kernels == "auto" else request.kernels,
             )
             try:
@@ -154,12 +156,23 @@ def _expert_ways(request: Request, data: int, pipeline: int) -> list[int]:
     return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
 
 
-def _context_ways(request: Request, data: int, pipeline: int) -> list[int]:
+def _context_ways(request: Request, data: int, pipeline: int) -> list[tuple[int, Literal["ring"] | None]]:
+    """Return how many ranks share sequences, and how they exchange."""
     if request.context_parallel:
-        return [request.context_parallel]
-    if pipeline > 1 or request.global_batch is None or isinstance(request.model, CapturedModel):
-        return [1]
-    return [2**i for i in range(data.bit_length()) if data % 2**i == 0]
+        counts = [request.context_parallel]
+    elif pipeline > 1 or request.global_batch is None or isinstance(request.model, CapturedModel):
+        counts = [1]
+    else:
+        counts = [2**i for i in range(data.bit_length()) if data % 2**i == 0]
+    asked = request.context_exchange
+    if asked == "ring" and counts == [1]:
+        raise ModelConfigError(
+            "exchange=ring is of ranks that share sequences; leave it out, or choose --parallel context= too"
+        )
+    ways: list[Literal["ring"] | None] = [None] if asked != "ring" else []
+    if asked == "ring" or (asked is None and pipeline == 1):
+        ways.append("ring")
+    return [(count, way) for count in counts for way in (ways if count > 1 else [None])]
 
 
 def _cuts(request: Request, degrees: Choice) -> Iterator[tuple[int, int]]:
@@ -198,6 +211,7 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
         tensor_parallel=degrees.tensor_parallel,
         expert_parallel=degrees.expert_parallel,
         context_parallel=degrees.context_parallel,
+        passes_keys=degrees.context_exchange is not None,
     )
     experts.check(model, batch)
     context.check(share(model, batch), batch)
@@ -207,6 +221,11 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
                 f"{name} {getattr(degrees, name)} must divide the {degrees.data_parallel} data-parallel ranks, of "
                 "which so many share experts or sequences; change one of them"
             )
+    if degrees.context_exchange and degrees.pipeline_parallel > 1:
+        raise ModelConfigError(
+            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel "
+            "exchange=all-to-all, or pipeline=1"
+        )
     if degrees.pipeline_rounds > 1 and degrees.pipeline_parallel == 1:
         raise ModelConfigError(
             f"{degrees.pipeline_rounds} rounds are of a pipeline's stages; leave --parallel rounds out, or choose "

@@ -113,6 +113,13 @@ class Constraints:
         flags=("--parallel",),
         part="context",
     )
+    context_exchange: Literal["all-to-all", "ring"] | None = described(
+        "how these ranks attend. all-to-all: each gets all tokens of some heads (Ulysses). ring: keys and values pass "
+        "from rank to rank while the ones before are attended to, for any number of heads (default: the faster)",
+        choices=("all-to-all", "ring"),
+        flags=("--parallel",),
+        part="exchange",
+    )
     expert_units: Count | None = described(
         "units per rank into which the experts of a layer are divided (default: units that are large enough to be "
         "worth moving)",

@@ -128,6 +128,7 @@ def batch_of(
         tensor_parallel=choice.tensor_parallel,
         expert_parallel=choice.expert_parallel,
         context_parallel=choice.context_parallel,
+        passes_keys=choice.context_exchange is not None,
         expert_units=choice.expert_units,
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,

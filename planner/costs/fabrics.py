@@ -156,6 +156,12 @@ class Fabrics:
         slowest_s = max((sent / fabric.bytes_per_s.value for fabric, sent in levels), default=0.0)
         return slowest_s + sum(_latency_s(fabric, size - 1) for fabric, _ in levels)
 
+    def pass_s(self, group: Group, num_bytes: float) -> float:
+        """Return the time in which every rank sends ``num_bytes`` to the next one, and the last one to the first."""
+        fabrics = [self._inside()] if group.per_node > 1 else []
+        fabrics += [self._between_nodes()] if group.nodes > 1 else []
+        return max((num_bytes / each.bytes_per_s.value + _latency_s(each, 1) for each in fabrics), default=0.0)
+
     def exchanges_s(self, group: Group, num_bytes: int) -> float:
         """Return the time in which ranks send parts of matrices and take results back, ``num_bytes`` per rank in all.
 

@@ -129,10 +129,13 @@ class KernelCosts:
         """Return the time of a collective inside a unit for which its next kernel waits."""
         if kernel.behind:
             alone_s = self._inside_unit_s(dataclasses.replace(kernel, behind=None))
-            return max(alone_s - self.time_and_bytes(kernel.behind)[0], 0.0)
-        if kernel.kind == "all-to-all":
+            num_steps = kernel.behind.num_steps if isinstance(kernel.behind, Attention) else 1
+            is_hidden = self._rank.profile.device.kind == "gpu"  # a host that computes does one after the other
+            return max(alone_s - is_hidden * self.time_and_bytes(kernel.behind)[0] / num_steps, 0.0)
+        if kernel.kind != "ring":
             group = self._layout.parts(kernel.num_ranks, over_tensor=kernel.over_tensor)
-            return self._fabrics.all_to_all_s(group, kernel.num_bytes)
+            is_pass = kernel.kind == "pass"
+            return (self._fabrics.pass_s if is_pass else self._fabrics.all_to_all_s)(group, kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
         return sum(ring.latency_s for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 

@@ -56,16 +56,7 @@ class Decisions(Sharding):
                 "clip needs the norm of all gradients, so no update can start during backward; "
                 "set update_start to 'step' or clip to false"
             )
-        if self.data_parallel % self.expert_parallel:
-            raise ValueError(
-                f"expert_parallel {self.expert_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
-                "share the experts; change one of them"
-            )
-        if self.data_parallel % self.context_parallel:
-            raise ValueError(
-                f"context_parallel {self.context_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
-                "share the sequences; change one of them"
-            )
+        _check_shared(self)
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
         elif self.pipeline_rounds > 1:
@@ -182,6 +173,21 @@ def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
 
 def _check_fp8_weights(decisions: Decisions) -> None:
     check_fp8_weights(decisions.precision, decisions.optimizer)
+
+
+def _check_shared(decisions: Decisions) -> None:
+    """Check the degrees of data-parallel ranks that share experts or sequences. Raises ValueError."""
+    for shared, what in (("expert", "experts"), ("context", "sequences")):
+        if decisions.data_parallel % (count := getattr(decisions, f"{shared}_parallel")):
+            raise ValueError(
+                f"{shared}_parallel {count} must divide data_parallel {decisions.data_parallel}, whose ranks share the "
+                f"{what}; change one of them"
+            )
+    if decisions.context_exchange and (decisions.context_parallel == 1 or decisions.pipeline_parallel > 1):
+        raise ValueError(
+            f"context_exchange is {decisions.context_exchange}, which is for ranks that share sequences, not beside "
+            "pipeline stages; leave it out"
+        )
 
 
 def _check_pipeline(decisions: Decisions) -> None:

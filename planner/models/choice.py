@@ -24,6 +24,8 @@ class Choice(Frozen):
         expert_parallel: data-parallel ranks that share the experts of every layer.
         context_parallel: data-parallel ranks that share the tokens of every sequence; see [Note: Context parallelism]
             in :mod:`planner.models.formulas.context`.
+        context_exchange: ``ring``: keys and values pass from rank to rank, see [Note: Ring] in
+            :mod:`planner.models.formulas.context`. ``None``: ranks exchange tokens for heads.
         expert_units: units into which a rank's experts of a layer are divided.
         loss_tile_tokens: tokens whose logits exist at a time, see [Note: Tiled logits] in
             :mod:`executor.module.tiled_logits`; ``None``: all of the micro-batch.
@@ -48,6 +50,7 @@ class Choice(Frozen):
     pipeline_rounds: Count = 1
     expert_parallel: Count = 1
     context_parallel: Count = 1
+    context_exchange: Literal["ring"] | None = None
     expert_units: Count = 1
     loss_tile_tokens: Count | None = None
     layer_tile_tokens: Count | None = None
@@ -94,5 +97,6 @@ class Choice(Frozen):
         degrees = ((name.removesuffix("_parallel"), getattr(self, name)) for name in DEGREES)
         spread = " x ".join(f"{name} {count}" for name, count in degrees if count > 1) or "one device"
         spread += f" in {self.pipeline_rounds} rounds" if self.pipeline_rounds > 1 else ""
+        spread += " (a ring)" if self.context_exchange else ""
         spread += ", collectives through the host" if self.collectives else ""
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"

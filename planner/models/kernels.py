@@ -92,22 +92,24 @@ class Collective:
     """A collective inside a unit, over the ranks that share its operators.
 
     Attributes:
-        num_bytes: of the whole tensor that every rank has in the end; of an all-to-all, of each rank's tensor.
+        num_bytes: of the whole tensor that every rank has in the end; of an all-to-all or a pass, of each rank's
+            tensor.
         num_ranks: ranks of the group.
         num_passes: rounds of the ring: 2 for an all-reduce, 1 for an all-gather.
         count: how often it runs.
-        kind: over tensor-parallel ranks in a ``ring``, or an ``all-to-all`` of expert-parallel ones.
+        kind: over tensor-parallel ranks in a ``ring``; an ``all-to-all`` of ranks that share experts or sequences; or a
+            ``pass``, in which each of the latter sends its tensor to the next one.
         over_tensor: the ranks of an all-to-all include those that share layers.
-        behind: a product that runs meanwhile, so that only the rest of its time counts.
+        behind: a product, or a step of attention, that a GPU runs meanwhile, so that only the rest of its time counts.
     """
 
     num_bytes: int
     num_ranks: int
     num_passes: int = 2
     count: int = 1
-    kind: Literal["ring", "all-to-all"] = "ring"
+    kind: Literal["ring", "all-to-all", "pass"] = "ring"
     over_tensor: bool = False
-    behind: Gemm | None = None
+    behind: Gemm | Attention | None = None
 
 
 Kernel = Gemm | Attention | Elementwise | Collective

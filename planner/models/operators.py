@@ -27,6 +27,7 @@ class Batch:
             :mod:`planner.models.formulas.kernel_sets`.
         expert_parallel: ranks that share the experts of every layer; operators are those of the rank with most tokens.
         context_parallel: ranks that share the tokens of every sequence, a divisor of their number.
+        passes_keys: whether their keys and values pass from rank to rank; otherwise they exchange tokens for heads.
         expert_units: the most units into which a rank's experts of a layer are divided.
         expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
             they are equal.
@@ -47,6 +48,7 @@ class Batch:
     kernels: KernelChoice = "transformers"
     expert_parallel: int = 1
     context_parallel: int = 1
+    passes_keys: bool = False
     expert_units: int = 1
     expert_load: tuple[tuple[float, ...], ...] = ()
     loss_tile_tokens: int | None = None

@@ -193,3 +193,12 @@ def exchanged(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple
     for number, storage in seen.values():
         saved[number] += storage.nbytes()
     return dict(sent), [saved[number] for number in range(len(layers))]
+
+
+def attended(_rank: int, _size: int, task: Task, decisions: Decisions, attention: str, num_tokens: int) -> None:
+    """Train with another implementation of attention, or with sequences of another length."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        model.set_attn_implementation(attention)
+        tokens = _batch(CONFIGS[task.family]().vocab_size, 0)["input_ids"][:, :num_tokens]
+        model(input_ids=tokens, labels=tokens).loss.backward()

@@ -119,6 +119,7 @@ def _requests(plan: Plan, num_ranks: int) -> Iterator[Request]:
                 pipeline_rounds=decided.pipeline_rounds if stages > 1 else 1,
                 expert_parallel=experts,
                 context_parallel=sharing,
+                context_exchange=plan.constraints.context_exchange if sharing > 1 else None,
                 expert_units=chosen.expert_units if experts == decided.expert_parallel else None,
                 collectives=plan.constraints.collectives,
                 storage=plan.constraints.storage,

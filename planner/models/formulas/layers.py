@@ -310,17 +310,19 @@ def attend(config: ModelConfig, batch: Batch) -> Work:
     query, key = rows * config.query_size, rows * config.key_value_size * context.copies_of_keys(config, batch)
     core = Attention(
         batch.micro_batch,
-        config.num_attention_heads // batch.context_parallel,
+        config.num_attention_heads // (1 if batch.passes_keys else batch.context_parallel),
         batch.seq_len,
         config.head_dim,
         causal=True,
         flash=batch.flash_attention,
         shares_keys=key < query,
+        num_steps=batch.context_parallel if batch.passes_keys else 1,
     )
     if batch.flash_attention:
         scratch_bytes = work.attention_scratch_bytes(core, grouped=key < query, e=e) if batch.attention_scratch else 0
         merged = config.family == "gpt2"
-        return work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
+        made = work.flash_attention(core, query, key, e, merged_gradient=merged, scratch_bytes=scratch_bytes)
+        return context.ring(batch, core, query, key, scratch_bytes) + made if core.num_steps > 1 else made
     made = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
     return _passed_on(batch, made, config.query_size, config.hidden_size, needed=batch.context_parallel > 1)
 

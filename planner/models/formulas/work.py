@@ -125,7 +125,7 @@ def flash_attention(
     Workspace: the three gradients, and the gradient of the output with the kernel's own memory, or the tensor in which
     they are concatenated.
     """
-    logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len
+    logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len // core.num_steps
     gradient = query_elements + 2 * key_value_elements
     backward: Kernels = (dataclasses.replace(core, backward=True),)
     if merged_gradient:
@@ -153,10 +153,10 @@ def attention_scratch_bytes(core: Attention, *, grouped: bool, e: int) -> int:
     """
     if e == 4:
         return 0
-    rows = core.batch * core.num_heads * (-(-core.seq_len // 128) * 128)
+    rows = core.batch * core.num_heads * (-(-core.seq_len // core.num_steps // 128) * 128)
     grain = 32 if core.head_dim <= 128 else 64
     sums_bytes = 4 * rows * (-(-core.head_dim // grain) * grain + 1)
-    keys = core.num_keys or core.seq_len
+    keys = core.num_keys or core.seq_len // core.num_steps
     return sums_bytes + 2 * core.batch * core.num_heads * keys * core.head_dim * e * grouped
 
 

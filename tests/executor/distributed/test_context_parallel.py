@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from context_programs import exchanged, off_by, wrong_batches
+from context_programs import attended, exchanged, off_by, wrong_batches
 from plans import mixed
 from rounding import check_one_step
 from training import Task, decide, uniform, units_of
@@ -20,6 +20,22 @@ SHARED = {
     "learned positions": ("opt-still-shared", (1, 2, 1, 2), {"zero_stage": 3}, uniform("host", "cpu", "offload")),
     "sequences in tiles": ("llama-shared", (1, 2, 1, 2), {"segment_tile_sequences": 1}, uniform("gpu", "gpu")),
     "layers in tiles": ("llama-shared", (1, 2, 1, 2), {"layer_tile_tokens": 3}, uniform("gpu", "gpu")),
+    "a ring": ("llama-shared", (1, 2, 1, 2), {"context_exchange": "ring"}, uniform("gpu", "gpu")),
+    "a ring, more than heads": ("llama-shared", (1, 4, 1, 4), {"zero_stage": 3, "context_exchange": "ring"}, mixed),
+    "a ring beside tensors": ("qwen2-shared", (2, 2, 1, 2), {"zero_stage": 3, "context_exchange": "ring"}, mixed),
+    "a ring beside experts": ("mixtral-shared", (1, 2, 2, 2), {"zero_stage": 3, "context_exchange": "ring"}, mixed),
+    "a ring, joint projections": (
+        "gpt2-still-shared",
+        (1, 2, 1, 2),
+        {"context_exchange": "ring"},
+        uniform("host", "cpu", "offload"),
+    ),
+    "a ring, learned positions": (
+        "opt-still-shared",
+        (1, 2, 1, 2),
+        {"context_exchange": "ring"},
+        uniform("host", "cpu", "recompute"),
+    ),
     "loss in tiles": ("llama-tied-shared", (1, 2, 1, 2), {"zero_stage": 3, "loss_tile_tokens": 5}, mixed),
 }
 
@@ -52,22 +68,44 @@ def test_eight_ranks_make_the_step_of_one(eight_processes, family, degrees, choo
 
 
 WAYS = {
-    "kept": ("llama-shared", (1, 2), uniform("gpu", "gpu")),
-    "moved, recomputed": ("llama-shared", (1, 4), uniform("host", "cpu", "recompute")),
-    "beside tensors": ("llama-shared", (2, 2), uniform("gpu", "gpu")),
+    "kept": ("llama-shared", (1, 2), None, uniform("gpu", "gpu")),
+    "moved, recomputed": ("llama-shared", (1, 4), None, uniform("host", "cpu", "recompute")),
+    "beside tensors": ("llama-shared", (2, 2), None, uniform("gpu", "gpu")),
+    "a ring": ("llama-shared", (1, 4), "ring", uniform("host", "cpu", "recompute")),
+    "a ring with learned positions": ("opt-still-shared", (1, 2), "ring", uniform("gpu", "gpu", "offload")),
 }
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize(("family", "degrees", "choose"), WAYS.values(), ids=WAYS)
-def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, family, degrees, choose):
+@pytest.mark.parametrize(("family", "degrees", "exchange", "choose"), WAYS.values(), ids=WAYS)
+def test_masks_positions_and_losses_are_those_of_whole_sequences(processes, family, degrees, exchange, choose):
     tensor, context = degrees
     task = Task(family, torch.float32, max_norm=None, schedule=False, optimizer="sgd-plain")
     decisions = decide(
-        task, choose, tensor_parallel=tensor, data_parallel=context, context_parallel=context, zero_stage=3
+        task,
+        choose,
+        tensor_parallel=tensor,
+        data_parallel=context,
+        context_parallel=context,
+        context_exchange=exchange,
+        zero_stage=3,
     )
     for found in processes.call(tensor * context, off_by, task, decisions):
         assert {name: off for name, off in found.items() if off > 5e-4} == {}
+
+
+@pytest.mark.parametrize(
+    ("attention", "num_tokens", "message"),
+    [
+        ("sdpa", 6, "cannot share sequences of 6 tokens equally; pad them to a multiple of 4"),
+        ("eager", 8, "does not call scaled_dot_product_attention, so keys cannot pass from rank to rank"),
+    ],
+)
+def test_what_cannot_go_round_a_ring_is_refused(processes, attention, num_tokens, message):
+    task = Task("llama-shared", torch.float32)
+    decisions = decide(task, uniform("gpu", "gpu"), data_parallel=2, context_parallel=2, context_exchange="ring")
+    processes.begin(2, attended, task, decisions, attention, num_tokens)
+    assert all(message in str(error) for error in processes.results(2))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +125,28 @@ def test_what_ranks_cannot_share_is_refused(processes, kind, message):
     assert all(message in str(error) for error in processes.results(2))
 
 
-@pytest.mark.part(3)
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize(("family", "ranks"), [("llama-shared", 2), ("llama-shared", 4), ("gpt2-still-shared", 2)])
-def test_what_is_exchanged_and_saved_is_what_is_planned(processes, family, ranks, activations):
+@pytest.mark.parametrize(
+    ("family", "ranks", "exchange", "activations"),
+    [
+        ("llama-shared", 2, None, "keep"),
+        ("llama-shared", 4, None, "recompute"),
+        ("gpt2-still-shared", 2, None, "keep"),
+        ("gpt2-still-shared", 2, None, "offload"),
+        ("llama-shared", 2, "ring", "offload"),
+        ("llama-shared", 4, "ring", "keep"),
+        ("gpt2-still-shared", 2, "ring", "keep"),
+        ("gpt2-still-shared", 2, "ring", "recompute"),
+    ],
+)
+def test_what_is_exchanged_and_saved_is_what_is_planned(processes, family, ranks, exchange, activations):
     task = Task(family, torch.bfloat16, max_norm=None)
-    decisions = decide(task, uniform("gpu", "gpu", activations), data_parallel=ranks, context_parallel=ranks)
+    decisions = decide(
+        task,
+        uniform("gpu", "gpu", activations),
+        data_parallel=ranks,
+        context_parallel=ranks,
+        context_exchange=exchange,
+    )
     planned, gathered = 0, 0
     units = units_of(task, decisions)
     for unit in units:

@@ -264,6 +264,23 @@ def test_ranks_prefer_the_host_to_a_slow_fabric_alone() -> None:
         assert Fabrics(profile, layout).prefers_host(layout.replicas(1)) == preferred
 
 
+@pytest.mark.parametrize("num_bytes", [10**6, 10**9])
+@pytest.mark.parametrize("device", ["rtx-4090x8", "epyc-turin-2c"])
+def test_what_passes_on_is_hidden_behind_a_step_of_attention_on_a_gpu(device: str, num_bytes: int) -> None:
+    """The rest of its time counts. A host that computes does one after the other."""
+    profile = load_profile("rtx-4090x8").model_copy(update={"device": load_profile(device).device})
+    attend, alone = Attention(1, 8, 4096, 128, num_steps=4), Collective(num_bytes, 2, kind="pass")
+    behind = dataclasses.replace(alone, count=3, behind=attend)
+    cost = CostModel(profile, UNITS, Sharding(data_parallel=2, context_parallel=2))
+    fabric = profile.intra_node
+    assert fabric is not None
+    hop_s = fabric.hop_latency_s.value if fabric.hop_latency_s else 0
+    pass_s = num_bytes / fabric.bytes_per_s.value + fabric.latency_s.value + hop_s
+    hidden_s = cost.compute_s([attend]) / 4 if profile.device.kind == "gpu" else 0
+    assert cost.compute_s([alone]) == pytest.approx(pass_s)
+    assert cost.compute_s([behind]) == pytest.approx(3 * max(pass_s - hidden_s, 0))
+
+
 def test_an_all_reduce_over_two_nodes_is_a_tree() -> None:
     """Between two nodes each one sends the tensor once, over all its NICs; more nodes make a ring of two rounds."""
     summed = Collective(10**9, 8)

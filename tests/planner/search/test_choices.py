@@ -42,7 +42,7 @@ from planner.setup import Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
 
-OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
+OPT, LLAMA, MIXTRAL = (resolve_model(name) for name in ("opt-125m", "llama-3-8b", "mixtral-8x7b"))
 
 
 @pytest.mark.parametrize(("profile", "takes"), [("h100", True), ("epyc-turin-2c", False)])
@@ -108,19 +108,56 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
     [
         ({"tensor_parallel": 5}, "tensor_parallel 5 x pipeline_parallel 1 must divide the 8 devices"),
         ({"expert_parallel": 2}, "opt-125m has no experts"),
-        ({"context_parallel": 8}, "has 12 heads and 12 of keys on a rank, which 8 context-parallel ranks cannot share"),
+        (
+            {"context_parallel": 8, "context_exchange": "all-to-all"},
+            "has 12 heads and 12 of keys on a rank, which 8 context-parallel ranks cannot share",
+        ),
+        (
+            {"context_parallel": 8, "context_exchange": "ring", "seq_len": 1032},
+            "sequences of 1032 tokens cannot be cut into two equal parts for each of 8",
+        ),
+        (
+            {"context_parallel": 2, "pipeline_parallel": 2, "context_exchange": "ring"},
+            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel exchange=",
+        ),
         ({"context_parallel": 4, "seq_len": 1026}, "sequences of 1026 tokens cannot be shared equally by 4"),
         ({"context_parallel": 3, "seq_len": 6}, "context_parallel 3 must divide the 8 data-parallel ranks"),
         ({"tensor_parallel": 8}, "num_attention_heads of opt-125m is 12, which 8 tensor-parallel ranks cannot share"),
         ({"global_batch": 7, "micro_batch": 2}, "a global batch of 7 sequences cannot be cut"),
         ({"num_devices": 16, "pipeline_parallel": 16}, "has 12 layers, which 16 pipeline stages cannot share"),
         ({"pipeline_parallel": 4, "pipeline_rounds": 4}, "12 layers, which 4 pipeline stages cannot share in 4 rounds"),
+        ({"context_exchange": "ring"}, "exchange=ring is of ranks that share sequences; leave it out, or choose"),
         ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages; leave --parallel rounds out, or choose"),
     ],
 )
 def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choices(Request(OPT, machine(devices_per_node=8), **{"num_devices": 8, **options}))
+
+
+@pytest.mark.parametrize(
+    ("profile", "seq_len", "faster"),
+    [("rtx-4090x8", 131072, "ring"), ("rtx-4090x8", 16384, None), ("h100", 65536, None)],
+)
+def test_keys_pass_on_where_that_is_faster(profile, seq_len, faster) -> None:
+    """A ring sends more, but hides it behind attention: it pays over slow links, where sequences are long."""
+    asked = Request(LLAMA, load_profile(profile), num_devices=8, context_parallel=8, seq_len=seq_len)
+    ways = {found.choice.context_exchange: found for found in variants(asked)}
+    assert ways.keys() == {None, "ring"}
+    layer_s = {
+        way: sum(
+            found.cost.compute_s((*unit.forward, *unit.backward))
+            for unit in found.setup.units
+            if unit.name == "layers.0.attn"
+        )
+        for way, found in ways.items()
+    }
+    assert min(layer_s, key=layer_s.__getitem__) == faster
+
+
+def test_ranks_may_be_more_than_heads_where_keys_pass_on() -> None:
+    asked = Request(OPT, machine(devices_per_node=8), num_devices=8, context_parallel=8)
+    assert {choice.context_exchange for choice in choices(asked)} == {"ring"}
 
 
 def test_where_devices_exchange_through_the_host_layers_may_move_from_one_to_the_next() -> None:
@@ -169,6 +206,7 @@ def test_the_best_of_all_choices_wins(competed: Plan) -> None:
     for variant in rivals if ALL else rivals[::4]:
         fixed = variant.choice.model_dump()
         del fixed["data_parallel"]
+        fixed["context_exchange"] = fixed["context_exchange"] or "all-to-all"
         alone = make_plan(dataclasses.replace(asked, global_batch=None, **fixed), 40)
         least_s = min(least_s, alone.prediction.iteration_s)
         assert competed.certificate.bound_s <= alone.prediction.iteration_s
