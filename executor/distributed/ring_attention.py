@@ -226,6 +226,41 @@ def attend_in_ring(
     return total.to(query.dtype), sums
 
 
+def gradients_in_ring(
+    ring: Ring, gradient: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``query`` and ``passed``.
+
+    Args:
+        ring: the ranks.
+        gradient: of the output.
+        saved: what :func:`attend_in_ring` was given and has returned: ``query``, ``passed``, the output and the sums.
+        is_causal: as given there.
+        scale: likewise.
+    """
+    query, passed, result, sums = saved
+    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # as kernels need
+    total, here = torch.zeros_like(query, dtype=torch.float32), passed
+    coming_sum: Callable[[], Tensor] | None = None
+    for step in range(ring.group.size):
+        coming = ring.begin(here) if step < ring.group.size - 1 else None
+        at = _step(ring, step, query.shape[2], is_causal=is_causal)
+        own_gradient, own_query, own_result, own_sums = (
+            each[:, :, at.queries] for each in (gradient, query, result, sums)
+        )
+        of_query, *of_keys = _backward(
+            own_gradient, own_query, here[..., at.keys, :], own_result, own_sums.contiguous(), at.is_causal, scale
+        )
+        total[:, :, at.queries] += of_query
+        added = coming_sum() if coming_sum else torch.zeros_like(passed)
+        for sum_, its in zip(added, of_keys, strict=True):
+            sum_[:, :, at.keys] += its
+        coming_sum = ring.begin(added)
+        here = coming() if coming else here
+    assert coming_sum is not None
+    return total.to(query.dtype), coming_sum()
+
+
 class _Attention(torch.autograd.Function):
     """Attention of a rank's queries, ``[batch, heads, tokens, width]``, to all keys and values.
 
@@ -243,23 +278,4 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        query, passed, result, sums = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        total, here = torch.zeros_like(query, dtype=torch.float32), passed
-        coming_sum: Callable[[], Tensor] | None = None
-        for step in range(ring.group.size):
-            coming = ring.begin(here) if step < ring.group.size - 1 else None
-            at = _step(ring, step, query.shape[2], is_causal=ctx.is_causal)
-            rows = (each[:, :, at.queries] for each in (gradient, query, result, sums))
-            own_gradient, own_query, own_result, own_sums = rows
-            of_query, *of_keys = _backward(
-                own_gradient, own_query, here[..., at.keys, :], own_result, own_sums, at.is_causal, ctx.scale
-            )
-            total[:, :, at.queries] += of_query
-            added = coming_sum() if coming_sum else torch.zeros_like(passed)
-            for sum_, its in zip(added, of_keys, strict=True):
-                sum_[:, :, at.keys] += its
-            coming_sum = ring.begin(added)
-            here = coming() if coming else here
-        assert coming_sum is not None
-        return total.to(query.dtype), coming_sum(), None, None, None
+        return *gradients_in_ring(ctx.ring, gradient, ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None, None

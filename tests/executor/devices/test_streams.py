@@ -308,6 +308,23 @@ def test_ranks_launch_collectives_of_all_groups_in_one_order(processes, places, 
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_keys_that_pass_on_beside_attention_are_those_that_were_made(processes, activations):
+    """The stream that passes them waits for what is computed, which waits for what has come."""
+    task = Task("llama-shared", num_micro_batches=2, iterations=3, max_norm=0.5)
+    choose = uniform("host", "cpu", activations)
+    decisions = decide(task, choose, data_parallel=2, context_parallel=2, context_exchange="ring", zero_stage=3)
+    results = processes.call(2, trained_on_gpu_in_turn, task, decisions, timeout_s=60.0)
+    assert [found for _, found in results] == [[], []]
+    losses, _ = of_processes(task, 1, decisions)
+    for seen, _ in results:
+        assert seen == pytest.approx(losses[0], rel=5e-3)  # sums of keys' gradients are rounded once more
+
+    if activations == "keep":
+        blind = processes.call(2, trained_on_gpu, task, decisions, Lane.SEND)
+        assert all(found for _, found in blind)
+
+
 def test_a_collective_that_waits_for_nothing_is_found(processes):
     task = Task("llama", iterations=2)
     decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=3)

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.distributed.groups import Group
-from executor.distributed.ring_attention import Redirected, Ring, halves, own_tokens
+from executor.distributed.ring_attention import (
+    Redirected,
+    Ring,
+    attend_in_ring,
+    gradients_in_ring,
+    halves,
+    own_tokens,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -47,21 +54,30 @@ class ThreadGroup:
 assert {name for name in vars(ThreadGroup) if name[0] != "_"} <= vars(Group).keys()
 
 
-def attended(ranks, tensors, **options):
-    """Return what each rank computes of its tokens, and the gradients of its query, key and value."""
-    num_tokens, mailbox, found = tensors[0].shape[2], Mailbox(ranks), [None] * ranks
+def redirected(options):
+    """Return a function that computes a rank's output, and the gradients of its query, key and value."""
 
-    def run(rank):
-        parts = halves(num_tokens, ranks)[rank]
-        query, key, value = (own_tokens(each, parts, 2).requires_grad_() for each in tensors[:3])
+    def run(ring, query, key, value, gradient):
+        leaves = [each.requires_grad_() for each in (query, key, value)]
+        with Redirected(ring, query.shape[2] * ring.group.size) as found:
+            made = torch.nn.functional.scaled_dot_product_attention(*leaves, **options)
+        assert found.has_attended
+        made.backward(gradient)
+        return made.detach(), *(leaf.grad for leaf in leaves)
+
+    return run
+
+
+def attended(ranks, tensors, run):
+    """Return what each rank makes of its tokens, all at once."""
+    mailbox, found = Mailbox(ranks), [None] * ranks
+
+    def of_rank(rank):
+        parts = halves(tensors[0].shape[2], ranks)[rank]
         ring = Ring(ThreadGroup(mailbox, rank, ranks), lambda work: work() or (lambda: None))
-        with Redirected(ring, num_tokens) as redirected:
-            made = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
-        assert redirected.has_attended
-        made.backward(own_tokens(tensors[3], parts, 2))
-        found[rank] = made.detach(), query.grad, key.grad, value.grad
+        found[rank] = run(ring, *(own_tokens(each, parts, 2) for each in tensors))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -69,13 +85,13 @@ def attended(ranks, tensors, **options):
     return found
 
 
-def check(ranks, tensors, tolerance, **options):
+def check(ranks, tensors, tolerance, run=None, **options):
     query, key, value = (each.clone().requires_grad_() for each in tensors[:3])
     made = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
     made.backward(tensors[3])
     expected = made.detach(), query.grad, key.grad, value.grad
-    num_tokens = tensors[0].shape[2]
-    for parts, found in zip(halves(num_tokens, ranks), attended(ranks, tensors, **options), strict=True):
+    num_tokens, all_found = tensors[0].shape[2], attended(ranks, tensors, run or redirected(options))
+    for parts, found in zip(halves(num_tokens, ranks), all_found, strict=True):
         for its, whole in zip(found, expected, strict=True):
             own = own_tokens(whole, parts, 2)
             assert (its - own).float().norm() <= tolerance * own.float().norm()
@@ -117,5 +133,13 @@ def test_with_a_mask_ranks_gather_keys(ranks, half, seed, is_shared):
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
 @pytest.mark.parametrize("width", [64, 128])
 def test_narrow_values_are_merged_in_float32(device, is_causal, heads, width):
+    """Backward is called as such: autograd has one thread for all that a GPU computes, and these ranks wait in it."""
     tensors = make((2, heads[0], 512, width), heads[1], torch.bfloat16, device)
-    check(4, tensors, 1e-2, is_causal=is_causal, enable_gqa=heads[0] != heads[1])
+
+    def run(ring, query, key, value, gradient):
+        query, passed = query.transpose(1, 2).contiguous().transpose(1, 2), torch.stack((key, value))
+        result, sums = attend_in_ring(query, passed, is_causal, None, ring.number)
+        of_query, of_passed = gradients_in_ring(ring, gradient, (query, passed, result, sums), is_causal, None)
+        return result, of_query, *of_passed
+
+    check(4, tensors, 1e-2, run, is_causal=is_causal, enable_gqa=heads[0] != heads[1])

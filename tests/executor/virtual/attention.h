@@ -131,10 +131,12 @@ Attended flash_attention(
 
 Gradients flash_attention_backward(
     const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& out, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, int64_t, double dropout_p,
-    bool is_causal, const at::Tensor& rng_state, const at::Tensor&, std::optional<double> scale) {
+    const at::Tensor& out, const at::Tensor& logsumexp, const at::Tensor&, const at::Tensor&, int64_t, int64_t,
+    double dropout_p, bool is_causal, const at::Tensor& rng_state, const at::Tensor&, std::optional<double> scale) {
   const auto seed = dropout_p ? on_host(rng_state).view(at::kLong)[0].item<int64_t>() : 0;
-  const Scores scores(query, key, value, {}, is_causal, scale, dropout_p, seed);
+  Scores scores(query, key, value, {}, is_causal, scale, dropout_p, seed);
+  TORCH_CHECK(logsumexp.is_contiguous(), "the kernel reads logarithms one after the other");
+  scores.chances *= (scores.logsumexp - on_host(logsumexp).unsqueeze(-1)).exp();  // there may be other keys
   const auto whole = gradient.transpose(1, 2).contiguous().transpose(1, 2);
   const auto whole_out = out.transpose(1, 2).contiguous().transpose(1, 2);
   // mha_bwd: the query's gradient in float32, and those of keys and values for every head of the query.

@@ -79,8 +79,9 @@ def _collectives(extension, races):
             ours = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda]
             if not ours:
                 return collective(*args, **kwargs)
-            # Whatever it is given it may write: gradients that are scattered too.
-            ranges = [(tensor.data_ptr(), tensor.nbytes, True) for tensor in ours]
+            # Whatever it is given it may write, as gradients that are scattered; but an all-to-all only what comes.
+            reads = args[1:2] if collective.__name__ == "all_to_all_single" else ()
+            ranges = [(tensor.data_ptr(), tensor.nbytes, all(tensor is not its for its in reads)) for tensor in ours]
             races.launched(collective.__name__, torch.cuda.current_stream().stream_id, ranges)
             lent = (extension.on_host(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             with _disable_current_modes():
