@@ -75,6 +75,10 @@ class HostBackend:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
         return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
+    def touch(self, block: torch.Tensor) -> None:
+        """Fill new host memory with zeros, so that it is near this thread's cores."""
+        block.zero_()
+
     def pinned(self, shared: torch.Tensor) -> torch.Tensor:
         """Return memory that ranks share, uint8, for copies to and from the device, pinned if that needs it."""
         return shared

@@ -229,6 +229,10 @@ class CudaBackend:
         _touch(block)
         return self._registered(block, memory)
 
+    def touch(self, block: torch.Tensor) -> None:
+        """Fill new host memory with zeros, as it grows."""
+        _touch(block)
+
     def pinned(self, shared: torch.Tensor) -> torch.Tensor:
         """Register the memory."""
         return self._registered(shared, shared.numpy())
@@ -405,6 +409,8 @@ def fused() -> ModuleType | None:
     values = [torch.zeros(BLOCK, device="cuda") for _ in range(4)]
     try:
         found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1)
+    except torch.OutOfMemoryError:  # which says nothing of Triton
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, there is another way
         warnings.warn(f"updates on the GPU take several times longer: Triton fails with {error!r}", stacklevel=2)
         return None

@@ -67,23 +67,13 @@ class HostExchange:
         self._num_bytes, self._backend, self._ranks = num_bytes, backend, ranks
         self._round = 0
         self._others: dict[int, socket.socket] = {}
-        lost = ""
-        try:
+        with self._all_agree(group):
             self._connect(group)
             shared = self._map()
-        except RankError:
-            raise
-        except OSError as error:
-            lost = str(error)
-        if group.all_gather_on_host(torch.tensor([bool(lost)])).any():
-            self.close()
-            raise ValueError(
-                f"ranks cannot share host memory ({lost or 'one of them cannot reach the others'}), as if they were on "
-                "several machines; plan with --parallel collectives=fabric (ullage.prepare: collectives='fabric')"
-            )
-        self.own_memory = shared.view(self._size, -1)[self._rank]
-        self.own_memory.zero_()  # whoever touches memory first has it nearby
-        self._halves = backend.pinned(shared).view(self._size, 2, num_bytes)
+            self.own_memory = shared.view(self._size, -1)[self._rank]
+            backend.touch(self.own_memory)  # whoever touches memory first has it nearby
+        with self._all_agree(group):  # pinning touches that of all ranks
+            self._halves = backend.pinned(shared).view(self._size, 2, num_bytes)
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``. ``own`` may be a view of ``whole``."""
@@ -107,6 +97,24 @@ class HostExchange:
         for other in self._others.values():
             other.close()
         self._others.clear()
+
+    @contextlib.contextmanager
+    def _all_agree(self, group: Group) -> Iterator[None]:
+        """Return a context that ends when all ranks have come to its end, with an error if one has failed there."""
+        failure: Exception | None = None
+        try:
+            yield
+        except (OSError, MemoryError) as error:
+            if isinstance(error, RankError):
+                raise
+            failure = error
+        if group.all_gather_on_host(torch.tensor([failure is not None])).any():
+            self.close()
+            raise ValueError(
+                f"ranks cannot share host memory ({failure or 'one of them cannot'}), as if they were on several "
+                "machines, or were short of it; plan with --parallel collectives=fabric (ullage.prepare: "
+                "collectives='fabric')"
+            ) from failure
 
     def _divided(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's part, of which the last ones may be shorter."""
@@ -235,4 +243,6 @@ class HostExchange:
         finally:
             os.close(handle)
         memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # where the system has no large pages for shared memory
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.from_numpy(np.frombuffer(memory, np.uint8))

@@ -24,6 +24,7 @@ from executor.distributed.collectives import gather_rows
 from executor.distributed.groups import Group
 
 _WIDEST: Final = 256  # of heads that flash kernels of CUDA take
+_OLDEST: Final = 8, 0  # of devices that have them: Ampere
 
 Beside = Callable[[Callable[[], None]], Callable[[], None]]
 """Calls a function beside what is computed, and returns another one that waits for it."""
@@ -148,8 +149,10 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     width = query.shape[-1]
     if value.shape[-1] != width or query.shape[2] % 2:
         return False
-    fits = width % 8 == 0 and width <= _WIDEST and query.dtype in {torch.bfloat16, torch.float16}
-    return fits if query.is_cuda else query.is_cpu
+    if query.is_cuda:
+        fits = width % 8 == 0 and width <= _WIDEST and query.dtype in {torch.bfloat16, torch.float16}
+        return fits and torch.cuda.get_device_capability(query.device) >= _OLDEST
+    return query.is_cpu
 
 
 def _forward(query: Tensor, passed: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -43,16 +43,19 @@ def exchanged(rank: int, size: int, num_bytes: int, dtype: torch.dtype, lengths,
 
 
 def unshared(rank: int, size: int, step: str) -> str:
-    """Have the last rank fail to reach the others, or to map their memory; return the error of each."""
+    """Have the last rank fail to reach the others, or to map or pin their memory; return the error of each."""
     ranks = Ranks(Choice(data_parallel=size), torch.device("cpu"))
     host_exchange._CONNECT_S = 0.5
     maps = mmap.mmap
     if rank == size - 1 and step == "connect":
         host_exchange.socket.socket = _Unreachable
-    elif rank == size - 1:
+    elif rank == size - 1 and step == "map":
         mmap.mmap = _cannot_map
+    backend = HostBackend()
+    if rank == size - 1 and step == "pin":
+        backend.pinned = _cannot_pin
     try:
-        HostExchange(ranks.all, 64, HostBackend(), ranks)
+        HostExchange(ranks.all, 64, backend, ranks)
     except ValueError as error:
         return str(error)
     finally:
@@ -63,6 +66,10 @@ def unshared(rank: int, size: int, step: str) -> str:
 
 def _cannot_map(*_arguments: object) -> None:
     raise OSError(12, "Cannot allocate memory")
+
+
+def _cannot_pin(*_arguments: object) -> None:
+    raise MemoryError("cudaHostRegister failed with 2")
 
 
 class _Unreachable(host_exchange.socket.socket):

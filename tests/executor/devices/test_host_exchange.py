@@ -53,7 +53,7 @@ def _summed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-@pytest.mark.parametrize("step", ["connect", "map"])
+@pytest.mark.parametrize("step", ["connect", "map", "pin"])
 def test_a_rank_that_cannot_share_memory_is_named_on_all(processes, step):
     errors = processes.call(3, unshared, step)
     assert all(error.startswith("ranks cannot share host memory (") for error in errors), errors
