@@ -2,22 +2,28 @@
 
 A stage runs the model's own forward, in which all but its own layers hand on what they are given
 (:mod:`executor.module.stages`). That is right where the output of one layer is the input of the next, and is all that
-crosses a cut. The copy runs on the meta device, with a graph that begins anew at each cut: whatever later layers or
-losses still reach of an earlier stage crosses beside it. What a forward computes without gradients is not seen.
+crosses a cut. The copy's tensors are fake, so that models which look at values, as for masks, see that they are traced.
+Its graph begins anew at each cut: whatever later layers or losses still reach of an earlier stage crosses beside it.
+What a forward computes without gradients is not seen.
 """
 
 import copy
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from executor.callbacks import nodes
 from executor.distributed.shards import BindingError
+
+HIDDEN: Final = object()
+"""Stands for hidden states in what a layer returns."""
 
 _REMEDY = "so the model cannot be cut there; prepare it without pipeline="
 
@@ -38,12 +44,28 @@ def without_values(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def hidden_of(output: Any) -> Tensor | None:
+    """Return the hidden states of what a layer returns: the first tensor."""
+    return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+
+
+def _faked(twin: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy whose parameters and buffers are fake tensors on a device. Call it in a fake mode."""
+    memo: dict[int, Any] = {
+        id(each): torch.empty(each.shape, dtype=each.dtype, device=device) for each in twin.buffers()
+    }
+    for each in twin.parameters():
+        empty = torch.empty(each.shape, dtype=each.dtype, device=device)
+        memo[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad)
+    return copy.deepcopy(twin, memo)
+
+
 def on_meta(value: Any) -> Any:
     """Return a value with tensors on the meta device in place of its own."""
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
 
 
-def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> None:
+def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> dict[str, Any]:
     """Check that one tensor crosses each cut, and nothing else.
 
     Args:
@@ -51,17 +73,25 @@ def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any])
         parts: its chunks, in order.
         batch: keyword arguments of the model.
 
+    Returns:
+        What each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in place
+        of any other tensor.
+
     Raises:
         BindingError: naming what cannot be cut.
     """
-    watch = _Watch(parts)
+    watch, mode = _Watch(parts), FakeTensorMode()
+    device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    with mode:
+        faked = _faked(twin, device)
+        given = tree_map_only(Tensor, mode.from_tensor, dict(batch))
     for path in (path for part in parts for path in part.layers):
-        layer = twin.get_submodule(path)
+        layer = faked.get_submodule(path)
         layer.register_forward_pre_hook(functools.partial(watch.begin, path), with_kwargs=True)
         layer.register_forward_hook(functools.partial(watch.end, path), with_kwargs=True)
     try:
-        with torch.enable_grad():
-            output = twin(**on_meta(dict(batch)))
+        with torch.enable_grad(), mode, _AnyType():  # type: ignore[no-untyped-call]
+            output = faked(**given)
     except BindingError:
         raise
     except Exception as error:
@@ -71,7 +101,7 @@ def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any])
     ends = [[watch.ended[count - 1]] for count in itertools.accumulate(len(part.layers) for part in parts)]
     ends[-1] = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     names: dict[int, set[str]] = {}
-    for name, parameter in twin.named_parameters(remove_duplicate=False):
+    for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     for number, (part, roots) in enumerate(zip(parts, ends, strict=True)):
         leaves = [getattr(node, "variable", None) for node in nodes(*(root.grad_fn for root in roots))]
@@ -82,6 +112,17 @@ def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any])
                     f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
                     f"beside what the layer before {part.layers[0]} returns, {_REMEDY}"
                 )
+    return watch.forms
+
+
+class _AnyType(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes fake outputs of the products of experts, of which torch has none but in bf16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) is torch.ops.aten._grouped_mm:
+            rows, matrices, *_ = args
+            return rows.new_empty(len(rows), matrices.shape[-1])
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch:
@@ -90,13 +131,15 @@ class _Watch:
     Attributes:
         seen: paths of the layers that have run.
         begun: by chunk, the tensor with which its graph begins.
-        ended: what each layer has returned.
+        ended: the tensor that each layer has returned.
+        forms: see :func:`check_cuts`.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.seen: list[str] = []
         self.begun: dict[int, Tensor] = {}
         self.ended: list[Tensor] = []
+        self.forms: dict[str, Any] = {}
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
 
     def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +157,11 @@ class _Watch:
     def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check what a layer returns."""
         given = args[0] if args else next(iter(kwargs.values()), None)
-        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in (given, output)]
-        if alike[1] is None or alike[0] != alike[1]:
-            raise BindingError(f"{path} does not return one tensor like the one that it is given first, {_REMEDY}")
-        self.ended.append(output)
+        made = hidden_of(output)
+        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in (given, made)]
+        if made is None or alike[0] != alike[1]:
+            raise BindingError(
+                f"{path} does not return hidden states like those that it is given, each as its first tensor, {_REMEDY}"
+            )
+        self.ended.append(made)
+        self.forms[path] = tree_map_only(Tensor, lambda leaf: HIDDEN if leaf is made else None, output)

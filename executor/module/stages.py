@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.module.binding import segment_module, unit_modules
-from executor.module.cuts import Part, check_cuts, on_meta, without_values
+from executor.module.cuts import HIDDEN, Part, check_cuts, hidden_of, on_meta, without_values
 from executor.module.empty import give_values
 from executor.module.naming import Naming
 from planner.graph import Unit
@@ -65,6 +65,8 @@ class Stage:
         self.receive: Receive | None = None
         self._num_sharing = num_sharing
         self._model, self._undo = model, list[Callable[[], None]]()
+        self._forms: dict[str, Any] = {}
+        paths = {module: path for path, module in model.named_modules()}
         self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         chunk_of = {unit.name: chunk for chunk, parts in enumerate(chunks) for part in parts for unit in part}
         layers = {
@@ -93,11 +95,10 @@ class Stage:
         own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
         for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
             self._take(module, name, parameter)
-            vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
         for module in (layers | around).keys() - own.keys():
-            self._replace(module, _through if module in layers else _like(module))
+            self._replace(module, self._through(paths[module]) if module in layers else _like(module))
         stand_ins = {
-            module: _StandIn(module, _through if module in layers else _like(module))
+            module: _StandIn(module, self._through(paths[module]) if module in layers else _like(module))
             for module in own
             if len(chunks) > num_stages
         }
@@ -119,7 +120,7 @@ class Stage:
     def check(self, batch: Mapping[str, Any]) -> None:
         """Check once that a captured model can be cut, see :func:`executor.module.cuts.check_cuts`."""
         if self._twin is not None:
-            check_cuts(*self._twin, batch)
+            self._forms = check_cuts(*self._twin, batch)
             self._twin = None
 
     @contextlib.contextmanager
@@ -163,7 +164,9 @@ class Stage:
                 self._take(inner, name, parameter)
 
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Take a parameter; zeros that take no memory are there for whoever looks at its type or shape."""
         module._parameters[name] = None
+        vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
         self._taken.append((module, name, parameter))
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -180,7 +183,16 @@ class Stage:
         return ((received, *args[1:]), kwargs) if args else ((), kwargs | {name: received})
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        self.made = output if isinstance(output, Tensor) else output[0]
+        self.made = hidden_of(output)
+
+    def _through(self, path: str) -> Callable[..., Any]:
+        """Return what stands for a layer. It returns what it is given first, in the form that the layer returns."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else next(iter(kwargs.values()))
+            return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._forms.get(path, HIDDEN))
+
+        return forward
 
     def _check_call(self, *_: object) -> None:
         if self.receive is None:
@@ -271,7 +283,3 @@ def _like(module: nn.Module) -> Callable[..., Any]:
         )
 
     return zeros
-
-
-def _through(hidden_states: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return hidden_states

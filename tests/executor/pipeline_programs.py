@@ -117,27 +117,61 @@ class Own(torch.nn.Module):
 
 def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     """Train a model of the user's own: prepared in stages, and in memory. Return losses and weights of both."""
-    torch.manual_seed(5)
-    plain, model = Own(crosses), Own(crosses)
-    model.load_state_dict(plain.state_dict())
     random, wanted = torch.Generator().manual_seed(3), torch.arange(6) % 6
-    steps = [
-        [{"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted} for _ in range(3)] for _ in range(3)
-    ]
+
+    def batch():
+        return {"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted}
+
+    return _in_stages_and_in_memory(lambda: Own(crosses), batch, lambda output, _batch: output, size, options)
+
+
+_SIZES = training._LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OTHERS = {
+    "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
+    "two rotations": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4),
+    "tuples": lambda: transformers.FalconConfig(**_SIZES, attention_dropout=0, hidden_dropout=0),
+    "tuples with scores": lambda: transformers.BloomConfig(
+        **_SIZES, n_layer=4, n_head=4, attention_dropout=0, hidden_dropout=0
+    ),
+    "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
+    "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
+}
+
+
+def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
+    """Train a model of ``transformers`` as one of the user's own, see :func:`own_model`."""
+    random, config = torch.Generator().manual_seed(3), OTHERS[kind]()
+
+    def batch():
+        ids = torch.randint(2, config.vocab_size, (2, 8), generator=random)
+        return {"input_ids": ids, "labels": ids}
+
+    def make():
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
+
+
+def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tuple:
+    torch.manual_seed(5)
+    plain, model = make(), make()
+    model.load_state_dict(plain.state_dict())
+    steps = [[batch() for _ in range(3)] for _ in range(3)]
     theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model))
     given = {"hardware": "epyc-turin-2c", "num_micro_batches": 3, "pipeline": size, "audit": "off"}
     model, ours = ullage.prepare(model, ours, steps[0][0], **given, **options)
     losses, wanted_losses = [], []
     with ours.session:
         for batches in steps:
-            losses += ours.forward_backward(batches, lambda output, _batch: output)
+            losses += ours.forward_backward(batches, loss)
             ours.clip_grad_norm_(0.5)
             ours.step()
             ours.zero_grad()
     for batches in steps:
-        for batch in batches:
-            (loss := plain(**batch)).div(len(batches)).backward()
-            wanted_losses.append(float(loss.detach()))
+        for given in batches:
+            (its := loss(plain(**given), given)).div(len(batches)).backward()
+            wanted_losses.append(float(its.detach()))
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         theirs.step()
         theirs.zero_grad()

@@ -179,12 +179,8 @@ def _runs(recording: Recording, draft: _Draft) -> bool:
 
 def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Assign every parameter to the operator that uses it first. All parameters of a module go to one unit."""
-    uses = [
-        (name, number)
-        for number, draft in enumerate(drafts)
-        for index in draft.events
-        for name in recording.forward[index].parameters
-    ]
+    events = [(recording.forward[index], number) for number, draft in enumerate(drafts) for index in draft.events]
+    uses = [(name, number) for event, number in events for name in event.parameters]
     first_use = dict(reversed(uses))
     unit_of: dict[str, int] = {}  # unit of each module
     for name, number in uses:
@@ -201,7 +197,9 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
         first = {name: i for i in reversed(draft.events) for name in recording.forward[i].parameters}
         draft.parameters.sort(key=lambda name: first.get(name, len(recording.forward)))
     shared: set[tuple[int, str]] = set()
-    for name, number in uses:
+    # A view of a weight may be among the events of the operator before the one that computes with it.
+    computing = [(name, number) for event, number in events if event.kernels for name in event.parameters]
+    for name, number in (*computing, *uses):
         draft = drafts[number]
         if unit_of[name.rpartition(".")[0]] != draft.unit and (draft.unit, name) not in shared:
             shared.add((draft.unit, name))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from pipeline_programs import (
+    OTHERS,
     REFUSED,
     around_training,
     memory_of_stage,
+    model_of_transformers,
     own_model,
     refused,
     sent_bytes,
@@ -167,6 +169,15 @@ def test_a_model_of_the_users_own_trains_in_stages(processes, size, options):
         assert ("cpu" in updates) == bool(options)
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert found.keys() == weights.keys()
+        for name, values in weights.items():
+            assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
+    for losses, wanted, found, weights, _ in processes.call(2, model_of_transformers, kind, timeout_s=100.0):
+        assert losses == pytest.approx(wanted, rel=1e-5)
         for name, values in weights.items():
             assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
 
