@@ -311,6 +311,8 @@ class _Visit:
     def _mapping(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
         if depth <= _DEEPEST and id(value) not in self._seen:
             self._hold(value, value, depth)
+            if hasattr(value, "__dict__"):  # a class made from dict
+                self._object(None, None, value, depth)
 
     def _sequence(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
         if depth > _DEEPEST or id(value) in self._seen:
@@ -340,7 +342,7 @@ def _found_kind(of: type) -> _Follow | None:
         ((np.ndarray,), _Visit._array),
         ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _Visit._generator),
         ((nn.Module,), _Visit._module),
-        ((dict,), _Visit._mapping if of in _MAPPINGS else None),
+        ((dict,), _Visit._mapping),
         ((list, tuple, set, collections.deque), _Visit._sequence),
     ):
         if issubclass(of, kinds):
@@ -354,7 +356,6 @@ def _found_kind(of: type) -> _Follow | None:
 _NOT_FOLLOWED: Final = frozenset(
     {"torch", "builtins", "functools", "inspect", "typing", "enum", "logging", "threading"}
 )
-_MAPPINGS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _copied(holder: Any) -> Any:
@@ -396,10 +397,12 @@ def put_back(holder: Any, contents: Any) -> None:
     if isinstance(holder, np.ndarray):
         np.copyto(holder, contents)
     elif isinstance(holder, MutableMapping):
-        added = _copied(holder).keys() - contents.keys()
-        holder.update(contents)
-        for key in added:
-            del holder[key]
+        # Not by methods of a class made from dict: a Counter's update() adds, and others refuse or convert.
+        of: Any = next((kind for kind in (collections.OrderedDict, dict) if isinstance(holder, kind)), type(holder))
+        for key in _copied(holder).keys() - contents.keys():
+            of.__delitem__(holder, key)
+        for key, value in contents.items():
+            of.__setitem__(holder, key, value)
     else:
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(contents)
