@@ -34,6 +34,7 @@ TRIED = {
     "adapters": (
         "trained_tokens", "prefix_tuning", "lora_on_parameters", "adalora", "shira", "context_prompt_tuning",
     ),
+    "trainers": ("online_preferences", "cross_encoder_with_cached_gradients", "resumed_by_accelerate"),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
         "parameters_of_the_loss", "group_added_later",
