@@ -274,6 +274,21 @@ def fields_that_blocks_change(ullage) -> Trained:
 
 
 @program
+def tables_in_a_cache(ullage) -> Trained:
+    """A function under functools.lru_cache makes a table in the first forward."""
+
+    @functools.lru_cache(maxsize=4)
+    def table(size: int) -> torch.Tensor:
+        return torch.randn(size)
+
+    class Cached(Block):
+        def factor(self):
+            return 1 + 0.05 * table(256)
+
+    return loop(ullage, Cached)
+
+
+@program
 def context_variable(ullage) -> Trained:
     """A context variable is set around forward alone."""
 
