@@ -24,7 +24,7 @@ TRIED = {
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
         "bounded_by_other_data", "hooks_added_later", "counting_hooks_on_gradients",
-        "counts_in_a_counter", "fields_that_blocks_change", "tables_in_a_cache",
+        "counts_in_a_counter", "counts_in_slots", "fields_that_blocks_change", "tables_in_a_cache",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),

@@ -274,6 +274,28 @@ def fields_that_blocks_change(ullage) -> Trained:
 
 
 @program
+def counts_in_slots(ullage) -> Trained:
+    """A block counts in an object with slots."""
+
+    class Counts:
+        __slots__ = ("calls", "empty")
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = Counts()
+
+        def factor(self):
+            self.seen.calls += 1
+            return 1 + 0.05 * (self.seen.calls % 7)
+
+    return loop(ullage, Counting)
+
+
+@program
 def tables_in_a_cache(ullage) -> Trained:
     """A function under functools.lru_cache makes a table in the first forward."""
 
