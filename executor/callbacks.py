@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -128,10 +129,17 @@ def nodes(*roots: Any, seen: set[Any] | None = None) -> Iterator[Any]:
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what a module is called with or returns, also those inside tuples, dicts, dataclasses."""
+    """Yield the tensors among what a module is called with or returns.
+
+    They may be inside tuples, lists, mappings, namespaces and dataclasses, and inside classes made from these.
+    """
     for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+        elif isinstance(leaf, Mapping | list | tuple):
+            yield from tensors_of(list(leaf.values() if isinstance(leaf, Mapping) else leaf))
+        elif isinstance(leaf, types.SimpleNamespace):
+            yield from tensors_of(vars(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
 
@@ -224,6 +232,11 @@ def leads_to(function: Any, wanted: Callable[..., Any], depth: int = 4) -> bool:
     return any(callable(each) and leads_to(each, wanted, depth - 1) for each in held)
 
 
+def is_cache(value: object) -> bool:
+    """Return whether a value is a key-value cache of ``transformers``. Objects may have attributes of any name."""
+    return hasattr(type(value), "get_seq_length")
+
+
 def copied_cache(cache: Any) -> Any:
     """Return a copy of a key-value cache of ``transformers``, to which a layer may add without changing the cache.
 
@@ -236,7 +249,7 @@ def copied_cache(cache: Any) -> Any:
             setattr(result, name, [copied_cache(each) if hasattr(each, "__dict__") else each for each in value])
         elif isinstance(value, dict):
             setattr(result, name, value.copy())
-        elif hasattr(value, "get_seq_length"):
+        elif is_cache(value):
             setattr(result, name, copied_cache(value))
     return result
 

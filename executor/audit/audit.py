@@ -47,6 +47,7 @@ from executor.callbacks import (
     copied_cache,
     forward_of,
     in_backward,
+    is_cache,
     nodes,
     replace_attribute,
     same_autocast,
@@ -348,7 +349,7 @@ class Audit:
         held: dict[int, Any] = {
             id(leaf): host_copy(leaf).requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, Tensor)
         }
-        held |= {id(leaf): copied_cache(leaf) for leaf in leaves if hasattr(leaf, "get_seq_length")}
+        held |= {id(leaf): copied_cache(leaf) for leaf in leaves if is_cache(leaf)}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
         state = ForwardState(case.module, case.path, torch_too=True)

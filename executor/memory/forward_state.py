@@ -21,6 +21,7 @@ import contextvars
 import ctypes
 import operator
 import random
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Final, NamedTuple, final
 
@@ -32,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from executor.memory.recompute_cache import ActivationError
-from executor.memory.variables import Used, Variables, hooks_of
+from executor.memory.variables import Used, Variables, hooks_of, slots_of
 
 SMALL_BYTES: Final = 1 << 16
 """Tensors up to this size are copied before every forward."""
@@ -308,9 +309,19 @@ class _Visit:
         if depth <= _DEEPEST and id(own := vars(value)) not in self._seen:
             self._hold(own, own, depth)
 
+    def _slotted(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
+        if depth <= _DEEPEST and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self.holders.append((own := slots_of(value), dict(own)))
+            for name, inner in own.items():
+                if (follow := _kind(type(inner))) is not None:
+                    follow(self, value, name, inner, depth + 1)
+
     def _mapping(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
         if depth <= _DEEPEST and id(value) not in self._seen:
             self._hold(value, value, depth)
+            if hasattr(value, "__dict__"):  # a class made from dict
+                self._object(None, None, value, depth)
 
     def _sequence(self, _holder: Any, _key: Any, value: Any, depth: int) -> None:
         if depth > _DEEPEST or id(value) in self._seen:
@@ -340,21 +351,23 @@ def _found_kind(of: type) -> _Follow | None:
         ((np.ndarray,), _Visit._array),
         ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _Visit._generator),
         ((nn.Module,), _Visit._module),
-        ((dict,), _Visit._mapping if of in _MAPPINGS else None),
+        ((dict,), _Visit._mapping),
         ((list, tuple, set, collections.deque), _Visit._sequence),
     ):
         if issubclass(of, kinds):
             return follow
     # Configurations do not change in forward, and lead to much.
-    is_plain = getattr(of, "__dictoffset__", 0) and not issubclass(of, type)
-    library = of.__module__.partition(".")[0] in _NOT_FOLLOWED
-    return _Visit._object if is_plain and not library and not of.__name__.endswith("Config") else None
+    package = of.__module__.partition(".")[0]
+    if issubclass(of, type) or package in _NOT_FOLLOWED or of.__name__.endswith("Config"):
+        return None
+    if getattr(of, "__dictoffset__", 0):
+        return _Visit._object
+    return _Visit._slotted if hasattr(of, "__slots__") and package not in sys.stdlib_module_names else None
 
 
 _NOT_FOLLOWED: Final = frozenset(
     {"torch", "builtins", "functools", "inspect", "typing", "enum", "logging", "threading"}
 )
-_MAPPINGS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def _copied(holder: Any) -> Any:
@@ -396,10 +409,12 @@ def put_back(holder: Any, contents: Any) -> None:
     if isinstance(holder, np.ndarray):
         np.copyto(holder, contents)
     elif isinstance(holder, MutableMapping):
-        added = _copied(holder).keys() - contents.keys()
-        holder.update(contents)
-        for key in added:
-            del holder[key]
+        # Not by methods of a class made from dict: a Counter's update() adds, and others refuse or convert.
+        of: Any = next((kind for kind in (collections.OrderedDict, dict) if isinstance(holder, kind)), type(holder))
+        for key in _copied(holder).keys() - contents.keys():
+            of.__delitem__(holder, key)
+        for key, value in contents.items():
+            of.__setitem__(holder, key, value)
     else:
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(contents)

@@ -27,15 +27,20 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 
 @final
 class Variables(MutableMapping[str, Any]):
-    """Variables of one scope, by name, as far as they exist: a file's, a class's, or those around a function."""
+    """Variables of one scope, by name, as far as they exist: of a file, a class, an object, or around a function."""
 
     def __init__(self, scope: Any, names: Iterable[str]) -> None:
-        """Take some names of a dictionary or class, or of a dictionary of cells."""
+        """Take some names of a dictionary, class or object with slots, or of a dictionary of cells."""
         self._scope, self._names = scope, tuple(names)
 
     def __getitem__(self, name: str) -> Any:
         if isinstance(self._scope, type):
             return vars(self._scope)[name]
+        if not isinstance(self._scope, dict):
+            try:
+                return getattr(self._scope, name)
+            except AttributeError:  # an empty slot
+                raise KeyError(name) from None
         value = self._scope[name]
         if not isinstance(value, types.CellType):
             return value
@@ -45,7 +50,7 @@ class Variables(MutableMapping[str, Any]):
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(self._scope, type):
+        if not isinstance(self._scope, dict):
             setattr(self._scope, name, value)
         elif isinstance(cell := self._scope.get(name), types.CellType):
             cell.cell_contents = value
@@ -53,7 +58,7 @@ class Variables(MutableMapping[str, Any]):
             self._scope[name] = value
 
     def __delitem__(self, name: str) -> None:
-        if isinstance(self._scope, type):
+        if not isinstance(self._scope, dict):
             delattr(self._scope, name)
         elif isinstance(cell := self._scope[name], types.CellType):
             del cell.cell_contents
@@ -65,6 +70,12 @@ class Variables(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def slots_of(value: object) -> Variables:
+    """Return what an object holds in slots (``__slots__``)."""
+    held = [each for base in type(value).__mro__ for each in vars(base).items()]
+    return Variables(value, [name for name, each in held if inspect.ismemberdescriptor(each)])
 
 
 class Used:

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,12 +61,12 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
     belong to units of other calls are then those of the first unit that uses them. Modules that do not run are left
     out, and so is the model itself, because a call may return what it has kept.
 
-    A module belongs to the unit that lists its parameters by their path in the module tree. If a module owns only an
-    alias of another unit's parameter (a tied head), it belongs to the unit that runs it, or else to one that shares the
-    other unit. If a module reads parameters of modules inside it
-    without calling them, it belongs to the unit that reads them (operators of a captured unit are named by the module
-    that runs them). Experts that are divided over several units are left out, because they report themselves which unit
-    computes. The model itself belongs to the first unit that runs.
+    A module belongs to the unit that lists its parameters by their path in the module tree. If all of them are tied to
+    other modules', it belongs to the unit that runs it, or else to the one that lists them, or to one that shares that
+    unit. If a module reads parameters of modules inside it without calling them, it belongs to the unit that reads them
+    (operators of a captured unit are named by the module that runs them). Experts that are divided over several units
+    are left out, because they report themselves which unit computes. The model itself belongs to the first unit that
+    runs.
 
     Raises:
         BindingError: a module belongs to several units.
@@ -78,18 +79,20 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
     split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
     named = dict(model.named_parameters(remove_duplicate=False))
     owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
+    count = Counter(map(id, named.values()))
     result: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
         if split.intersection(names):
             continue
-        found = {unit_of[name] for name in names if name in unit_of}
+        found = {unit_of[name] for name in names if name in unit_of and count[id(named[name])] == 1}
         if names and not found:
             owners = {owner[id(named[name])] for name in names if id(named[name]) in owner}
             users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
             running = {u.name for u in users if any(o.path == path for o in u.operators)}
-            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
+            listing = {unit_of[name] for name in names if name in unit_of}
+            found = running or listing or {unit.name for unit in users if owners & {*unit.shared_units}}
         if len(found) > 1:
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found))}, but must belong to one; "

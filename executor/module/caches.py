@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from executor.callbacks import copied_cache
+from executor.callbacks import copied_cache, is_cache
 
 # Names of the key-value cache among arguments of layers of ``transformers``, whose older ones are tuples.
 _CACHES: Final = ("past_key_values", "past_key_value", "layer_past")
@@ -24,7 +24,7 @@ def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
     stays = False
     for scope in _scopes(arguments):
         for name, cache in _caches(scope):
-            if layer is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length(layer):
+            if layer is not None and is_cache(cache) and cache.get_seq_length(layer):
                 stays = True
             else:
                 scope[name] = None

@@ -65,7 +65,7 @@ def tile_of(model: Model, batch: Batch, units: tuple[Unit, ...], device: Device)
     logit_bytes = num_logits * tiled_logit_bytes(batch.tensor_parallel, batch.dtype_bytes)
     if batch.num_tokens * logit_bytes < _WORTH * device.memory_bytes.value:
         return None
-    other_bytes = max(unit.saved_bytes + unit.workspace_bytes for unit in units[:-1])
+    other_bytes = max((unit.saved_bytes + unit.workspace_bytes for unit in units[:-1]), default=0)
     tokens = _LEAST_TOKENS[device.kind]
     while 2 * tokens * logit_bytes <= other_bytes:
         tokens *= 2

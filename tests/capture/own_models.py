@@ -98,6 +98,20 @@ class Tied(nn.Module):
         return functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
+class TiedByTheHead(nn.Module):
+    """A tied head that is made before the embedding, and has a bias of its own, as XLM-RoBERTa has it."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 60) -> None:
+        super().__init__()
+        self.head = nn.Linear(width, vocabulary)
+        self.tied = Tied(width, vocabulary)
+        self.tied.head = self.head
+        self.tied.embed.weight = self.head.weight
+
+    def forward(self, ids):
+        return self.tied(ids)
+
+
 class Translator(nn.Module):
     """An encoder and a decoder whose embeddings, and the head, are one weight."""
 
@@ -358,6 +372,7 @@ OWN = {
     "mixer": (Mixer, (IMAGES, LABELS)),
     "vit": (Vit, (IMAGES, CapturedInput(name="labels", shape=(4,), dtype="int64"))),
     "tied": (Tied, (CapturedInput(shape=(4, 12), dtype="int64"),)),
+    "tied_by_the_head": (TiedByTheHead, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "translator": (Translator, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "repeated": (Repeated, (CapturedInput(shape=(4, 16)),)),
     "unused": (Unused, (CapturedInput(shape=(4, 5, 16)),)),
@@ -366,7 +381,7 @@ OWN = {
     "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
     "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
 }
-NUM_VALUES = {"adapted": 60, "mixer": 10, "vit": 10, "tied": 60, "translator": 60}
+NUM_VALUES = {"adapted": 60, "mixer": 10, "vit": 10, "tied": 60, "tied_by_the_head": 60, "translator": 60}
 
 
 def batch(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[list, dict]:

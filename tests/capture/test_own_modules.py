@@ -145,9 +145,11 @@ def test_parameters_of_a_block_itself_join_its_units() -> None:
     assert [len(segment) for segment in names] == [1, 1, 1, 1, 1]
 
 
-def test_a_tied_weight_is_owned_once_and_shared() -> None:
-    first, *_, last = units_of(captured("tied"))
-    assert (last.num_params, last.shared_units) == (0, (first.name,))
+@pytest.mark.parametrize(("name", "bias"), [("tied", 0), ("tied_by_the_head", 60)])
+def test_a_tied_weight_is_owned_once_and_shared(name: str, bias: int) -> None:
+    first, *between, last = units_of(captured(name))
+    assert len(between) == 6
+    assert (last.num_params, last.shared_units) == (bias, (first.name,))
 
 
 @pytest.mark.parametrize("name", ["mixer", "encoder", "tied"])

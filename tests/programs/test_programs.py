@@ -24,6 +24,7 @@ TRIED = {
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
         "bounded_by_other_data", "hooks_added_later", "counting_hooks_on_gradients",
+        "counts_in_a_counter", "counts_in_slots", "fields_that_blocks_change", "tables_in_a_cache",
     ),
     "modules": ("layer_scale", "pruned", "parts_that_do_not_run", "routed_experts"),
     "models": ("t5", "llava_with_text_alone", "tokens_ahead", "tables_before_blocks"),
@@ -33,6 +34,7 @@ TRIED = {
     "adapters": (
         "trained_tokens", "prefix_tuning", "lora_on_parameters", "adalora", "shira", "context_prompt_tuning",
     ),
+    "trainers": ("online_preferences", "cross_encoder_with_cached_gradients", "resumed_by_accelerate"),
     "optimizers": (
         "rmsprop_lr_eps_momentum_centered", "own_class", "state_by_size", "sharpness_aware_class",
         "parameters_of_the_loss", "group_added_later",

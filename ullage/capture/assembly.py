@@ -178,19 +178,28 @@ def _runs(recording: Recording, draft: _Draft) -> bool:
 
 
 def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
-    """Assign every parameter to the operator that uses it first. All parameters of a module go to one unit."""
+    """Assign every parameter to the operator that uses it first. All parameters of a module go to one unit.
+
+    Parameters that modules share go where they are used first, which need not be in the module that names them.
+    """
     events = [(recording.forward[index], number) for number, draft in enumerate(drafts) for index in draft.events]
     uses = [(name, number) for event, number in events for name in event.parameters]
     first_use = dict(reversed(uses))
-    unit_of: dict[str, int] = {}  # unit of each module
+    count = Counter(map(id, dict(recording.model.named_parameters(remove_duplicate=False)).values()))
+    tied = {name for name in first_use if count[id(recording.model.get_parameter(name))] > 1}
+
+    def home(name: str) -> str:
+        return name if name in tied else name.rpartition(".")[0]
+
+    unit_of: dict[str, int] = {}  # unit of each module, and of each tied parameter
     for name, number in uses:
-        unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
+        unit_of.setdefault(home(name), drafts[number].unit)
     # Of parameters that nothing uses: a module that reads none, as dropout, may also run in another unit.
     last = {draft.unit: number for number, draft in enumerate(drafts)} | {drafts[n].unit: n for _, n in uses}
     readers = {drafts[number].path: drafts[number].unit for _, number in reversed(uses)}
     _place_unused(recording, places, unit_of, readers)
     for name in recording.parameters:
-        if (unit := unit_of.get(name.rpartition(".")[0])) is not None:
+        if (unit := unit_of.get(home(name))) is not None:
             number = first_use.get(name, -1)
             drafts[number if number >= 0 and drafts[number].unit == unit else last[unit]].parameters.append(name)
     for draft in drafts:
@@ -201,7 +210,7 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     computing = [(name, number) for event, number in events if event.kernels for name in event.parameters]
     for name, number in (*computing, *uses):
         draft = drafts[number]
-        if unit_of[name.rpartition(".")[0]] != draft.unit and (draft.unit, name) not in shared:
+        if unit_of[home(name)] != draft.unit and (draft.unit, name) not in shared:
             shared.add((draft.unit, name))
             draft.shared.append(name)
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import itertools
 import logging
@@ -222,6 +223,7 @@ class _Capture:
             contextlib.ExitStack() as changes,
             kept_outside(model),
             passing_through(),
+            _forgotten(),
         ):
             for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
                 changes.callback(undo)
@@ -449,6 +451,28 @@ def as_before(held: Iterable[Any]) -> Iterator[None]:
             for added in container.keys() - content.keys() if isinstance(container, dict) else ():
                 del container[added]
             put_back(container, content)
+
+
+@contextlib.contextmanager
+def _forgotten() -> Iterator[None]:
+    """Empty caches of functions (``functools.lru_cache``) that are filled meanwhile, with tensors without values."""
+
+    def caches() -> list[tuple[Any, int]]:
+        found: list[Any] = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+        packages = [(each, str(each.__module__).partition(".")[0]) for each in found]
+        return [(each, each.cache_info().misses) for each, package in packages if package not in _KEEP_CACHES]
+
+    before = caches()
+    known = {id(each): misses for each, misses in before}
+    try:
+        yield
+    finally:
+        for each, misses in caches():
+            if misses > known.get(id(each), 0):
+                each.cache_clear()
+
+
+_KEEP_CACHES: Final = sys.stdlib_module_names | {"torch", "sympy", "executor", "planner", "ullage"}
 
 
 def _containers(held: Iterable[Any]) -> Iterator[Any]:

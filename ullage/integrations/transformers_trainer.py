@@ -238,26 +238,32 @@ class _Offloaded(transformers.Trainer):
         name = type(self).__mro__[2].__name__
         is_plain = type(self).compute_loss.__qualname__ in _CALLS_MODEL
         is_plain = is_plain and self.label_smoother is None and self.compute_loss_func is None
-        with preserved_rng_state(), as_before([vars(self)]), _made_up_generation(self, model):
+        with _made_up_generation(self, model):
             batch = _collated(self.get_train_dataloader(), self.args.train_batch_size)
             inputs = batch if is_plain else self._prepare_inputs(batch)
-        if is_plain:
-            return prepare(model, given, _arguments(batch), **options)[1]
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        num_items = self._get_num_items_in_batch([inputs], torch.device("cpu")) if isinstance(inputs, Mapping) else None
+        counts = not is_plain and isinstance(inputs, Mapping)
+        num_items = self._get_num_items_in_batch([inputs], torch.device("cpu")) if counts else None
 
         def step(_model: nn.Module, inputs: Any) -> Any:
             with _without_ranks(self.accelerator), self.compute_loss_context_manager():
                 return self.compute_loss(model, inputs, num_items_in_batch=num_items)
 
         try:
+            if is_plain:
+                return prepare(model, given, _arguments(batch), **options)[1]
             return prepare(model, given, inputs, step=step, **options)[1]
         except CaptureError as error:
             failed = error
-        try:  # a plan of its first call brings weights too, but its steps leave the plan
-            args, kwargs = _first_call(model, lambda: self.compute_loss(model, copy.deepcopy(inputs)))
+        # A plan of its first call brings weights too, but its steps leave the plan. Some trainers have no compute_loss.
+        compute = self.training_step if is_plain else self.compute_loss
+        try:
+            with _made_up_generation(self, model):
+                args, kwargs = _first_call(model, lambda: compute(model, copy.deepcopy(inputs)))
             return prepare(model, given, (args, kwargs), step=lambda _, call: model(*call[0], **call[1]), **options)[1]
         except CaptureError:
+            if is_plain:
+                raise failed from None
             raise PlanError(
                 f"compute_loss of the {name} cannot be recorded: {failed}; write a loop of your own around "
                 "ullage.prepare"
@@ -300,6 +306,8 @@ def _without_ranks(accelerator: Any) -> Iterator[None]:
 def _made_up_generation(trainer: Any, model: nn.Module) -> Iterator[None]:
     """Let a trainer that generates its batches (GRPO, RLOO) get completions as long as they may be, at once.
 
+    After it, the RNG state and what the trainer keeps are those before.
+
     The model has no memory on the device yet. So neither the completions nor their probabilities and rewards are real.
     """
 
@@ -321,9 +329,10 @@ def _made_up_generation(trainer: Any, model: nn.Module) -> Iterator[None]:
         (trainer, "_get_per_token_logps_and_entropies", probabilities),
         (trainer, "_calculate_rewards", rewards),
     )
-    with contextlib.ExitStack() as stack:
+    with preserved_rng_state(), as_before([vars(trainer)]), contextlib.ExitStack() as stack:
         for owner, name, function in made_up if hasattr(trainer, "reward_funcs") else ():
-            stack.enter_context(mock.patch.object(owner, name, function))
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
@@ -335,6 +344,8 @@ def _arguments(batch: Any) -> dict[str, Any]:
             "the arguments of the model by name"
         )
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CaptureError("the trainer's batches have no tensors; give it a data_collator that makes them")
     tokens = tensors.get("input_ids")  # TRL also gives packed batches the offsets of documents
     return {name: value for name, value in tensors.items() if tokens is None or len(value) == len(tokens)}
 

@@ -76,7 +76,7 @@ def prepare(
     if optimizer is None:
         with _one_trained(model) as placeholder:
             return prepare(model, placeholder, plan, step=step, **options)
-    check_kinds(model, optimizer)
+    _check_arguments(model, optimizer)
     if compiled := list(run_uncompiled(model)):
         warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
         with contextlib.ExitStack() as failing:
@@ -108,6 +108,15 @@ def prepare(
             stacklevel=2,
         )
     return prepare_planned(model, optimizer, plan, options_of(plan, options))
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    check_kinds(model, optimizer)
+    if isinstance(optimizer, OffloadedOptimizer) and not optimizer.session.closed:
+        raise ValueError(
+            "the optimizer steps under the plan of a model already; give each model that you prepare an optimizer of "
+            "its own, or prepare one nn.ModuleDict of the models, with step=, and one optimizer for it"
+        )
 
 
 @contextlib.contextmanager

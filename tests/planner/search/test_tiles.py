@@ -52,6 +52,7 @@ def test_a_tile_is_no_smaller_than_another_units_peak() -> None:
     assert tokens * MODEL.vocab_size * 14 <= others_bytes < 2 * tokens * MODEL.vocab_size * 14
     head = units(build_graph(MODEL, dataclasses.replace(batch, loss_tile_tokens=tokens)))[-1]
     assert head.saved_bytes + head.workspace_bytes < 2 * others_bytes
+    assert tile_of(MODEL, batch, found[-1:], REQUEST.hardware.device) == 256  # the model is one unit
 
 
 def test_a_tile_that_is_given_is_taken() -> None:

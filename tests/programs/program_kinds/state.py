@@ -1,5 +1,6 @@
 """What forward reads and changes besides inputs and weights, where no attribute of a module leads to it."""
 
+import collections
 import contextlib
 import contextvars
 import functools
@@ -227,6 +228,86 @@ def inherited_counter(ullage) -> Trained:
         pass
 
     return loop(ullage, Child)
+
+
+@program
+def counts_in_a_counter(ullage) -> Trained:
+    """Blocks count in a collections.Counter, whose update() adds."""
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = collections.Counter()
+
+        def factor(self):
+            self.seen["calls"] += 1
+            return 1 + 0.05 * (self.seen["calls"] % 7)
+
+    return loop(ullage, Counting)
+
+
+class Fields(dict):
+    """A dict whose entries are attributes too: others raise KeyError."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+@program
+def fields_that_blocks_change(ullage) -> Trained:
+    """Blocks change one object of a class made from dict, which the model also returns."""
+
+    class Changing(Block):
+        def forward(self, given):
+            given.x = super().forward(given.x) * given.scale
+            given.scale = given.scale * 0.9
+            return given
+
+    class Whole(Net):
+        def forward(self, x):
+            found = Fields(x=self.first(x), scale=torch.ones(()))
+            for block in self.blocks:
+                found = block(found)
+            return Fields(scale=found.scale, x=self.last(found.x))
+
+    batch = lambda step: (torch.randn(32, 16, generator=seeded(step)),)
+    return train(ullage, Whole(Changing), batch, loss=lambda out: out.x.square().mean())
+
+
+@program
+def counts_in_slots(ullage) -> Trained:
+    """A block counts in an object with slots."""
+
+    class Counts:
+        __slots__ = ("calls", "empty")
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = Counts()
+
+        def factor(self):
+            self.seen.calls += 1
+            return 1 + 0.05 * (self.seen.calls % 7)
+
+    return loop(ullage, Counting)
+
+
+@program
+def tables_in_a_cache(ullage) -> Trained:
+    """A function under functools.lru_cache makes a table in the first forward."""
+
+    @functools.lru_cache(maxsize=4)
+    def table(size: int) -> torch.Tensor:
+        return torch.randn(size)
+
+    class Cached(Block):
+        def factor(self):
+            return 1 + 0.05 * table(256)
+
+    return loop(ullage, Cached)
 
 
 @program

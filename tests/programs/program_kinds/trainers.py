@@ -14,7 +14,7 @@ from sentence_transformers import losses
 from sentence_transformers.cross_encoder import losses as cross_losses
 from sentence_transformers.models import Pooling, Transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trl.experimental import cpo, orpo
+from trl.experimental import cpo, online_dpo, orpo
 
 PROGRAMS, program = registry()
 LLAMA = {
@@ -183,6 +183,19 @@ def leave_one_out(ullage) -> Trained:
     return policy(ullage, trl.RLOOTrainer, trl.RLOOConfig)
 
 
+@program
+def online_preferences(ullage) -> Trained:
+    """Online DPO: a training_step of its own makes the batch from prompts, and no compute_loss is called."""
+    rows = Dataset.from_list([{"prompt": f"{i} a"} for i in range(24)])
+    args = settings(online_dpo.OnlineDPOConfig, max_new_tokens=6)
+    return run(
+        ullage.offloaded(online_dpo.OnlineDPOTrainer)(
+            model=llama(), ref_model=llama(), args=args, train_dataset=rows, processing_class=tokenizer(),
+            reward_funcs=lambda completions, **_: [float(len(set(str(text)))) for text in completions],
+        )
+    )  # fmt: skip
+
+
 def bert(kind=transformers.BertModel, **changes) -> str:
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()
@@ -258,6 +271,18 @@ def cross_encoder(ullage) -> Trained:
 
 
 @program
+def cross_encoder_with_cached_gradients(ullage) -> Trained:
+    """CrossEncoderTrainer whose loss calls the model again inside of backward; it takes and returns a BatchEncoding."""
+    model = st.CrossEncoder(
+        bert(transformers.BertForSequenceClassification, num_labels=1), num_labels=1, device=PLACE.device
+    )
+    rows = Dataset.from_list([{"anchor": "abc"[: 1 + i % 3], "positive": "abd"[i % 2 :]} for i in range(24)])
+    args = settings(st.CrossEncoderTrainingArguments)
+    loss = cross_losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+    return run(ullage.offloaded(st.CrossEncoderTrainer)(model=model, args=args, train_dataset=rows, loss=loss))
+
+
+@program
 def accelerated(ullage) -> Trained:
     """A loop with accelerate."""
     model = llama()
@@ -273,6 +298,30 @@ def accelerated(ullage) -> Trained:
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
         stepping.step()
+        stepping.zero_grad()
+        seen.append(loss.item())
+    return seen, model
+
+
+@program
+def resumed_by_accelerate(ullage) -> Trained:
+    """accelerate's save_state after two steps, and load_state after two more."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    ids = torch.randint(64, (16, 12), generator=torch.Generator().manual_seed(0))
+    model, optimizer = ullage.prepare(model, optimizer, {"input_ids": ids[:4], "labels": ids[:4]})
+    accelerator = accelerate.Accelerator(cpu=PLACE.device == "cpu")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    prepared, stepping, schedule = accelerator.prepare(model, optimizer, schedule)
+    seen, folder = [], tempfile.mkdtemp()
+    for step in (0, 1, 2, 3, 2, 3):
+        if step == 2:
+            accelerator.load_state(folder) if len(seen) > 2 else accelerator.save_state(folder)
+        batch = ids[4 * step : 4 * step + 4].to(accelerator.device)
+        loss = prepared(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        stepping.step()
+        schedule.step()
         stepping.zero_grad()
         seen.append(loss.item())
     return seen, model

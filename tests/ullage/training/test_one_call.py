@@ -364,6 +364,15 @@ def test_what_cannot_be_is_one_line_and_leaves_the_model_alone(model, batch, opt
         model(*BATCH).backward()
 
 
+def test_an_optimizer_that_steps_one_prepared_model_is_refused_for_another() -> None:
+    models = Net(), Net()
+    given = torch.optim.AdamW([*models[0].parameters(), *models[1].parameters()])
+    _, optimizer = ullage.prepare(models[0], given, BATCH)
+    with optimizer.session, pytest.raises(ValueError, match=r"under the plan of a model already; give each model that"):
+        ullage.prepare(models[1], optimizer, BATCH)
+    ullage.prepare(models[1], optimizer, BATCH)[1].session.close()  # after the session
+
+
 @pytest.mark.parametrize("part", ["", "inner"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_model_compiled_before_it_is_planned_runs_as_it_is_until_the_end(part: str, in_place: bool) -> None:
