@@ -315,17 +315,16 @@ class Ranks:
                 nccl = dist.new_group(ranks, backend="nccl", timeout=TIMEOUT) if on_device else None
                 device = nccl or new_group(self._watchdog, ranks)
                 hosts = device if is_everybody else None if on_hosts else new_group(self._watchdog, ranks)
-                if on_device and self.process in ranks:
+            if self.process in ranks:
+                self._groups += [group for group in dict.fromkeys((device, hosts)) if group is not None]
+                if device is not None and on_device:
+                    self._on_devices.append(device)  # before it connects: if a rank ends meanwhile, it is aborted
                     # Connect now, not in the first iteration: it takes seconds, and memory that the plan leaves free.
                     dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
                     torch.cuda.synchronize()
-            if self.process in ranks:
                 mine.append(
                     Group(ranks, self.process, device=device, hosts=hosts, on_device=on_device, wait=self._wait)
                 )
-                self._groups += [group for group in dict.fromkeys((device, hosts)) if group is not None]
-                if device is not None and on_device:
-                    self._on_devices.append(device)
         self._parts += mine
         return mine
 

@@ -74,7 +74,7 @@ def park(
     else:
         runtime.take_device_memory()
     device_bytes = runtime.gpu.release({tensor.untyped_storage()._cdata for tensor in staying})
-    for buffer in buffers:
+    for buffer in {buffer.untyped_storage()._cdata: buffer for buffer in buffers}.values():
         released.append((buffer, buffer.untyped_storage().nbytes()))
         runtime.backend.release(buffer)
     num_bytes = sum(tensor.nbytes for tensor, _ in moved)

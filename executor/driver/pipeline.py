@@ -126,11 +126,11 @@ class Pipeline:
 
     def evaluate(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
-        losses = [0.0] * len(batches)
+        losses: list[float | Tensor] = [0.0] * len(batches)
         for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
             if (made := self._forward(turn, batch, loss, 1).loss) is not None:
-                losses[number] = float(made)
-        return self._on_all_stages(losses)
+                losses[number] = made
+        return self._on_all_stages([float(loss) for loss in losses])
 
     def _is_last(self, turn: int) -> bool:
         return (turn, self._number) == (self._num_rounds - 1, self._count - 1)
@@ -204,7 +204,8 @@ class Pipeline:
         self._gradients.refusal = ""
         try:
             norms = [p.grad.norm() for p in parameters if p.grad is not None and id(p) not in again]
-            squares = torch.tensor([sum(float(norm) ** 2 for norm in norms)], dtype=torch.float64, device="cpu")
+            on_host = torch.stack(norms).to("cpu", torch.float64) if norms else torch.zeros(0, dtype=torch.float64)
+            squares = on_host.square().sum().view(1)
             self._ranks.stages.all_reduce(squares)
             total = squares.sqrt().to(torch.float32)[0].to(self._backend.device)
             nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
