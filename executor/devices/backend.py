@@ -75,7 +75,7 @@ class HostBackend:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
         return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
-    def touch(self, block: torch.Tensor) -> None:
+    def claim(self, block: torch.Tensor) -> None:
         """Fill new host memory with zeros, so that it is near this thread's cores."""
         block.zero_()
 

@@ -229,7 +229,7 @@ class CudaBackend:
         _touch(block)
         return self._registered(block, memory)
 
-    def touch(self, block: torch.Tensor) -> None:
+    def claim(self, block: torch.Tensor) -> None:
         """Fill new host memory with zeros, as it grows."""
         _touch(block)
 

@@ -71,7 +71,7 @@ class HostExchange:
             self._connect(group)
             shared = self._map()
             self.own_memory = shared.view(self._size, -1)[self._rank]
-            backend.touch(self.own_memory)  # whoever touches memory first has it nearby
+            backend.claim(self.own_memory)  # whoever touches memory first has it nearby
         with self._all_agree(group):  # pinning touches that of all ranks
             self._halves = backend.pinned(shared).view(self._size, 2, num_bytes)
 

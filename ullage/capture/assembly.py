@@ -206,8 +206,10 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
         first = {name: i for i in reversed(draft.events) for name in recording.forward[i].parameters}
         draft.parameters.sort(key=lambda name: first.get(name, len(recording.forward)))
     shared: set[tuple[int, str]] = set()
-    # A view of a weight may be among the events of the operator before the one that computes with it.
+    # A view of a weight may be among the events of the operator before the one that computes with it. Of several calls,
+    # whatever touches the weight first shows where forward is.
     computing = [(name, number) for event, number in events if event.kernels for name in event.parameters]
+    computing = computing if recording.calls is None else []
     for name, number in (*computing, *uses):
         draft = drafts[number]
         if unit_of[home(name)] != draft.unit and (draft.unit, name) not in shared:

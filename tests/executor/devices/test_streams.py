@@ -308,6 +308,7 @@ def test_ranks_launch_collectives_of_all_groups_in_one_order(processes, places, 
     assert results[0] == results[1]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_keys_that_pass_on_beside_attention_are_those_that_were_made(processes, activations):
     """The stream that passes them waits for what is computed, which waits for what has come."""
