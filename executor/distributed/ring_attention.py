@@ -65,7 +65,7 @@ class Ring:
         self.number = next(_NUMBERS)
         _RINGS[self.number] = self
         self._is_next = [int(rank == (group.rank + 1) % group.size) for rank in range(group.size)]
-        self._is_last = [int(rank == (group.rank - 1) % group.size) for rank in range(group.size)]
+        self._is_previous = [int(rank == (group.rank - 1) % group.size) for rank in range(group.size)]
 
     def source(self, step: int) -> int:
         """Return the rank whose keys this one has at a step."""
@@ -74,7 +74,7 @@ class Ring:
     def begin(self, sent: Tensor) -> Callable[[], Tensor]:
         """Begin to pass a contiguous tensor on. Return a function that waits for the one of the rank before."""
         received = torch.empty_like(sent)
-        counts = self._is_last, self._is_next
+        counts = self._is_previous, self._is_next
         wait = self._beside(lambda: self.group.all_to_all(received.unsqueeze(0), sent.unsqueeze(0), *counts))
 
         def arrived() -> Tensor:
