@@ -25,6 +25,7 @@ from executor.distributed.shards import BindingError
 HIDDEN: Final = object()
 """Stands for hidden states in what a layer returns."""
 
+_META: Final = torch.device("meta")
 _REMEDY = "so the model cannot be cut there; prepare it without pipeline="
 
 
@@ -35,11 +36,11 @@ class Part(NamedTuple):
     parameters: frozenset[str]
 
 
-def without_values(module: nn.Module) -> nn.Module:
-    """Return a copy on the meta device, whose parameters all get gradients."""
-    memo: dict[int, Any] = {id(each): torch.empty_like(each, device="meta") for each in module.buffers()}
+def without_values(module: nn.Module, device: torch.device = _META) -> nn.Module:
+    """Return a copy on the meta device, or on another one in a fake mode, whose parameters all get gradients."""
+    memo: dict[int, Any] = {id(each): torch.empty_like(each, device=device) for each in module.buffers()}
     for each in module.parameters():
-        empty = torch.empty_like(each, device="meta")
+        empty = torch.empty_like(each, device=device)
         memo[id(each)] = nn.Parameter(empty, requires_grad=each.is_floating_point())
     return copy.deepcopy(module, memo)
 
@@ -47,17 +48,6 @@ def without_values(module: nn.Module) -> nn.Module:
 def hidden_of(output: Any) -> Tensor | None:
     """Return the hidden states of what a layer returns: the first tensor."""
     return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-
-
-def _faked(twin: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy whose parameters and buffers are fake tensors on a device. Call it in a fake mode."""
-    memo: dict[int, Any] = {
-        id(each): torch.empty(each.shape, dtype=each.dtype, device=device) for each in twin.buffers()
-    }
-    for each in twin.parameters():
-        empty = torch.empty(each.shape, dtype=each.dtype, device=device)
-        memo[id(each)] = nn.Parameter(empty, requires_grad=each.requires_grad)
-    return copy.deepcopy(twin, memo)
 
 
 def on_meta(value: Any) -> Any:
@@ -80,10 +70,10 @@ def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any])
     Raises:
         BindingError: naming what cannot be cut.
     """
-    watch, mode = _Watch(parts), FakeTensorMode()
+    watch, mode = _Watch(parts), FakeTensorMode(allow_non_fake_inputs=True)
     device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), torch.device("cpu"))
     with mode:
-        faked = _faked(twin, device)
+        faked = without_values(twin, device)
         given = tree_map_only(Tensor, mode.from_tensor, dict(batch))
     for path in (path for part in parts for path in part.layers):
         layer = faked.get_submodule(path)
