@@ -213,6 +213,18 @@ class Unit:
         return tuple(kernel for operator in reversed(self.operators) for kernel in operator.backward)
 
     @functools.cached_property
+    def weight_gradients(self) -> Kernels:
+        """Kernels that backward leaves for later, in order; see [Note: Zero bubble] in
+        :mod:`planner.lowering.zero_bubble`.
+        """
+        return tuple(kernel for operator in reversed(self.operators) for kernel in operator.weight_gradients)
+
+    @functools.cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that these need from backward on."""
+        return sum(operator.kept_bytes for operator in self.operators)
+
+    @functools.cached_property
     def recompute(self) -> Kernels:
         """Kernels that run again in backward if the segment is recomputed (``torch.utils.checkpoint``, non-reentrant).
 
@@ -254,8 +266,9 @@ class Unit:
 
     @functools.cached_property
     def num_kernels(self) -> dict[str, int]:
-        """Numbers of launched kernels by op: ``forward``, ``backward``, ``recompute``, ``remake``."""
+        """Numbers of launched kernels by op: ``forward``, ``backward``, ``recompute``, ``remake``, ``weight-gradient``."""
         lists = {name: getattr(self, name) for name in ("forward", "backward", "recompute", "remake")}
+        lists["weight-gradient"] = self.weight_gradients
         return {name: num_kernels(kernels) for name, kernels in lists.items()}
 
     @property

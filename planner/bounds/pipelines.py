@@ -6,7 +6,9 @@ for every stage s of p:
 
 - *work*: an iteration lasts at least as long as any lane or resource of a rank needs for its work, with what is sent to
   other stages. The first forward of stage s waits for the forwards of the chunks before its first one, and their
-  backwards follow its last backward. In between it computes all its micro-batches.
+  backwards follow its last backward. In between it computes all its micro-batches. If gradients of weights come after
+  backward ([Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`), those of ``min(s, micro-batches)`` may come
+  meanwhile, and the micro-batches of other stages pass without them.
 - *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
   stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
   chunk of the stage, there and back, and only then comes the first backward of the stage. After its last one, the last
@@ -32,6 +34,8 @@ from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.stages import deal
+from planner.lowering.zero_bubble import apart
+from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.setup import Setup
 from planner.simulate.prediction import capacities
@@ -63,15 +67,22 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
     segments = [segment for chunk in own for segment in chunk]
     total = load_of(on, segments)
     _sent(on, total, segments, number, len(own))
+    later_s = {stage: _later_s(on, chunks[stage]) for stage in range(1, num_stages)} if on.given.pipeline_order else {}
+    after_s = min(number, count) * later_s.get(number, 0.0)
+    before_s = sum(later_s.get(stage, 0.0) for stage in range(number))
+    behind_s = sum(later_s.get(stage, 0.0) for stage in range(number + 1, num_stages))
     for key, load in total.items():
         needs = Sum().plus(load, 1.0 / on.loads.capacity[key])
         if key is Lane.COMPUTE:
-            needs.plus(_passing(on, before, backward_only=False))
+            alone = Sum().plus(needs).plus(_passing(on, before, forward_only=True))
+            needs.plus(_passing(on, before)).plus(Sum(("", -after_s - before_s)))
+            if after_s:
+                on.program.at_least(f"work: {label(key)} of stage {number} alone", Sum((TIME, 1.0)), alone)
         on.program.at_least(f"work: {label(key)} of stage {number}", Sum((TIME, 1.0)), needs)
     if not on.given.clip:
         return
     rest = _passing(on, own, backward_only=True, times=count).plus(_passing(on, before, backward_only=True))
-    rest.plus(_passing(on, behind, backward_only=False))
+    rest.plus(_passing(on, behind)).plus(Sum(("", -after_s - before_s - behind_s)))
     updates: Load = defaultdict(Sum)
     for unit in (unit for segment in segments for unit in segment):
         for key, load in returning(on, unit).items():
@@ -91,12 +102,24 @@ def _sent(on: Placement, total: Load, segments: Chunk, number: int, num_rounds: 
         on.loads.charge(total, send, Sum(("", float(count * (num_rounds - (number == end))))))
 
 
-def _passing(on: Placement, chunks: Iterable[Chunk], *, backward_only: bool, times: int = 1) -> Sum:
+def _later_s(on: Placement, segments: Chunk) -> float:
+    """Return the seconds in which a stage makes the gradients of weights of one micro-batch that backward leaves."""
+    units = apart([unit for segment in segments for unit in segment], on.weight_bytes)
+    issue_s = 0.0 if on.cost.asynchronous else on.cost.profile.device.issue_s.value  # else it is on the way
+    kernels = [kernel for unit in units for kernel in unit.weight_gradients]
+    return on.cost.compute_s(kernels) + issue_s * num_kernels(tuple(kernels))
+
+
+def _passing(
+    on: Placement, chunks: Iterable[Chunk], *, backward_only: bool = False, forward_only: bool = False, times: int = 1
+) -> Sum:
     """Return the seconds that one micro-batch needs to pass chunks, one after another; or so many of them, each."""
     found = Sum()
     for segment in (segment for chunk in chunks for segment in chunk):
-        ways = [("", Op.BACKWARD)] if backward_only else [("", Op.FORWARD), ("", Op.BACKWARD)]
-        ways += [(name, op) for way, op in AGAIN if (name := f"{segment[0].segment}:{way}") in on.program.boxes]
+        ways = [("", Op.FORWARD)] if not backward_only else []
+        if not forward_only:
+            ways.append(("", Op.BACKWARD))
+            ways += [(name, op) for way, op in AGAIN if (name := f"{segment[0].segment}:{way}") in on.program.boxes]
         for name, op in ways:
             found[name] += times * sum(on.loads.computing(unit, op)[Lane.COMPUTE][""] for unit in segment)
     return found

@@ -46,16 +46,17 @@ def choices(request: Request) -> tuple[Choice, ...]:
         if request.num_devices % (tensor * pipeline):
             continue
         data = request.num_devices // (tensor * pipeline)
-        for expert, (sharing, exchange), rounds in itertools.product(
+        for expert, (sharing, exchange), (rounds, order) in itertools.product(
             _expert_ways(request, data, pipeline),
             _context_ways(request, data, pipeline),
-            _round_ways(request, pipeline),
+            _stage_ways(request, pipeline),
         ):
             degrees = Choice(
                 data_parallel=data,
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
                 pipeline_rounds=rounds,
+                pipeline_order=order,
                 expert_parallel=expert,
                 context_parallel=sharing,
                 context_exchange=exchange,
@@ -138,13 +139,21 @@ def _in_turn(request: Request, alone: Choice) -> Iterator[Choice]:
         yield alone.model_copy(update=update | {"micro_batch": size, "num_micro_batches": repeats})
 
 
-def _round_ways(request: Request, pipeline: int) -> list[int]:
-    """Return the rounds of a pipeline to try: one, and as many as there are layers, so that each comes alone."""
-    if request.pipeline_rounds:
-        return [request.pipeline_rounds]
-    if request.global_batch is None or pipeline == 1 or isinstance(request.model, CapturedModel):
-        return [1]
-    return list(dict.fromkeys((1, max(request.model.num_layers // pipeline, 1))))
+def _stage_ways(request: Request, pipeline: int) -> list[tuple[int, Literal["zero-bubble"] | None]]:
+    """Return the rounds and orders of a pipeline to try.
+
+    Rounds are one, and as many as there are layers, so that each comes alone.
+    """
+    is_open = not (request.global_batch is None or pipeline == 1 or isinstance(request.model, CapturedModel))
+    rounds, asked = request.pipeline_rounds or 1, request.pipeline_order
+    if asked == "zero-bubble":
+        return [(rounds, asked)]
+    ways: list[tuple[int, Literal["zero-bubble"] | None]] = [(rounds, None)]
+    if is_open and not request.pipeline_rounds and request.model.num_layers > pipeline:
+        ways.append((request.model.num_layers // pipeline, None))
+    if is_open and asked is None and rounds == 1 and not request.types.products:
+        ways.append((1, "zero-bubble"))
+    return ways
 
 
 def _expert_ways(request: Request, data: int, pipeline: int) -> list[int]:
@@ -203,6 +212,11 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
     Raises:
         ValueError: naming the number, the rule and the remedy.
     """
+    if degrees.pipeline_order and (degrees.why_not_apart or degrees.pipeline_parallel == 1):
+        why = degrees.why_not_apart or "it is of a pipeline's stages"
+        raise ModelConfigError(
+            f"order={degrees.pipeline_order}: {why}; leave it out, or choose other --parallel degrees"
+        )
     if isinstance(model, CapturedModel):
         return
     batch = Batch(

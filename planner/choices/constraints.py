@@ -103,6 +103,13 @@ class Constraints:
         flags=("--parallel",),
         part="rounds",
     )
+    pipeline_order: Literal["1f1b", "zero-bubble"] | None = described(
+        "when stages make gradients of weights. 1f1b: in backward. zero-bubble: later, where a stage would wait "
+        "(default: the faster)",
+        choices=("1f1b", "zero-bubble"),
+        flags=("--parallel",),
+        part="order",
+    )
     expert_parallel: Count | None = described(
         "data-parallel ranks that share the experts", most=100_000, flags=("--parallel",), part="expert"
     )

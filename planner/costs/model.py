@@ -190,6 +190,8 @@ class CostModel:
                 return unit.recompute
             case Op.REMAKE:
                 return unit.remake
+            case Op.WEIGHT_GRADIENT:
+                return unit.weight_gradients
             case _:
                 return unit.backward
 

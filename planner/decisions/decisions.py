@@ -29,6 +29,8 @@ class Decisions(Sharding):
             backward).
         update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
         num_forwards_ahead: micro-batches whose forward runs before the first one's backward, as in a pipeline's stages.
+        num_backwards_ahead: micro-batches whose backward runs before the first one's gradients of weights, as in a
+            pipeline's stages; ``None``: backward makes them.
         round_starts: of a stage, the segments with which its rounds begin, but the first.
         tied_weights: of a stage, its weights that another stage has too; they add up their gradients.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
@@ -44,6 +46,7 @@ class Decisions(Sharding):
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     num_forwards_ahead: Count = 1
+    num_backwards_ahead: Count | None = None
     round_starts: tuple[str, ...] = ()
     tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True
@@ -62,6 +65,11 @@ class Decisions(Sharding):
         elif self.pipeline_rounds > 1:
             raise ValueError(
                 f"pipeline_rounds is {self.pipeline_rounds}, but there are no stages; leave it out, or choose a "
+                "pipeline_parallel of at least 2"
+            )
+        if self.pipeline_order and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"pipeline_order is {self.pipeline_order}, but there are no stages; leave it out, or choose a "
                 "pipeline_parallel of at least 2"
             )
         if self.fp8_weights:
@@ -206,3 +214,5 @@ def _check_pipeline(decisions: Decisions) -> None:
             f"pipeline_parallel is {decisions.pipeline_parallel}, whose stages add up gradients at the step, so no "
             "update can start during backward; use update_start 'step'"
         )
+    if decisions.pipeline_order and (why := decisions.why_not_apart):
+        raise ValueError(f"pipeline_order {decisions.pipeline_order}: {why}; leave it out")

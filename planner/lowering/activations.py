@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.compute import turns
+from planner.lowering.compute import turns_of
 from planner.lowering.program import Keys, LoweredUnit, Program, rounds_of
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
@@ -74,7 +74,9 @@ def activations(program: Program) -> None:
     if all(unit.moved_bytes is None for unit in program.units):
         return
     decisions, moves, in_flight = program.decisions, _Moves(program), 0
-    for op, turn, micro_batch in turns(decisions.num_forwards_ahead, decisions.num_micro_batches, len(program.rounds)):
+    for op, turn, micro_batch in turns_of(decisions):
+        if op is Op.WEIGHT_GRADIENT:
+            continue
         passages = [
             (segment, tile)
             for segment in program.rounds[turn]

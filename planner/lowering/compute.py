@@ -14,6 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from planner.decisions import Decisions
 from planner.lowering.program import LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
@@ -24,22 +25,34 @@ AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REM
 def lay_in_turn(program: Program) -> None:
     """Append forward and backward of micro-batches to the spine, in the order of :func:`turns`."""
     decisions = program.decisions
-    for op, turn, micro_batch in turns(decisions.num_forwards_ahead, decisions.num_micro_batches, len(program.rounds)):
+    for op, turn, micro_batch in turns_of(decisions):
         for segment in program.rounds[turn] if op is Op.FORWARD else reversed(program.rounds[turn]):
             tiles = range(segment[0].unit.num_tiles)
             for tile in tiles if op is Op.FORWARD else reversed(tiles):
                 if op is Op.BACKWARD:
                     lay_backward(program, segment, micro_batch, tile)
                     continue
-                for unit in segment:
+                for unit in segment if op is Op.FORWARD else ():
                     program.lay(unit.forwards, Op.FORWARD, unit, micro_batch, tile)
+                for unit in reversed(segment) if op is Op.WEIGHT_GRADIENT else ():
+                    if unit.unit.weight_gradients:
+                        program.lay(unit.weight_gradients, Op.WEIGHT_GRADIENT, unit, micro_batch, tile)
 
 
-def turns(num_ahead: int, num_micro_batches: int, num_rounds: int = 1) -> Iterator[tuple[Op, int, int]]:
-    """Yield what is computed in turn: forward or backward, the round, and the micro-batch.
+def turns_of(decisions: Decisions) -> Iterator[tuple[Op, int, int]]:
+    """Return the :func:`turns` of a stage, or of what has none."""
+    num_rounds, num_behind = len(decisions.round_starts) + 1, decisions.num_backwards_ahead
+    return turns(decisions.num_forwards_ahead, decisions.num_micro_batches, num_rounds, num_behind)
+
+
+def turns(
+    num_ahead: int, num_micro_batches: int, num_rounds: int = 1, num_behind: int | None = None
+) -> Iterator[tuple[Op, int, int]]:
+    """Yield what is computed in turn: forward, backward or gradients of weights, the round, and the micro-batch.
 
     In the last round, and so without rounds, ``num_ahead`` forwards come first, and then backwards and forwards in
     turn. In each round before, all forwards come before the next round; their backwards follow in the same way.
+    Gradients of weights follow ``num_behind`` backwards later; ``None``: backward makes them.
     """
     *before, last = range(num_rounds)
     everything = range(num_micro_batches)
@@ -52,6 +65,10 @@ def turns(num_ahead: int, num_micro_batches: int, num_rounds: int = 1) -> Iterat
         yield Op.BACKWARD, last, micro_batch
         if micro_batch + num_ahead < num_micro_batches:
             yield Op.FORWARD, last, micro_batch + num_ahead
+        if num_behind is not None and micro_batch >= num_behind:
+            yield Op.WEIGHT_GRADIENT, last, micro_batch - num_behind
+    for micro_batch in everything[max(num_micro_batches - num_behind, 0) :] if num_behind is not None else ():
+        yield Op.WEIGHT_GRADIENT, last, micro_batch
     for turn, micro_batch in itertools.product(reversed(before), everything):
         yield Op.BACKWARD, turn, micro_batch
 
@@ -106,7 +123,7 @@ def launch(program: Program, awaited: Collection[Op] = (Op.FLUSH, Op.SCATTER)) -
     if not program.asynchronous:
         return
     for unit in program.units:
-        for tasks in (unit.forwards, unit.agains, unit.backwards):
+        for tasks in (unit.forwards, unit.agains, unit.backwards, unit.weight_gradients):
             num_kernels = unit.unit.num_kernels[tasks[0].op] if tasks else 0
             for draft in tasks:
                 add_issue(program, unit, draft, num_kernels, awaited)

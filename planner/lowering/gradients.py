@@ -12,6 +12,7 @@ from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
 
 _ADDING_PASSES = 3  # two gradients in, their sum out
+_MAKING = frozenset({Op.BACKWARD, Op.WEIGHT_GRADIENT})
 
 
 def gradients(program: Program) -> None:
@@ -21,8 +22,10 @@ def gradients(program: Program) -> None:
     tied, leaving = decisions.tied_weights, list[int]()
     spilled: list[Task] = []
     for draft in program.spine:
-        if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
+        if draft.op not in _MAKING or not (unit := program.named[draft.unit]).num_params:
             continue
+        if draft.op is Op.BACKWARD and unit.weight_gradients:
+            continue  # all of its gradients wait for those that come later
         is_first = draft.tile == unit.unit.num_tiles - 1 and not (adds_up and draft.micro_batch)
         if is_first:  # its gradients are new; those of later tiles are added to them
             wait_for_slot(draft, leaving, num_slots)
@@ -120,7 +123,7 @@ def settle(program: Program) -> None:
     """Note the tasks after which summed gradients are where they are used, and let clipping wait for all of them."""
     last = program.decisions.num_micro_batches - 1
     for unit in program.units:
-        unit.final = unit.final or unit.scatters.get(last) or unit.exchange or unit.backwards[-1]
+        unit.final = unit.final or unit.scatters.get(last) or unit.exchange or (unit.weight_gradients or unit.backwards)[-1]
         unit.summed = unit.summed or unit.flushes.get(last) or unit.final
     if not (clip := program.clip):
         return

@@ -36,6 +36,7 @@ def memory(program: Program, hold_gradients: HoldGradients | None = None) -> Non
         for segment in program.segments:
             _activations(program, segment, micro_batch)
             _around_tiles(program, segment, micro_batch)
+        _kept(program, micro_batch)
     if any(unit.moved_bytes is not None for unit in program.units):
         _offload_rooms(program)
     if program.decisions.spill_gradients:
@@ -110,7 +111,7 @@ def hold_leaving(
     summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
         note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
-        made = made or _sum_of_tiles(program, unit, micro_batch, summed) or maker.backwards[maker.back(micro_batch)]
+        made = made or _sum_of_tiles(program, unit, micro_batch, summed) or maker.makes(micro_batch)
         if scatter := unit.scatters.get(micro_batch):
             # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
@@ -236,7 +237,12 @@ def _workspace(program: Program, fresh: Fresh) -> None:
         unit = program.named[draft.unit]
         num_bytes = unit.unit.forward_workspace_bytes
         if draft.op is Op.BACKWARD:
-            num_bytes = _backward_bytes(program, unit, draft, fresh[draft.micro_batch][unit.name])
+            new = {} if unit.weight_gradients else fresh[draft.micro_batch][unit.name]
+            num_bytes = _backward_bytes(program, unit, draft, new)
+        elif draft.op is Op.WEIGHT_GRADIENT:  # one is made at a time, and perhaps added to what is there
+            shares, gradient_bytes = fresh[draft.micro_batch][unit.name], program.decisions.precision.gradient_bytes
+            added = (size * (1 - shares.get(name, 1.0)) for name, size in unit.unit.sizes.items())
+            num_bytes = int(gradient_bytes * max(added))
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
     on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
@@ -348,6 +354,15 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
         there, back = unit.there(micro_batch, tile), unit.back(micro_batch, tile)
         begin, end = unit.forwards[there] if keep else unit.agains[back], unit.backwards[back]
         program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.saved_bytes, unit.name, begin, end)
+
+
+def _kept(program: Program, micro_batch: int) -> None:
+    """Hold what gradients of weights need that are made after backward, see [Note: Zero bubble]."""
+    for unit in program.units:
+        if unit.weight_gradients:
+            begin, end = unit.backwards[micro_batch], unit.weight_gradients[micro_batch]
+            label = f"{unit.name} for its weights' gradients"
+            program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.kept_bytes, label, begin, end)
 
 
 def _around_tiles(program: Program, segment: Segment, micro_batch: int) -> None:

@@ -140,6 +140,8 @@ def parameters(program: Program, released: Released = _stays) -> None:
         is_trained = computes.backward or computes.num_params
         if user.op is Op.BACKWARD and (computes.evaluates or not is_trained):
             continue  # nothing in or before it is trained, or it ran without gradients
+        if user.op is Op.WEIGHT_GRADIENT:
+            continue  # which needs no weights
         for name in (user.unit, *computes.shared_units):
             slot, unit = slots.of_unit.get(name), program.named[name]
             if slot is None or unit.unit.is_unused:

@@ -38,6 +38,7 @@ class LoweredUnit:
         stage: its pipeline stage.
         turn: its round in that stage, see [Note: Rounds] in :mod:`planner.lowering.stages`.
         forwards, backwards: its compute tasks, in the order in which they run; see :meth:`there` and :meth:`back`.
+        weight_gradients: tasks that make the gradients that backward leaves, if any, likewise.
         agains: tasks that recompute activations just before its backward, if any, likewise.
         offloads, reloads: copies of its activations, if any, likewise.
         moved_bytes: bytes of its activations that leave the device and return; ``None`` if its segment's stay.
@@ -61,6 +62,7 @@ class LoweredUnit:
     moved_bytes: int | None = None
     forwards: list[Task] = dataclasses.field(default_factory=list)
     backwards: list[Task] = dataclasses.field(default_factory=list)
+    weight_gradients: list[Task] = dataclasses.field(default_factory=list)
     agains: list[Task] = dataclasses.field(default_factory=list)
     offloads: list[Task] = dataclasses.field(default_factory=list)
     reloads: list[Task] = dataclasses.field(default_factory=list)
@@ -73,6 +75,10 @@ class LoweredUnit:
     updates: list[Task] = dataclasses.field(default_factory=list)
     changes: list[Task] = dataclasses.field(default_factory=list)
     first_fill: tuple[list[Task], Task] | None = None
+
+    def makes(self, micro_batch: int) -> Task:
+        """Return the first task of a micro-batch that makes the unit's gradients."""
+        return self.weight_gradients[micro_batch] if self.weight_gradients else self.backwards[self.back(micro_batch)]
 
     def there(self, micro_batch: int, tile: int = 0) -> int:
         """Return the number of a tile's task among those of forward."""

@@ -22,20 +22,21 @@ There are fewer bubbles: ``p - 1`` chunks wait, not ``p - 1`` stages.
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.compute import turns
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
+from planner.lowering.zero_bubble import apart
 from planner.models.choice import Choice
 from planner.models.operators import weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
-_Kind = tuple[Op, int, int]  # forward or backward, the round, and the micro-batch
+_Kind = tuple[Op, int, int]  # forward, backward or gradients of weights, the round, and the micro-batch
 _Parts = dict[_Kind | None, list[Task]]  # a stage's tasks, see _parts
 
 
@@ -98,6 +99,9 @@ def stage_of(
         if number == stage:
             made = _owning(unit, {name: specs[name] for name in tied if homes[name] != stage})
             own.append(dataclasses.replace(made, entry_bytes=rotations) if unit.name in entries else made)
+    if decisions.pipeline_order and stage:  # nobody waits for the first
+        own = [*apart(own, decisions.precision.weight_bytes)]
+    splits = any(unit.weight_gradients for unit in own)
     chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)
     more = {
@@ -105,6 +109,8 @@ def stage_of(
         "pipeline_parallel": 1,
         "pipeline_rounds": 1,
         "num_forwards_ahead": ahead,
+        "num_backwards_ahead": stage if splits else None,
+        "pipeline_order": None,
         "round_starts": tuple(chunk[0][0].segment for chunk in dealt[stage][1:]),
         "tied_weights": tuple(tied.values()),
     }
@@ -143,16 +149,22 @@ def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ..
     return tuple(unit for stage in range(decisions.pipeline_parallel) for unit in stage_of(units, decisions, stage)[0])
 
 
-def issue_order(num_stages: int, num_micro_batches: int, num_rounds: int = 1) -> Iterator[tuple[Op, int, int]]:
-    """Yield (forward or backward, chunk, micro-batch): the order within each stage, predecessors first."""
-    left = [deque(turns(num_stages - stage, num_micro_batches, num_rounds)) for stage in range(num_stages)]
+def issue_order(
+    num_stages: int, num_micro_batches: int, num_rounds: int = 1, split: Collection[int] = ()
+) -> Iterator[tuple[Op, int, int]]:
+    """Yield (forward, backward or gradients of weights, chunk, micro-batch): the order within each stage.
+
+    What is waited for comes first. The stages ``split`` make gradients of weights after backward.
+    """
+    behind = [stage if stage in split else None for stage in range(num_stages)]
+    left = [deque(turns(num_stages - s, num_micro_batches, num_rounds, behind[s])) for s in range(num_stages)]
     issued: set[tuple[Op, int, int]] = set()
     while any(left):
         for stage in range(num_stages):
             while left[stage]:
                 op, turn, micro_batch = left[stage][0]
                 chunk = turn * num_stages + stage
-                sender = chunk - 1 if op is Op.FORWARD else chunk + 1
+                sender = {Op.FORWARD: chunk - 1, Op.BACKWARD: chunk + 1}.get(op, -1)
                 if 0 <= sender < num_stages * num_rounds and (op, sender, micro_batch) not in issued:
                     break
                 left[stage].popleft()
@@ -210,11 +222,15 @@ def _with_sends(
     num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
     order: list[Task] = []
     sent: dict[_Kind, Task] = {}
-    for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds):
+    split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead}
+    for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds, split):
         forward = op is Op.FORWARD
         step = 1 if forward else -1
         turn, stage = divmod(chunk, num_stages)
         part = parts[stage].pop((op, turn, micro_batch))
+        if op is Op.WEIGHT_GRADIENT:
+            order += part
+            continue
         computing = [task for task in part if task.lane is Lane.COMPUTE]
         if received := sent.get((op, chunk - step, micro_batch)):
             computing[0].after += (received.index,)
@@ -260,7 +276,8 @@ def _parts(program: Program) -> _Parts:
     order, ends = program.ordered(), dict[_Kind, int]()  # none begins before another has ended
     for position, task in enumerate(order):
         if task.lane is Lane.COMPUTE:
-            op = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
+            again = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
+            op = task.op if task.op is Op.WEIGHT_GRADIENT else again
             ends[op, program.named[task.unit].turn, task.micro_batch] = position
     found: _Parts = {}
     begin = 0

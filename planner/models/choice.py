@@ -21,6 +21,8 @@ class Choice(Frozen):
         pipeline_parallel: stages that share the layers, per data-parallel rank.
         pipeline_rounds: times that each micro-batch comes to a stage, each time for other layers; see [Note: Rounds] in
             :mod:`planner.lowering.stages`.
+        pipeline_order: ``zero-bubble``: stages leave the gradients of weights for later, see [Note: Zero bubble] in
+            :mod:`planner.lowering.zero_bubble`. ``None``: they make them in backward.
         expert_parallel: data-parallel ranks that share the experts of every layer.
         context_parallel: data-parallel ranks that share the tokens of every sequence; see [Note: Context parallelism]
             in :mod:`planner.models.formulas.context`.
@@ -48,6 +50,7 @@ class Choice(Frozen):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     pipeline_rounds: Count = 1
+    pipeline_order: Literal["zero-bubble"] | None = None
     expert_parallel: Count = 1
     context_parallel: Count = 1
     context_exchange: Literal["ring"] | None = None
@@ -70,6 +73,18 @@ class Choice(Frozen):
     def tiles(self) -> dict[str, int | None]:
         """The tokens or sequences of tiles, by field; the model's units depend on them."""
         return {name: getattr(self, name) for name in TILES}
+
+    @property
+    def why_not_apart(self) -> str:
+        """Why stages cannot make gradients of weights apart from backward, in words; empty if they can."""
+        beside = {
+            "tensor parallelism": self.tensor_parallel > 1,
+            "rounds": self.pipeline_rounds > 1,
+            "tiles of layers": self.layer_tile_tokens,
+            "compiled kernels": self.kernels == "compiled",
+        }
+        found = [name for name, is_there in beside.items() if is_there]
+        return f"gradients of weights are not made apart from backward beside {found[0]}" if found else ""
 
     @property
     def num_devices(self) -> int:
@@ -97,6 +112,7 @@ class Choice(Frozen):
         degrees = ((name.removesuffix("_parallel"), getattr(self, name)) for name in DEGREES)
         spread = " x ".join(f"{name} {count}" for name, count in degrees if count > 1) or "one device"
         spread += f" in {self.pipeline_rounds} rounds" if self.pipeline_rounds > 1 else ""
+        spread += ", zero bubble" if self.pipeline_order else ""
         spread += " (a ring)" if self.context_exchange else ""
         spread += ", collectives through the host" if self.collectives else ""
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"

@@ -112,6 +112,9 @@ class Operator:
             :mod:`planner.setup`.
         writes: whether its forward writes to its trained weights; see [Note: Written weights] in :mod:`planner.setup`.
         num_tiles: tiles of sequences that pass its segment one after another, of which it describes one.
+        weight_gradients: kernels that are not in ``backward`` but run later, see [Note: Zero bubble] in
+            :mod:`planner.lowering.zero_bubble`.
+        kept_bytes: what they need from backward on.
     """
 
     name: str
@@ -139,6 +142,8 @@ class Operator:
     stays: bool = False
     writes: bool = False
     num_tiles: int = 1
+    weight_gradients: Kernels = ()
+    kept_bytes: int = 0
 
     @property
     def work(self) -> Work:

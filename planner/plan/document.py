@@ -264,6 +264,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     degrees |= {"rounds": decisions.pipeline_rounds}
     degrees |= {"expert parallel": decisions.expert_parallel, "context parallel": decisions.context_parallel}
     parts += [f"{name} {count}" for name, count in degrees.items() if count > 1]
+    parts += ["gradients of weights where stages would wait"] if decisions.pipeline_order else []
     parts += ["keys pass from rank to rank"] if decisions.context_exchange else []
     return ", ".join(parts)
 

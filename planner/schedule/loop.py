@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op, Task
 
-REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.CLIP})
+REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.WEIGHT_GRADIENT, Op.CLIP})
 """Tasks that the caller performs itself, and reports to the loop."""
 
 

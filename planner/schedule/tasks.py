@@ -25,6 +25,7 @@ class Op(StrEnum):
     FORWARD = "forward"  # compute one unit's forward
     RECOMPUTE = "recompute"  # compute it again inside backward
     BACKWARD = "backward"
+    WEIGHT_GRADIENT = "weight-gradient"  # gradients of weights, where backward leaves them for later
     FETCH = "fetch"  # parameters: host -> slot on the device
     GATHER = "gather"  # parameters: all-gather of the ranks' shards
     SCATTER = "scatter"  # gradients: reduce-scatter over the ranks

@@ -22,6 +22,7 @@ _COMPUTE = {
     Op.RECOMPUTE: Phase.BACKWARD,
     Op.REMAKE: Phase.BACKWARD,
     Op.BACKWARD: Phase.BACKWARD,
+    Op.WEIGHT_GRADIENT: Phase.BACKWARD,
 }
 
 

@@ -91,6 +91,7 @@ def chosen_request(plan: Plan) -> Request:
     """Return a plan's request with the parallel degrees and batch sizes that the plan chose, without storage."""
     chosen = Choice.of(plan.decisions).model_dump(exclude={"data_parallel"})
     chosen["collectives"] = chosen["collectives"] or "fabric"
+    chosen["pipeline_order"] = chosen["pipeline_order"] or "1f1b"
     chosen["context_exchange"] = chosen["context_exchange"] or "all-to-all"
     return dataclasses.replace(plan.request, **chosen, global_batch=None, storage="never")
 

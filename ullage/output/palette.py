@@ -27,7 +27,7 @@ class Work(StrEnum):
 
 _OPS = {
     Work.FORWARD: (Op.FORWARD,),
-    Work.BACKWARD: (Op.BACKWARD,),
+    Work.BACKWARD: (Op.BACKWARD, Op.WEIGHT_GRADIENT),
     Work.RECOMPUTE: (Op.RECOMPUTE, Op.REMAKE),
     Work.UPDATE: (Op.UPDATE,),
     Work.STATE: (Op.LOAD, Op.STORE, Op.SWAP_IN, Op.SWAP_OUT),

@@ -166,7 +166,7 @@ def _compute(views: Sequence[View], cost: CostModel) -> tuple[Chart, ...]:
     memory = device.memory_bytes_per_s.value
     traces, intensities = [], []
     for view in views:
-        for op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD):
+        for op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.WEIGHT_GRADIENT):
             points = []
             for span in view.timeline.of_iteration(view.iteration):
                 task = view.timeline.schedule.tasks[span.task]

@@ -117,6 +117,7 @@ def _requests(plan: Plan, num_ranks: int) -> Iterator[Request]:
                 num_micro_batches=count,
                 pipeline_parallel=stages,
                 pipeline_rounds=decided.pipeline_rounds if stages > 1 else 1,
+                pipeline_order=plan.constraints.pipeline_order if stages > 1 else None,
                 expert_parallel=experts,
                 context_parallel=sharing,
                 context_exchange=plan.constraints.context_exchange if sharing > 1 else None,
