@@ -146,7 +146,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.collector.hook_parameters()
-            self._undo += bind_quantized(model)
+            self._undo += [*driver.progress.later.bind(model), *bind_quantized(model)]
             self._undo += bind_adapted_parameters(model)
             if decisions.fp8_weights:
                 from executor.module.float8 import bind_fp8_weights  # noqa: PLC0415 - needs torchao
@@ -536,7 +536,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             stage,
             self.decisions,
             groups,
-            self.driver.gradients,
+            self.driver,
             self._ranks,
             self.runtime.backend,
         )

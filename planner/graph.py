@@ -214,9 +214,7 @@ class Unit:
 
     @functools.cached_property
     def weight_gradients(self) -> Kernels:
-        """Kernels that backward leaves for later, in order; see [Note: Zero bubble] in
-        :mod:`planner.lowering.zero_bubble`.
-        """
+        """Kernels that backward leaves for later, in order; see [Note: Zero bubble]."""
         return tuple(kernel for operator in reversed(self.operators) for kernel in operator.weight_gradients)
 
     @functools.cached_property
@@ -266,7 +264,7 @@ class Unit:
 
     @functools.cached_property
     def num_kernels(self) -> dict[str, int]:
-        """Numbers of launched kernels by op: ``forward``, ``backward``, ``recompute``, ``remake``, ``weight-gradient``."""
+        """Numbers of launched kernels of a task, by op."""
         lists = {name: getattr(self, name) for name in ("forward", "backward", "recompute", "remake")}
         lists["weight-gradient"] = self.weight_gradients
         return {name: num_kernels(kernels) for name, kernels in lists.items()}

@@ -100,6 +100,16 @@ class Collector:
             for unit, parameter in parts:
                 on_demand.collect(unit, parameter, parameter.shard.part(as_real(gradient.detach())).clone())
 
+    def collect_later(self, unit: UnitState, micro_batch: int) -> None:
+        """Collect the gradients of a unit that backward has left, see [Note: Zero bubble]."""
+        gradients, iteration = self._runtime.actions.gradients, self._runtime.loop.iteration
+        on_demand = self._on_demand()
+        for parameter, gradient in self._progress.later.take(unit.name, micro_batch):
+            if on_demand is not None:
+                on_demand.collect(unit, parameter, gradient)
+            else:
+                gradients.collect(unit, parameter, gradient, micro_batch, iteration)
+
     def _show(self, parameter: ParameterState, gradient: torch.Tensor) -> None:
         if gradient.requires_grad and self._runtime.ranks is not None:
             raise GradientError(
@@ -145,6 +155,8 @@ class Collector:
                     on_demand.collect(unit, parameter, gradient)
                     return
                 assert task is not None
+                if progress.later.keep(unit, parameter, gradient):
+                    return
                 if self._audit.is_active and not hooked:
                     self._audit.collect(parameter.shard, gradient)
                 gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)

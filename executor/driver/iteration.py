@@ -544,6 +544,7 @@ class IterationDriver:
         self._runtime.cast_due()
         self._runtime.inside_iteration = True
         self._has_run_back = False
+        self.progress.later.clear()
         self.gradients.begin_iteration()
 
     def _backward_begins(self, micro_batch: int) -> None:
@@ -567,6 +568,17 @@ class IterationDriver:
         if micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back:
             self._sync_arrivals()
         self.gradients.expose(self._loop.iteration, micro_batch)
+
+    def make_later_gradients(self, micro_batch: int) -> None:
+        """Make the gradients of a micro-batch that its backward has left, see [Note: Zero bubble]."""
+        with self._backward:
+            for unit in self.progress.later.units:
+                self.progress.reach_weights(unit)
+                self.collector.collect_later(self._units[unit], micro_batch)
+            self.progress.reach_weights()
+            if micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back:
+                self._sync_arrivals()
+            self.gradients.expose(self._loop.iteration, micro_batch)
 
     def _sync_arrivals(self) -> None:
         if (collectives := self._runtime.collectives) is not None:

@@ -2,7 +2,7 @@
 
 [Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared
 by its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
-:func:`planner.lowering.compute.turns`. This module walks that order, and exchanges hidden states and their
+:func:`planner.lowering.compute.turns_of`. This module walks that order, and exchanges hidden states and their
 gradients with the stages beside it. Sends have a thread for each direction, so that computing goes on meanwhile.
 Whatever the plan of a stage has, such as weights that are fetched and updates on the host, works as in one process.
 """
@@ -22,10 +22,10 @@ from executor.devices.backend import Backend
 from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import LANE_THREAD
+from executor.driver.iteration import IterationDriver
 from executor.module.stages import Stage
-from executor.module.user_gradients import UserGradients
 from planner.decisions import Decisions
-from planner.lowering.compute import turns
+from planner.lowering.compute import turns_of
 from planner.schedule.tasks import Lane, Op
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -69,7 +69,7 @@ class Pipeline:
         stage: what this process computes of it.
         decisions: those of the stage.
         groups: the parameters of each of the optimizer's groups, in all stages.
-        gradients: those of the stage.
+        driver: that of the stage.
 
     Attributes:
         stage, groups: as given.
@@ -81,14 +81,14 @@ class Pipeline:
         stage: Stage,
         decisions: Decisions,
         groups: Sequence[Sequence[nn.Parameter]],
-        gradients: UserGradients,
+        driver: IterationDriver,
         ranks: Ranks,
         backend: Backend,
     ) -> None:
         self.stage, self.groups = stage, groups
         self._model, self._decisions = model, decisions
-        self._gradients, self._ranks, self._backend = gradients, ranks, backend
-        gradients.refusal = _ALONE
+        self._driver, self._ranks, self._backend = driver, ranks, backend
+        driver.gradients.refusal = _ALONE
         self._number, self._count = ranks.stage, ranks.stages.size
         self._num_rounds = len(decisions.round_starts) + 1
         self._threads = {
@@ -115,11 +115,13 @@ class Pipeline:
         self.stage.check(batches[0])
         begun: dict[tuple[int, int], Begun] = {}
         found: dict[int, Tensor] = {}
-        for op, turn, micro_batch in turns(self._decisions.num_forwards_ahead, count, self._num_rounds):
+        for op, turn, micro_batch in turns_of(self._decisions):
             if op is Op.FORWARD:
                 begun[turn, micro_batch] = self._forward(turn, batches[micro_batch], loss, count)
                 if (made := begun[turn, micro_batch].loss) is not None:
                     found[micro_batch] = made
+            elif op is Op.WEIGHT_GRADIENT:
+                self._driver.make_later_gradients(micro_batch)
             else:
                 self._backward(turn, begun.pop((turn, micro_batch)))
         return self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
@@ -201,7 +203,7 @@ class Pipeline:
         """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
         tied = self._decisions.tied_weights if self._number else ()  # the first stage counts them
         again = {id(self._model.get_parameter(name)) for name in tied}
-        self._gradients.refusal = ""
+        self._driver.gradients.refusal = ""
         try:
             norms = [p.grad.norm() for p in parameters if p.grad is not None and id(p) not in again]
             on_host = torch.stack(norms).to("cpu", torch.float64) if norms else torch.zeros(0, dtype=torch.float64)
@@ -210,7 +212,7 @@ class Pipeline:
             total = squares.sqrt().to(torch.float32)[0].to(self._backend.device)
             nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         finally:
-            self._gradients.refusal = _ALONE
+            self._driver.gradients.refusal = _ALONE
         return total
 
     def shared(self, parameter: Tensor, dtype: torch.dtype, read: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from executor.callbacks import in_backward
 from executor.driver.runtime import Runtime
+from executor.module.later_gradients import LaterGradients
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.compute import AGAIN
@@ -38,6 +39,7 @@ class Progress:
         first: the first unit that the batch reaches.
         num_called: number of calls that have begun since the first one of a micro-batch.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
+        later: keeps the gradients that the plan has after backward.
         latest_other_shape: the latest iteration that had a batch of another shape than planned.
     """
 
@@ -69,6 +71,7 @@ class Progress:
         starts = {next(names) for turn, names in itertools.groupby(self._rounds, self._rounds.__getitem__) if turn}
         self._firsts |= starts
         self._round_firsts = {self._first} | starts
+        self.later = LaterGradients(units, runtime.state.by_name, self._waits_with)
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._unbroken = unbroken
@@ -149,9 +152,17 @@ class Progress:
 
     @property
     def comes_back(self) -> bool:
-        """Whether a backward of the plan is to come next, outside of forward."""
+        """Whether a backward of the plan is to come next, or what it leaves, outside of forward."""
         expected = self._loop.expected()
-        return not self.has_left and expected is not None and expected.op in _INSIDE_BACKWARD
+        return not self.has_left and expected is not None and expected.op in _INSIDE_BACKWARD | {Op.WEIGHT_GRADIENT}
+
+    def reach_weights(self, unit: str = "") -> None:
+        """What backward has left is made for a unit; without one, that has ended. Raises as :meth:`reach`."""
+        if not self.has_left and unit:
+            self.task = self._loop.reach(Op.WEIGHT_GRADIENT, unit)
+        elif not self.has_left:
+            self._machine.end_open()
+            self.task = None
 
     def leave(self) -> None:
         """Note that this iteration has left the plan."""
@@ -270,6 +281,9 @@ class Progress:
         expected = self._loop.expected()
         wanted = "optimizer.step()" if expected is None or expected.op is Op.CLIP else expected.name
         return OutOfOrderError(f"the model reached {op} {unit or self._first}, but the plan expects {wanted}")
+
+    def _waits_with(self) -> int | None:
+        return self.task.micro_batch if self.task is not None and not self.has_left else None
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Skip units that the batch never reaches.

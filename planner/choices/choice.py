@@ -144,14 +144,17 @@ def _stage_ways(request: Request, pipeline: int) -> list[tuple[int, Literal["zer
 
     Rounds are one, and as many as there are layers, so that each comes alone.
     """
-    is_open = not (request.global_batch is None or pipeline == 1 or isinstance(request.model, CapturedModel))
+    model = request.model
+    is_open = request.global_batch is not None and pipeline > 1
     rounds, asked = request.pipeline_rounds or 1, request.pipeline_order
     if asked == "zero-bubble":
         return [(rounds, asked)]
     ways: list[tuple[int, Literal["zero-bubble"] | None]] = [(rounds, None)]
-    if is_open and not request.pipeline_rounds and request.model.num_layers > pipeline:
-        ways.append((request.model.num_layers // pipeline, None))
-    if is_open and asked is None and rounds == 1 and not request.types.products:
+    if isinstance(model, CapturedModel) or not is_open:
+        return ways
+    if not request.pipeline_rounds and model.num_layers > pipeline:
+        ways.append((model.num_layers // pipeline, None))
+    if asked is None and rounds == 1 and not request.types.products:
         ways.append((1, "zero-bubble"))
     return ways
 

@@ -123,7 +123,8 @@ def settle(program: Program) -> None:
     """Note the tasks after which summed gradients are where they are used, and let clipping wait for all of them."""
     last = program.decisions.num_micro_batches - 1
     for unit in program.units:
-        unit.final = unit.final or unit.scatters.get(last) or unit.exchange or (unit.weight_gradients or unit.backwards)[-1]
+        made = (unit.weight_gradients or unit.backwards)[-1]
+        unit.final = unit.final or unit.scatters.get(last) or unit.exchange or made
         unit.summed = unit.summed or unit.flushes.get(last) or unit.final
     if not (clip := program.clip):
         return

@@ -15,7 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection
 
-from planner.graph import Gemm, Operator, Unit
+from planner.graph import Gemm, Kernel, Operator, Unit
 
 
 def apart(units: Collection[Unit], value_bytes: int) -> tuple[Unit, ...]:
@@ -35,7 +35,7 @@ def apart(units: Collection[Unit], value_bytes: int) -> tuple[Unit, ...]:
 def _apart(unit: Unit, value_bytes: int) -> Unit:
     operators, made = [], 0
     for operator, (later, kept) in zip(unit.operators, map(_products, unit.operators), strict=True):
-        left = Counter(later)
+        left = Counter[Kernel](later)
         backward = tuple(kernel for kernel in operator.backward if not _take(left, kernel))
         made += sum(kernel.m * kernel.n * kernel.count for kernel in later)
         operators.append(
@@ -51,7 +51,7 @@ def _apart(unit: Unit, value_bytes: int) -> Unit:
 def _products(operator: Operator) -> tuple[tuple[Gemm, ...], int]:
     """Return an operator's products that make gradients of weights, and the values that they need."""
     found, inputs, num_values = list[Gemm](), set[tuple[int, int]](), 0
-    left = Counter(operator.backward)
+    left = Counter[Kernel](operator.backward)
     for kernel in operator.forward:
         if not isinstance(kernel, Gemm) or kernel.batched or kernel.grouped or kernel.fp8:
             continue
@@ -70,12 +70,9 @@ def _makes(kernel: Gemm, forward: Gemm, sides: Collection[tuple[int, int]]) -> b
     return (kernel.m, kernel.n) in sides and kernel.k == forward.m and kernel.count == forward.count
 
 
-def _take(left: "Counter[Gemm] | Counter[object]", kernel: object) -> bool:
+def _take(left: Counter[Kernel], kernel: Kernel) -> bool:
     """Take one of equal kernels, if there is one."""
     found = left[kernel] > 0
     if found:
         left[kernel] -= 1
     return found
-
-
-

@@ -26,6 +26,7 @@ from planner.schedule.tasks import Lane, Op
 
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
 KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
+ZERO_BUBBLE = {"pipeline_order": "zero-bubble"}
 LEAVING, ON_DRIVES = uniform("host", "cpu", "offload"), uniform("gpu", "cpu", "offload-nvme")
 
 # the model, micro-batches, stages, and ranks of each
@@ -89,6 +90,22 @@ STAGED = {
         uniform("gpu", "cpu"),
     ),
     "sequences, learned positions": ("gpt2-still-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, LEAVING),
+    "zero bubble": ("llama", 5, 3, ZERO_BUBBLE, KEPT),
+    "zero bubble, tied, recomputed": ("llama-tied", 4, 3, ZERO_BUBBLE, AGAIN),
+    "zero bubble, on a drive": ("qwen3", 3, 2, ZERO_BUBBLE, NVME),
+    "zero bubble, biases": ("gpt2-still-shared", 4, 2, ZERO_BUBBLE, HOST),
+    "zero bubble, experts": ("mixtral", 4, 3, ZERO_BUBBLE, OFF),
+    "zero bubble, activations on the host": ("llama-tied", 5, 3, ZERO_BUBBLE, LEAVING),
+    "zero bubble, sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3} | ZERO_BUBBLE, OFF),
+    "zero bubble, replicas": ("llama-tied", 3, 2, {"data_parallel": 2} | ZERO_BUBBLE, KEPT),
+    "zero bubble, sequences": (
+        "llama-tied-shared",
+        3,
+        2,
+        {"data_parallel": 2, "context_parallel": 2, "zero_stage": 2} | ZERO_BUBBLE,
+        AGAIN,
+    ),
+    "zero bubble, fewer micro-batches than stages": ("qwen3", 2, 3, ZERO_BUBBLE, LEAVING),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {

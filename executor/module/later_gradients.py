@@ -1,0 +1,128 @@
+"""Gradients of weights that backward leaves for later, see [Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`.
+
+In the units that the plan takes apart, linear layers make the gradient of their input alone in backward, and keep what
+that of their weight needs. All other gradients of these units wait beside it. So the unit's gradients come together,
+when the plan has them. The products are those that autograd would run, on the same operands.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from executor.callbacks import replace_attribute
+from executor.memory.units import ParameterState, UnitState
+from planner.graph import Unit
+
+Gradient = tuple[UnitState, ParameterState, Tensor]
+_Product = tuple[Tensor, Tensor]  # whose product is a gradient
+
+
+@final
+class LaterGradients:
+    """What waits, by unit and micro-batch.
+
+    Args:
+        units: of the stage.
+        states: of its trained parameters, by name.
+        micro_batch: returns that whose backward runs; ``None`` where nothing can wait.
+
+    Attributes:
+        units: names of those that the plan takes apart, in the order of backward.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        states: Mapping[str, tuple[UnitState, ParameterState]],
+        micro_batch: Callable[[], int | None],
+    ) -> None:
+        self.units = [unit.name for unit in units if unit.weight_gradients][::-1]
+        self._micro_batch = micro_batch
+        self._state = {id(p.shard.leaf): (unit, p) for unit, p in states.values() if unit.name in self.units}
+        self._waiting: dict[tuple[str, int], list[tuple[ParameterState, Tensor | _Product]]] = defaultdict(list)
+
+    def bind(self, model: nn.Module) -> Iterator[Callable[[], None]]:
+        """Let linear layers leave the gradients of their weights; yield functions that undo this."""
+        for module in model.modules():
+            kind, weight = type(module).__name__, getattr(module, "weight", None)
+            if kind in {"Linear", "Conv1D"} and type(module).__module__ in _OWNERS and id(weight) in self._state:
+                yield replace_attribute(module, "forward", _forward(module, self))
+
+    def keep(self, unit: UnitState, parameter: ParameterState, gradient: Tensor | _Product) -> bool:
+        """Keep a gradient, or two matrices whose product it is. Return whether it waits."""
+        micro_batch = self._micro_batch() if unit.name in self.units else None
+        if micro_batch is None:
+            return False
+        self._waiting[unit.name, micro_batch].append((parameter, gradient))
+        return True
+
+    def product(self, weight: int, left: Tensor, right: Tensor) -> Tensor | None:
+        """Return the gradient of a weight with this ``id``, the product of two matrices; ``None`` if it waits."""
+        unit, parameter = self._state[weight]
+        return None if self.keep(unit, parameter, (left.detach(), right.detach())) else left.mm(right)
+
+    def take(self, unit: str, micro_batch: int) -> Iterator[tuple[ParameterState, Tensor]]:
+        """Make and yield what waits of a unit, in the order of backward; what comes several times is added up."""
+        waiting, found = self._waiting.pop((unit, micro_batch), []), dict[str, tuple[ParameterState, Tensor]]()
+        while waiting:
+            parameter, given = waiting.pop(0)
+            gradient = given[0].mm(given[1]) if isinstance(given, tuple) else given
+            if parameter.name in found:
+                gradient = found[parameter.name][1] + gradient
+            found[parameter.name] = parameter, gradient
+            if not any(parameter is other for other, _ in waiting):
+                yield found.pop(parameter.name)
+
+    def clear(self) -> None:
+        """Drop what waits, as an iteration begins: an exception may have ended the one before."""
+        self._waiting.clear()
+
+
+_OWNERS = frozenset({"torch.nn.modules.linear", "transformers.pytorch_utils"})
+
+
+def _forward(module: nn.Module, later: LaterGradients) -> Callable[[Tensor], Tensor]:
+    plain: Callable[[Tensor], Tensor] = module.forward
+    is_transposed = type(module).__name__ == "Conv1D"
+
+    def forward(inputs: Tensor) -> Tensor:
+        weight = module.weight
+        hooked = weight._backward_hooks or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
+        cast = torch.is_autocast_enabled(inputs.device.type)
+        if hooked or cast or not (torch.is_grad_enabled() and weight.requires_grad):
+            return plain(inputs)
+        result: Tensor = _Linear.apply(inputs, weight, module.bias, is_transposed, later)  # type: ignore[no-untyped-call]
+        return result
+
+    return forward
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward leaves the gradient of its weight; the weight of a Conv1D is transposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool, later: LaterGradients
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.is_transposed, ctx.later, ctx.key = is_transposed, later, id(weight)
+        return functional.linear(inputs, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        inputs, weight = ctx.saved_tensors
+        matrix = weight if ctx.is_transposed else weight.t()  # [inputs, outputs]
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_input = gradient.matmul(matrix.t()) if needs_input else None
+        rows, columns = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        of_bias = columns.sum(0) if needs_bias else None
+        of_weight = None
+        if needs_weight:
+            left, right = (rows.t(), columns) if ctx.is_transposed else (columns.t(), rows)
+            graph = torch.is_grad_enabled()  # as create_graph=True makes
+            of_weight = left.mm(right) if graph else ctx.later.product(ctx.key, left, right)
+        return of_input, of_weight, of_bias, None, None
