@@ -104,11 +104,14 @@ class Collector:
         """Collect the gradients of a unit that backward has left, see [Note: Zero bubble]."""
         gradients, iteration = self._runtime.actions.gradients, self._runtime.loop.iteration
         on_demand = self._on_demand()
-        for parameter, gradient in self._progress.later.take(unit.name, micro_batch):
+
+        def collect(parameter: ParameterState, gradient: torch.Tensor) -> None:
             if on_demand is not None:
                 on_demand.collect(unit, parameter, gradient)
             else:
                 gradients.collect(unit, parameter, gradient, micro_batch, iteration)
+
+        self._progress.later.make(unit.name, micro_batch, collect)
 
     def _show(self, parameter: ParameterState, gradient: torch.Tensor) -> None:
         if gradient.requires_grad and self._runtime.ranks is not None:

@@ -5,6 +5,7 @@ that of their weight needs. All other gradients of these units wait beside it. S
 when the plan has them. The products are those that autograd would run, on the same operands.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
@@ -17,7 +18,6 @@ from executor.callbacks import replace_attribute
 from executor.memory.units import ParameterState, UnitState
 from planner.graph import Unit
 
-Gradient = tuple[UnitState, ParameterState, Tensor]
 _Product = tuple[Tensor, Tensor]  # whose product is a gradient
 
 
@@ -43,7 +43,8 @@ class LaterGradients:
         self.units = [unit.name for unit in units if unit.weight_gradients][::-1]
         self._micro_batch = micro_batch
         self._state = {id(p.shard.leaf): (unit, p) for unit, p in states.values() if unit.name in self.units}
-        self._waiting: dict[tuple[str, int], list[tuple[ParameterState, Tensor | _Product]]] = defaultdict(list)
+        self._waiting: dict[tuple[str, int], dict[str, tuple[ParameterState, list[Tensor | _Product]]]]
+        self._waiting = defaultdict(dict)
 
     def bind(self, model: nn.Module) -> Iterator[Callable[[], None]]:
         """Let linear layers leave the gradients of their weights; yield functions that undo this."""
@@ -57,7 +58,7 @@ class LaterGradients:
         micro_batch = self._micro_batch() if unit.name in self.units else None
         if micro_batch is None:
             return False
-        self._waiting[unit.name, micro_batch].append((parameter, gradient))
+        self._waiting[unit.name, micro_batch].setdefault(parameter.name, (parameter, []))[1].append(gradient)
         return True
 
     def product(self, weight: int, left: Tensor, right: Tensor) -> Tensor | None:
@@ -65,21 +66,20 @@ class LaterGradients:
         unit, parameter = self._state[weight]
         return None if self.keep(unit, parameter, (left.detach(), right.detach())) else left.mm(right)
 
-    def take(self, unit: str, micro_batch: int) -> Iterator[tuple[ParameterState, Tensor]]:
-        """Make and yield what waits of a unit, in the order of backward; what comes several times is added up."""
-        waiting, found = self._waiting.pop((unit, micro_batch), []), dict[str, tuple[ParameterState, Tensor]]()
+    def make(self, unit: str, micro_batch: int, collect: Callable[[ParameterState, Tensor], None]) -> None:
+        """Make and collect what waits of a unit, one gradient at a time, in the order of backward."""
+        waiting = self._waiting.pop((unit, micro_batch), {})
         while waiting:
-            parameter, given = waiting.pop(0)
-            gradient = given[0].mm(given[1]) if isinstance(given, tuple) else given
-            if parameter.name in found:
-                gradient = found[parameter.name][1] + gradient
-            found[parameter.name] = parameter, gradient
-            if not any(parameter is other for other, _ in waiting):
-                yield found.pop(parameter.name)
+            parameter, given = waiting.pop(next(iter(waiting)))
+            collect(parameter, functools.reduce(torch.add, map(_made, given)))
 
     def clear(self) -> None:
         """Drop what waits, as an iteration begins: an exception may have ended the one before."""
         self._waiting.clear()
+
+
+def _made(given: Tensor | _Product) -> Tensor:
+    return given[0].mm(given[1]) if isinstance(given, tuple) else given
 
 
 _OWNERS = frozenset({"torch.nn.modules.linear", "transformers.pytorch_utils"})

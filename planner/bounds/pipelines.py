@@ -7,8 +7,8 @@ for every stage s of p:
 - *work*: an iteration lasts at least as long as any lane or resource of a rank needs for its work, with what is sent to
   other stages. The first forward of stage s waits for the forwards of the chunks before its first one, and their
   backwards follow its last backward. In between it computes all its micro-batches. If gradients of weights come after
-  backward ([Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`), those of ``min(s, micro-batches)`` may come
-  meanwhile, and the micro-batches of other stages pass without them.
+  backward ([Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`), those of ``min(s + 1, micro-batches)`` may come
+  meanwhile, and micro-batches pass other stages without them.
 - *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
   stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
   chunk of the stage, there and back, and only then comes the first backward of the stage. After its last one, the last
@@ -67,9 +67,9 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
     segments = [segment for chunk in own for segment in chunk]
     total = load_of(on, segments)
     _sent(on, total, segments, number, len(own))
-    later_s = {stage: _later_s(on, chunks[stage]) for stage in range(1, num_stages)} if on.given.pipeline_order else {}
-    after_s = min(number, count) * later_s.get(number, 0.0)
-    before_s = sum(later_s.get(stage, 0.0) for stage in range(number))
+    later_s = {stage: _later_s(on, chunks[stage]) for stage in range(num_stages)} if on.given.pipeline_order else {}
+    after_s = min(number + 1, count) * later_s.get(number, 0.0) if number else 0.0
+    before_s = sum(later_s.get(stage, 0.0) for stage in range(1, number))  # the first makes its own at last
     behind_s = sum(later_s.get(stage, 0.0) for stage in range(number + 1, num_stages))
     for key, load in total.items():
         needs = Sum().plus(load, 1.0 / on.loads.capacity[key])

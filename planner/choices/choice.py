@@ -144,17 +144,14 @@ def _stage_ways(request: Request, pipeline: int) -> list[tuple[int, Literal["zer
 
     Rounds are one, and as many as there are layers, so that each comes alone.
     """
-    model = request.model
-    is_open = request.global_batch is not None and pipeline > 1
-    rounds, asked = request.pipeline_rounds or 1, request.pipeline_order
+    rounds, asked, model = request.pipeline_rounds or 1, request.pipeline_order, request.model
     if asked == "zero-bubble":
         return [(rounds, asked)]
     ways: list[tuple[int, Literal["zero-bubble"] | None]] = [(rounds, None)]
-    if isinstance(model, CapturedModel) or not is_open:
-        return ways
-    if not request.pipeline_rounds and model.num_layers > pipeline:
+    is_open = request.global_batch is not None and request.pipeline_rounds is None
+    if is_open and not isinstance(model, CapturedModel) and model.num_layers // pipeline > 1 < pipeline:
         ways.append((model.num_layers // pipeline, None))
-    if asked is None and rounds == 1 and not request.types.products:
+    if pipeline > 1 and rounds == 1 and asked is None:
         ways.append((1, "zero-bubble"))
     return ways
 

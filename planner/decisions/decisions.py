@@ -1,8 +1,8 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import Place, UnitDecision
@@ -46,7 +46,7 @@ class Decisions(Sharding):
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     num_forwards_ahead: Count = 1
-    num_backwards_ahead: Count | None = None
+    num_backwards_ahead: Annotated[int, Field(ge=0)] | None = None
     round_starts: tuple[str, ...] = ()
     tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True

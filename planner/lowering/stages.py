@@ -99,7 +99,7 @@ def stage_of(
         if number == stage:
             made = _owning(unit, {name: specs[name] for name in tied if homes[name] != stage})
             own.append(dataclasses.replace(made, entry_bytes=rotations) if unit.name in entries else made)
-    if decisions.pipeline_order and stage:  # nobody waits for the first
+    if decisions.pipeline_order:
         own = [*apart(own, decisions.precision.weight_bytes)]
     splits = any(unit.weight_gradients for unit in own)
     chosen = {unit.name: _placed(unit, decisions) for unit in own}
@@ -222,7 +222,7 @@ def _with_sends(
     num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
     order: list[Task] = []
     sent: dict[_Kind, Task] = {}
-    split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead}
+    split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead is not None}
     for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds, split):
         forward = op is Op.FORWARD
         step = 1 if forward else -1

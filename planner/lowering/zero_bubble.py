@@ -2,9 +2,9 @@
 
 [Note: Zero bubble] The gradient of a product's input is needed by the stage before. The gradient of its weight is
 needed at the step. So a stage may leave the latter until it would wait otherwise (Qi et al., *Zero Bubble Pipeline
-Parallelism*, 2024, whose schedule ZB-H1 this is): stage ``s`` runs ``s`` backwards ahead of the weights' gradients, the
-first stage none, as nobody waits for it. Until then, the product's input and the gradient of its output are kept. With
-``p - s`` forwards ahead, each stage thus has something of ``p`` micro-batches.
+Parallelism*, 2024, whose schedule ZB-H1 this is): in stage ``s``, weights' gradients come ``s`` backwards later, each
+after the forward that follows that backward. Until then, the product's input and the gradient of its output are kept.
+With ``p - s`` forwards ahead, each stage thus has something of ``p`` micro-batches.
 
 Products of layers with weights of their own are taken apart. All other gradients of such a unit are made in backward,
 and wait with them, so that the unit's gradients go where they are used together. What is made later needs no weights.

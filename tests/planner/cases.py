@@ -238,6 +238,8 @@ def in_stages(draw: st.DrawFn) -> Case:
     drawn = draw(decisions(small_units(model, num_layers), ours=True))
     given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "update_start": "step"}
     given |= {"num_micro_batches": draw(st.integers(1, 5)), "spill_gradients": False}
+    if num_rounds == 1 and not drawn.why_not_apart:
+        given["pipeline_order"] = draw(st.sampled_from([None, "zero-bubble"]))
     return Case(model, num_layers, Decisions.model_validate(dict(drawn) | given), draw(st.booleans()))
 
 

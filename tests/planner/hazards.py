@@ -114,6 +114,17 @@ class Walk(WalkedMemory):
         self._weights(task)
         found = self.read(("activations", task.unit, task.micro_batch, task.tile))
         self.expect(found, self.node[0], "activations of iteration")
+        if self.units[task.unit].weight_gradients:
+            self.write(("kept", task.unit, task.micro_batch), self.node[0])
+        else:
+            self._gradients(task)
+
+    def _weight_gradient(self, task: Task) -> None:
+        """Gradients that backward has left are made from what it has kept, without weights."""
+        self.expect(self.read(("kept", task.unit, task.micro_batch)), self.node[0], "kept in iteration")
+        self._gradients(task)
+
+    def _gradients(self, task: Task) -> None:
         for name in (task.unit, *self.units[task.unit].shared_units):
             if not self.units[name].num_params:
                 continue
@@ -427,7 +438,7 @@ class Walk(WalkedMemory):
         leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes and key[2] != in_bucket]
         backward: dict[tuple[str, int], int] = {}
         for task in self.schedule.tasks:
-            if task.op is Op.BACKWARD:
+            if task.op is Op.WEIGHT_GRADIENT or (task.op is Op.BACKWARD and not self.units[task.unit].weight_gradients):
                 backward.setdefault((task.unit, task.micro_batch), task.index)
         for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
             new = 0 if self.decisions.in_rounds else micro_batch  # later ones are added to these

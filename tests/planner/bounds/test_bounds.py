@@ -217,18 +217,19 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
 
 
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
-@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("way", [{}, {"pipeline_rounds": 3}, {"pipeline_order": "zero-bubble"}], ids=str)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_bounds_of_plain_stages_hold_and_are_near(speed, rounds, activations):
-    """Conditions that count more copies, sends or memory than there are would fail here."""
+def test_bounds_of_plain_stages_hold_and_are_near(speed, way, activations):
+    """Conditions that count more copies, sends, waiting or memory than there are would fail here."""
     units = small_units("demo-llama", 6)
-    given = {"pipeline_parallel": 2, "pipeline_rounds": rounds, "num_micro_batches": 6, "activations": activations}
+    stages = 3 if "pipeline_order" in way else 2
+    given = {"pipeline_parallel": stages, "num_micro_batches": 6, "activations": activations, **way}
     shares = []
     for place, params in itertools.product((Place.GPU, Place.CPU, Place.STREAM), ("gpu", "host")):
         if (place, params) != (Place.GPU, "host"):
             profile = machine(devices_per_node=4, via_host_link=True, **{"cpu_params_per_s": 2e8, **speed})
             shares.append(check(units, decide(units, place, params=params, **given), profile))
-    assert min(shares) > 0.45
+    assert min(shares) > (0.35 if stages == 3 else 0.45)
 
 
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])

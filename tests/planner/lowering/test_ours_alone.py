@@ -70,6 +70,7 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     yield share, decide(share, tensor_parallel=2)
     stages = Setup(small_units("gpt2", 4), Sharding(pipeline_parallel=2, num_micro_batches=3, data_parallel=2))
     yield stages.units, staged(stages, 2, 1)
+    yield stages.units, staged(stages.changed(pipeline_order="zero-bubble"), 2, 1)
     turns = stages.changed(pipeline_rounds=2)
     kept = staged(turns, 2, 1)
     moved = (u.name for u in turns.units if u.can_swap)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from amount import examples
-from cases import Case, decide, in_stages, small_units
+from cases import MODELS, Case, decide, in_stages, small_units
 from hazards import violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,7 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.lowering import lower, stages
 from planner.lowering.stages import stage_of
+from planner.lowering.zero_bubble import apart
 from planner.models.kernels import flop
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
@@ -67,6 +68,45 @@ def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num
     timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
     work_s = 3.0 * num_micro_batches
     assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.integers(2, 6), st.integers(1, 12))
+def test_without_gradients_of_weights_the_bubble_is_that_of_zb_h1(num_stages: int, num_micro_batches: int) -> None:
+    """All three parts 1 s a stage: (p - 1) (forward + input's gradient - weights' gradient), of the paper's table 2.
+
+    With fewer micro-batches than stages, there are too few of the latter to fill it.
+    """
+    units = small_units("demo-llama", num_stages)
+    decisions = decide(
+        units,
+        Place.GPU,
+        pipeline_parallel=num_stages,
+        num_micro_batches=num_micro_batches,
+        pipeline_order="zero-bubble",
+    )
+    schedule = lower(units, decisions, asynchronous=True)
+    prices = []
+    for task in schedule.tasks:
+        taking_s = 1.0 if task.op in {Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENT} else 0.0
+        prices.append(Price(0.0, taking_s if task.unit.endswith(".mlp") else 0.0))
+    timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
+    bubble_s = timeline.period_s(1) - 3.0 * num_micro_batches
+    few = max(num_stages - num_micro_batches, 0)
+    assert bubble_s == pytest.approx(num_stages - 1 + few, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.sampled_from(MODELS))
+def test_backward_in_two_parts_does_the_same_work(model: str) -> None:
+    """Kernel for kernel; the gradients of all matrices of layers are left for later."""
+    units = small_units(model, 2)
+    for whole, part in zip(units, apart(units, 2), strict=True):
+        assert Counter(part.backward) + Counter(part.weight_gradients) == Counter(whole.backward)
+        matrices = [spec for spec in whole.parameters if len(spec.shape) == 2] if whole.in_layer else []
+        made = sum(kernel.m * kernel.n * kernel.count for kernel in part.weight_gradients)
+        assert made == sum(spec.num_params for spec in matrices)
+        assert bool(part.kept_bytes) == bool(matrices)
 
 
 def test_in_rounds_weights_come_once_and_gradients_leave_once() -> None:

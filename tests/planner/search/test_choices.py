@@ -127,6 +127,11 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
         ({"num_devices": 16, "pipeline_parallel": 16}, "has 12 layers, which 16 pipeline stages cannot share"),
         ({"pipeline_parallel": 4, "pipeline_rounds": 4}, "12 layers, which 4 pipeline stages cannot share in 4 rounds"),
         ({"context_exchange": "ring"}, "exchange=ring is of ranks that share sequences; leave it out, or choose"),
+        ({"pipeline_order": "zero-bubble"}, "order=zero-bubble: it is of a pipeline's stages; leave it out"),
+        (
+            {"pipeline_order": "zero-bubble", "pipeline_parallel": 2, "tensor_parallel": 2},
+            "order=zero-bubble: gradients of weights are not made apart from backward beside tensor parallelism",
+        ),
         ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages; leave --parallel rounds out, or choose"),
     ],
 )
@@ -153,6 +158,17 @@ def test_keys_pass_on_where_that_is_faster(profile, seq_len, faster) -> None:
         for way, found in ways.items()
     }
     assert min(layer_s, key=layer_s.__getitem__) == faster
+
+
+def test_stages_fill_their_bubble_where_they_can() -> None:
+    """Either order is tried, unless one is asked for."""
+    asked = Request(OPT, machine(devices_per_node=8), num_devices=8, pipeline_parallel=4, num_micro_batches=4)
+    assert [choice.pipeline_order for choice in choices(asked)] == [None, "zero-bubble"]
+    for order, wanted in (("1f1b", None), ("zero-bubble", "zero-bubble")):
+        found = choices(dataclasses.replace(asked, pipeline_order=order))
+        assert [choice.pipeline_order for choice in found] == [wanted]
+    shared = dataclasses.replace(asked, tensor_parallel=2)
+    assert [choice.pipeline_order for choice in choices(shared)] == [None]
 
 
 def test_ranks_may_be_more_than_heads_where_keys_pass_on() -> None:
