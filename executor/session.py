@@ -146,8 +146,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.collector.hook_parameters()
-            self._undo += [*driver.progress.later.bind(model), *bind_quantized(model)]
-            self._undo += bind_adapted_parameters(model)
+            self._undo += driver.progress.later.bind(model, options.compile_backend)
+            self._undo += [*bind_quantized(model), *bind_adapted_parameters(model)]
             if decisions.fp8_weights:
                 from executor.module.float8 import bind_fp8_weights  # noqa: PLC0415 - needs torchao
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from executor.callbacks import replace_attribute
 from executor.memory.units import ParameterState, UnitState
+from executor.module.binding import no_compile
 from planner.graph import Unit
 
 _Product = tuple[Tensor, Tensor]  # whose product is a gradient
@@ -46,12 +47,15 @@ class LaterGradients:
         self._waiting: dict[tuple[str, int], dict[str, tuple[ParameterState, list[Tensor | _Product]]]]
         self._waiting = defaultdict(dict)
 
-    def bind(self, model: nn.Module) -> Iterator[Callable[[], None]]:
-        """Let linear layers leave the gradients of their weights; yield functions that undo this."""
+    def bind(self, model: nn.Module, compile_backend: str | None) -> Iterator[Callable[[], None]]:
+        """Let linear layers leave the gradients of their weights; yield functions that undo this.
+
+        They are kept out of compiled graphs, which would keep nothing when they run again.
+        """
         for module in model.modules():
             kind, weight = type(module).__name__, getattr(module, "weight", None)
             if kind in {"Linear", "Conv1D"} and type(module).__module__ in _OWNERS and id(weight) in self._state:
-                yield replace_attribute(module, "forward", _forward(module, self))
+                yield replace_attribute(module, "forward", no_compile(compile_backend)(_forward(module, self)))
 
     def keep(self, unit: UnitState, parameter: ParameterState, gradient: Tensor | _Product) -> bool:
         """Keep a gradient, or two matrices whose product it is. Return whether it waits."""

@@ -237,6 +237,40 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, fol
     return *found, state
 
 
+def waiting_in_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple:
+    """Return the names of the matrices of layers, how many micro-batches wait, and what waits in each.
+
+    The latter are bytes that are planned and kept, and the matrices whose gradients wait for a product.
+    """
+    _model, optimizer = prepare(task, decisions)
+    found, behind = [], set()
+    with optimizer.session as session:
+        later, units = session.driver.progress.later, {unit.name: unit for unit in session.units}
+        make = session.driver.make_later_gradients
+
+        def seen(micro_batch):
+            if micro_batch == 0:
+                behind.add(len({number for _, number in later._waiting}))
+            kept, names = 0, set()
+            for (_, number), of_unit in later._waiting.items():
+                parts = [(p.name, part) for p, given in of_unit.values() for part in given] if number == 0 else []
+                names.update(name for name, part in parts if isinstance(part, tuple))
+                tensors = [t for _, part in parts for t in (part if isinstance(part, tuple) else (part,))]
+                storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+                kept += sum(storages.values())
+            if micro_batch == 0:
+                found.append((sum(units[name].kept_bytes for name in later.units), kept, names))
+            make(micro_batch)
+
+        session.driver.make_later_gradients = seen
+        for micro_batches in steps(task, 0):
+            train(optimizer, micro_batches)
+        matrices = {
+            spec.name for unit in session.units if unit.in_layer for spec in unit.parameters if len(spec.shape) == 2
+        }
+    return matrices, behind, found
+
+
 def memory_of_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple[int, int]:
     """Return the bytes on the device in the third step, as planned and measured."""
     model, optimizer = prepare(task, decisions, record=True)

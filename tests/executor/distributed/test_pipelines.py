@@ -14,6 +14,7 @@ from pipeline_programs import (
     staged_on_gpu,
     trained_in_memory,
     trained_in_stages,
+    waiting_in_stage,
 )
 from rank_programs import saved
 from safetensors.torch import load_file
@@ -166,7 +167,9 @@ def test_stages_train_as_one_process(processes, family, count, stages, degrees, 
     check(processes, family, count, stages, degrees, choose, dtype)
 
 
-@pytest.mark.parametrize(("degrees", "choose"), [({}, OFF), ({"data_parallel": 2, "zero_stage": 2}, AGAIN)])
+@pytest.mark.parametrize(
+    ("degrees", "choose"), [({}, OFF), ({"data_parallel": 2, "zero_stage": 2} | ZERO_BUBBLE, AGAIN)]
+)
 def test_a_stage_that_leaves_the_plan_trains_shared_weights_too(processes, degrees, choose):
     check(processes, "llama-tied", 3, 2, degrees, choose, penalty=1e-3)
 
@@ -260,6 +263,18 @@ def test_stages_hold_what_is_planned(processes, choose, way):
     decisions = decide(task, choose, pipeline_parallel=2, **way, subgroup_params=200_000)
     for planned, measured in processes.call(2, memory_of_stage, task, decisions):
         assert 0.9 * planned < measured < 1.005 * planned
+
+
+@pytest.mark.parametrize(("family", "choose"), [("llama-wide", KEPT), ("gpt2-still-shared", AGAIN)])
+def test_gradients_of_weights_wait_with_what_is_planned(processes, family, choose):
+    """Every matrix of a layer waits, as long as the plan says, and what it waits with has the planned bytes."""
+    task = Task(family, torch.float32, 4, iterations=1)
+    decisions = decide(task, choose, pipeline_parallel=2, **ZERO_BUBBLE)
+    for stage, (matrices, behind, found) in enumerate(processes.call(2, waiting_in_stage, task, decisions)):
+        assert behind == {stage + 1}, "micro-batches that wait as the first of them is made"
+        for planned, kept, names in found:
+            assert names == matrices
+            assert 0.97 * planned < kept <= planned
 
 
 SENDING = [{"pipeline_rounds": 2}, {"tensor_parallel": 2}, {"data_parallel": 2, "context_parallel": 2}]
