@@ -544,7 +544,6 @@ class IterationDriver:
         self._runtime.cast_due()
         self._runtime.inside_iteration = True
         self._has_run_back = False
-        self.progress.later.clear()
         self.gradients.begin_iteration()
 
     def _backward_begins(self, micro_batch: int) -> None:

@@ -77,10 +77,6 @@ class LaterGradients:
             parameter, given = waiting.pop(next(iter(waiting)))
             collect(parameter, functools.reduce(torch.add, map(_made, given)))
 
-    def clear(self) -> None:
-        """Drop what waits, as an iteration begins: an exception may have ended the one before."""
-        self._waiting.clear()
-
 
 def _made(given: Tensor | _Product) -> Tensor:
     return given[0].mm(given[1]) if isinstance(given, tuple) else given

@@ -87,10 +87,11 @@ class Block(torch.nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.norm, self.up, self.down = LayerNorm(width), Linear(width, 3 * width), Linear(3 * width, width)
+        self.mix = Linear(width, width, bias=False)  # used twice
         self.scale = torch.nn.Parameter(torch.ones(width))
 
     def forward(self, x, mask):
-        return x + self.scale * self.down(torch.nn.functional.gelu(self.up(self.norm(x * mask))))
+        return x + self.scale * self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
 
 
 class Own(torch.nn.Module):

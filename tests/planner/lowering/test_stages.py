@@ -231,3 +231,21 @@ def test_a_host_has_what_the_stages_of_its_ranks_hold(case: Case, devices_per_no
             held[rank // devices_per_node] += use.peak_bytes if use else 0
         assert peaks[tier].peak_bytes == sum(peaks[tier].by_class.values()) == max(held)
     assert needs_bytes(timeline, steady, cost) == {tier: peak.peak_bytes for tier, peak in peaks.items()}
+
+
+def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
+    """Weights come as often as in 1F1B; until the gradients are made, inputs and gradients of outputs are there."""
+    units = small_units("demo-llama", 4)
+    given = {"params": "host", "pipeline_parallel": 2, "num_micro_batches": 4}
+    plain, apart_ = (
+        lower(units, decide(units, Place.CPU, **given, pipeline_order=order), asynchronous=True)
+        for order in (None, "zero-bubble")
+    )
+    fetches = [Counter(task.unit for task in each.tasks if task.op is Op.FETCH) for each in (plain, apart_)]
+    assert fetches[0] == fetches[1]
+    number = {(t.op, t.unit, t.micro_batch): t.index for t in apart_.tasks}
+    for unit in apart(units, 2):
+        held = [b for b in apart_.buffers if b.label == f"{unit.name} for its weights' gradients"]
+        assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
+        ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
+        assert {(b.first, b.last) for b in held} == ends
