@@ -16,6 +16,7 @@ from planner.models.operators import UNUSED, Batch, Operator, weight_of
 from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
 from planner.models.sharding import share
+from planner.models.zero_bubble import apart
 from planner.optimizers import is_hidden_matrix
 from planner.subgroups import Extent
 
@@ -308,6 +309,8 @@ def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
             ``batch.tensor_parallel`` ranks, or was captured for another batch.
     """
+    if batch.splits_backward:
+        return tuple(apart(build_graph(config, dataclasses.replace(batch, splits_backward=False)), batch.dtype_bytes))
     if (tile := batch.segment_tile_sequences) is not None:
         return tuple(_in_segment_tiles(config, batch, tile))
     if isinstance(config, CapturedModel):

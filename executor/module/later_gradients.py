@@ -1,4 +1,4 @@
-"""Gradients of weights that backward leaves for later, see [Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`.
+"""Gradients of weights that backward leaves for later, see [Note: Zero bubble] in :mod:`planner.models.zero_bubble`.
 
 In the units that the plan takes apart, linear layers make the gradient of their input alone in backward, and keep what
 that of their weight needs. All other gradients of these units wait beside it. So the unit's gradients come together,

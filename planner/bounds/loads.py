@@ -11,7 +11,13 @@ from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.subgroups import Subgroup
 
-_COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
+_COMPUTE = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.WEIGHT_GRADIENT: "weight_gradients",
+    Op.RECOMPUTE: "recompute",
+    Op.REMAKE: "remake",
+}
 
 Key = Lane | Resource
 Load = dict[Key, Sum]

@@ -7,7 +7,7 @@ for every stage s of p:
 - *work*: an iteration lasts at least as long as any lane or resource of a rank needs for its work, with what is sent to
   other stages. The first forward of stage s waits for the forwards of the chunks before its first one, and their
   backwards follow its last backward. In between it computes all its micro-batches. If gradients of weights come after
-  backward ([Note: Zero bubble] in :mod:`planner.lowering.zero_bubble`), those of ``min(s + 1, micro-batches)`` may come
+  backward ([Note: Zero bubble] in :mod:`planner.models.zero_bubble`), those of ``min(s + 1, micro-batches)`` may come
   meanwhile, and micro-batches pass other stages without them.
 - *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
   stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
@@ -34,8 +34,6 @@ from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.stages import deal
-from planner.lowering.zero_bubble import apart
-from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.setup import Setup
 from planner.simulate.prediction import capacities
@@ -67,22 +65,21 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
     segments = [segment for chunk in own for segment in chunk]
     total = load_of(on, segments)
     _sent(on, total, segments, number, len(own))
-    later_s = {stage: _later_s(on, chunks[stage]) for stage in range(num_stages)} if on.given.pipeline_order else {}
-    after_s = min(number + 1, count) * later_s.get(number, 0.0) if number else 0.0
-    before_s = sum(later_s.get(stage, 0.0) for stage in range(1, number))  # the first makes its own at last
-    behind_s = sum(later_s.get(stage, 0.0) for stage in range(number + 1, num_stages))
+    own_s, after_s = _later_s(on, own), 0.0
+    if number:  # some of its own may come at last, and the first stage's do
+        after_s = min(number + 1, count) * own_s - _later_s(on, chunks[:1])
     for key, load in total.items():
         needs = Sum().plus(load, 1.0 / on.loads.capacity[key])
         if key is Lane.COMPUTE:
             alone = Sum().plus(needs).plus(_passing(on, before, forward_only=True))
-            needs.plus(_passing(on, before)).plus(Sum(("", -after_s - before_s)))
-            if after_s:
+            needs.plus(_passing(on, before)).plus(Sum(("", -after_s)))
+            if own_s:
                 on.program.at_least(f"work: {label(key)} of stage {number} alone", Sum((TIME, 1.0)), alone)
         on.program.at_least(f"work: {label(key)} of stage {number}", Sum((TIME, 1.0)), needs)
     if not on.given.clip:
         return
     rest = _passing(on, own, backward_only=True, times=count).plus(_passing(on, before, backward_only=True))
-    rest.plus(_passing(on, behind)).plus(Sum(("", -after_s - before_s - behind_s)))
+    rest.plus(_passing(on, behind)).plus(Sum(("", count * own_s - after_s)))
     updates: Load = defaultdict(Sum)
     for unit in (unit for segment in segments for unit in segment):
         for key, load in returning(on, unit).items():
@@ -102,12 +99,10 @@ def _sent(on: Placement, total: Load, segments: Chunk, number: int, num_rounds: 
         on.loads.charge(total, send, Sum(("", float(count * (num_rounds - (number == end))))))
 
 
-def _later_s(on: Placement, segments: Chunk) -> float:
-    """Return the seconds in which a stage makes the gradients of weights of one micro-batch that backward leaves."""
-    units = apart([unit for segment in segments for unit in segment], on.weight_bytes)
-    issue_s = 0.0 if on.cost.asynchronous else on.cost.profile.device.issue_s.value  # else it is on the way
-    kernels = [kernel for unit in units for kernel in unit.weight_gradients]
-    return on.cost.compute_s(kernels) + issue_s * num_kernels(tuple(kernels))
+def _later_s(on: Placement, chunks: Iterable[Chunk]) -> float:
+    """Return the seconds in which stages make the gradients of weights of one micro-batch that backward leaves."""
+    units = [unit for chunk in chunks for segment in chunk for unit in segment if unit.weight_gradients]
+    return sum(on.loads.computing(unit, Op.WEIGHT_GRADIENT)[Lane.COMPUTE][""] for unit in units)
 
 
 def _passing(

@@ -27,6 +27,8 @@ def load_of(on: Placement, segments: Sequence[Sequence[Unit]]) -> Load:
         every = Sum(("", on.passes(unit)))
         _pass(on, total, unit, Op.FORWARD, every)
         _pass(on, total, unit, Op.BACKWARD, every)
+        if unit.weight_gradients:
+            _pass(on, total, unit, Op.WEIGHT_GRADIENT, every)
         _casts(on, total, unit)
         _work_of(on, total, unit)
     for segment in segments:

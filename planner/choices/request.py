@@ -129,6 +129,7 @@ def batch_of(
         expert_parallel=choice.expert_parallel,
         context_parallel=choice.context_parallel,
         passes_keys=choice.context_exchange is not None,
+        splits_backward=choice.pipeline_order is not None,
         expert_units=choice.expert_units,
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,

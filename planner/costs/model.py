@@ -409,5 +409,5 @@ def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
         units: of the whole model, or of one tensor-parallel rank's share.
         decisions: the plan's; in a pipeline, the result is the mean over stages.
     """
-    total = sum(unit.num_tiles * flop((*unit.forward, *unit.backward)) for unit in units)
+    total = sum(unit.num_tiles * flop((*unit.forward, *unit.backward, *unit.weight_gradients)) for unit in units)
     return decisions.num_micro_batches * total / decisions.pipeline_parallel

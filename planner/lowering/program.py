@@ -276,6 +276,11 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
     if names != decided.keys():
         strange = sorted(names ^ decided.keys())
         raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
+    if decisions.num_backwards_ahead is None and (split := [unit.name for unit in units if unit.weight_gradients]):
+        raise ValueError(
+            f"unit {split[0]} makes gradients of weights apart from backward, and the decisions have no place for "
+            "them; make units of a batch with splits_backward off, or set pipeline_order"
+        )
     segments: dict[str, Activations] = {}
     for unit in units:
         activations = decided[unit.name].activations

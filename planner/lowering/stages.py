@@ -29,7 +29,6 @@ from planner.graph import Unit, segments
 from planner.lowering.compute import turns
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
-from planner.lowering.zero_bubble import apart
 from planner.models.choice import Choice
 from planner.models.operators import weight_of
 from planner.models.parameters import ParameterSpec
@@ -99,8 +98,6 @@ def stage_of(
         if number == stage:
             made = _owning(unit, {name: specs[name] for name in tied if homes[name] != stage})
             own.append(dataclasses.replace(made, entry_bytes=rotations) if unit.name in entries else made)
-    if decisions.pipeline_order:
-        own = [*apart(own, decisions.precision.weight_bytes)]
     splits = any(unit.weight_gradients for unit in own)
     chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)

@@ -22,7 +22,7 @@ class Choice(Frozen):
         pipeline_rounds: times that each micro-batch comes to a stage, each time for other layers; see [Note: Rounds] in
             :mod:`planner.lowering.stages`.
         pipeline_order: ``zero-bubble``: stages leave the gradients of weights for later, see [Note: Zero bubble] in
-            :mod:`planner.lowering.zero_bubble`. ``None``: they make them in backward.
+            :mod:`planner.models.zero_bubble`. ``None``: they make them in backward.
         expert_parallel: data-parallel ranks that share the experts of every layer.
         context_parallel: data-parallel ranks that share the tokens of every sequence; see [Note: Context parallelism]
             in :mod:`planner.models.formulas.context`.

@@ -36,6 +36,8 @@ class Batch:
         segment_tile_sequences: sequences that pass a segment at a time, a divisor of the micro-batch; ``None``: all.
         fp8_products: linear layers of hidden layers multiply in fp8, on the ``device``, or ``emulated`` in fp32 as CPUs
             do; see :mod:`planner.models.formulas.float8`. ``None``: in the type of weights.
+        splits_backward: gradients of weights are apart from backward, see [Note: Zero bubble] in
+            :mod:`planner.models.zero_bubble`.
         casts_weights: whether these products cast their weights; otherwise weights come in fp8.
     """
 
@@ -56,6 +58,7 @@ class Batch:
     segment_tile_sequences: int | None = None
     fp8_products: Literal["device", "emulated"] | None = None
     casts_weights: bool = True
+    splits_backward: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -113,7 +116,7 @@ class Operator:
         writes: whether its forward writes to its trained weights; see [Note: Written weights] in :mod:`planner.setup`.
         num_tiles: tiles of sequences that pass its segment one after another, of which it describes one.
         weight_gradients: kernels that are not in ``backward`` but run later, see [Note: Zero bubble] in
-            :mod:`planner.lowering.zero_bubble`.
+            :mod:`planner.models.zero_bubble`.
         kept_bytes: what they need from backward on.
     """
 

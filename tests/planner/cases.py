@@ -41,6 +41,7 @@ def small_units(
     *,
     in_fp8: bool = False,
     num_tiles: int = 1,
+    splits_backward: bool = False,
 ) -> tuple[Unit, ...]:
     """Return the units of a model that has lost most of its layers, with some parameters ``frozen``.
 
@@ -54,6 +55,7 @@ def small_units(
         tensor_parallel=tensor_parallel,
         fp8_products=products,
         segment_tile_sequences=micro_batch if num_tiles > 1 else None,
+        splits_backward=splits_backward,
     )
     operators = []
     for operator in build_graph(config, batch):
@@ -171,6 +173,7 @@ class Case:
     @property
     def units(self) -> tuple[Unit, ...]:
         options = {"in_fp8": self.in_fp8, "num_tiles": self.num_tiles}
+        options["splits_backward"] = self.decisions.pipeline_order is not None
         return small_units(self.model, self.num_layers, frozen=self.frozen, **options)
 
     @functools.cached_property

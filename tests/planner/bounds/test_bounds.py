@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from machines import machine, quantity, rate
 
 from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.memory import Memory
 from planner.bounds.placement import Placement
@@ -22,8 +23,10 @@ from planner.bounds.windows import Windows
 from planner.bounds.work import work
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, Sharding
-from planner.graph import Unit
+from planner.graph import Batch, Unit, build_graph
+from planner.graph import units as units_of
 from planner.lowering import lower
+from planner.models import resolve_model
 from planner.schedule.tasks import Op, Tier
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
@@ -221,7 +224,7 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_bounds_of_plain_stages_hold_and_are_near(speed, way, activations):
     """Conditions that count more copies, sends, waiting or memory than there are would fail here."""
-    units = small_units("demo-llama", 6)
+    units = small_units("demo-llama", 6, splits_backward="pipeline_order" in way)
     stages = 3 if "pipeline_order" in way else 2
     given = {"pipeline_parallel": stages, "num_micro_batches": 6, "activations": activations, **way}
     shares = []
@@ -230,6 +233,18 @@ def test_bounds_of_plain_stages_hold_and_are_near(speed, way, activations):
             profile = machine(devices_per_node=4, via_host_link=True, **{"cpu_params_per_s": 2e8, **speed})
             shares.append(check(units, decide(units, place, params=params, **given), profile))
     assert min(shares) > (0.35 if stages == 3 else 0.45)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 6])
+@pytest.mark.parametrize("num_micro_batches", [2, 6])
+@pytest.mark.parametrize("order", [None, "zero-bubble"])
+def test_bounds_of_stages_that_only_compute_are_nearly_exact(num_stages, num_micro_batches, order):
+    """Layers are so large that nothing else counts: conditions that ask a little too much would fail here."""
+    model = resolve_model("llama-2-7b").model_copy(update={"num_layers": 6, "vocab_size": 1024})
+    units = units_of(build_graph(model, Batch(1, 2048, splits_backward=order is not None)))
+    given = {"pipeline_parallel": num_stages, "num_micro_batches": num_micro_batches, "pipeline_order": order}
+    decisions = decide(units, Place.GPU, params="gpu", activations="keep", **given)
+    assert check(units, decisions, load_profile("h100")) > 0.85
 
 
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])

@@ -29,6 +29,9 @@ ROOT = Path(__file__).parents[3]
 LOWERING = Path(package.__file__).parent
 
 
+ZERO_BUBBLE = {"pipeline_order": "zero-bubble"}
+
+
 def schedules() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     """Yield models and decisions of ours: each storage, ZeRO stage, degree and type at least once."""
     units, tied, tiles = small_units("demo-llama"), small_units("gpt2"), small_units("demo-llama", num_tiles=2)
@@ -70,7 +73,8 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     yield share, decide(share, tensor_parallel=2)
     stages = Setup(small_units("gpt2", 4), Sharding(pipeline_parallel=2, num_micro_batches=3, data_parallel=2))
     yield stages.units, staged(stages, 2, 1)
-    yield stages.units, staged(stages.changed(pipeline_order="zero-bubble"), 2, 1)
+    split = Setup(small_units("gpt2", 4, splits_backward=True), stages.given.model_copy(update=ZERO_BUBBLE))
+    yield split.units, staged(split, 2, 1)
     turns = stages.changed(pipeline_rounds=2)
     kept = staged(turns, 2, 1)
     moved = (u.name for u in turns.units if u.can_swap)

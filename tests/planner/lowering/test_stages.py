@@ -17,7 +17,6 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.lowering import lower, stages
 from planner.lowering.stages import stage_of
-from planner.lowering.zero_bubble import apart
 from planner.models.kernels import flop
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
@@ -77,7 +76,7 @@ def test_without_gradients_of_weights_the_bubble_is_that_of_zb_h1(num_stages: in
 
     With fewer micro-batches than stages, there are too few of the latter to fill it.
     """
-    units = small_units("demo-llama", num_stages)
+    units = small_units("demo-llama", num_stages, splits_backward=True)
     decisions = decide(
         units,
         Place.GPU,
@@ -100,8 +99,7 @@ def test_without_gradients_of_weights_the_bubble_is_that_of_zb_h1(num_stages: in
 @given(st.sampled_from(MODELS))
 def test_backward_in_two_parts_does_the_same_work(model: str) -> None:
     """Kernel for kernel; the gradients of all matrices of layers are left for later."""
-    units = small_units(model, 2)
-    for whole, part in zip(units, apart(units, 2), strict=True):
+    for whole, part in zip(small_units(model), small_units(model, splits_backward=True), strict=True):
         assert Counter(part.backward) + Counter(part.weight_gradients) == Counter(whole.backward)
         matrices = [spec for spec in whole.parameters if len(spec.shape) == 2] if whole.in_layer else []
         made = sum(kernel.m * kernel.n * kernel.count for kernel in part.weight_gradients)
@@ -235,17 +233,17 @@ def test_a_host_has_what_the_stages_of_its_ranks_hold(case: Case, devices_per_no
 
 def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
     """Weights come as often as in 1F1B; until the gradients are made, inputs and gradients of outputs are there."""
-    units = small_units("demo-llama", 4)
     given = {"params": "host", "pipeline_parallel": 2, "num_micro_batches": 4}
-    plain, apart_ = (
-        lower(units, decide(units, Place.CPU, **given, pipeline_order=order), asynchronous=True)
-        for order in (None, "zero-bubble")
+    units = [small_units("demo-llama", 8, splits_backward=splits) for splits in (False, True)]
+    plain, apart = (
+        lower(each, decide(each, Place.CPU, **given, pipeline_order=order), asynchronous=True)
+        for each, order in zip(units, (None, "zero-bubble"), strict=True)
     )
-    fetches = [Counter(task.unit for task in each.tasks if task.op is Op.FETCH) for each in (plain, apart_)]
+    fetches = [Counter(task.unit for task in each.tasks if task.op is Op.FETCH) for each in (plain, apart)]
     assert fetches[0] == fetches[1]
-    number = {(t.op, t.unit, t.micro_batch): t.index for t in apart_.tasks}
-    for unit in apart(units, 2):
-        held = [b for b in apart_.buffers if b.label == f"{unit.name} for its weights' gradients"]
+    number = {(t.op, t.unit, t.micro_batch): t.index for t in apart.tasks}
+    for unit in units[1]:
+        held = [b for b in apart.buffers if b.label == f"{unit.name} for its weights' gradients"]
         assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
         ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
         assert {(b.first, b.last) for b in held} == ends

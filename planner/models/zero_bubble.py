@@ -13,39 +13,34 @@ So a slot is free for the next unit as early as without it.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from planner.graph import Gemm, Kernel, Operator, Unit
+from planner.models.kernels import Gemm, Kernel
+from planner.models.operators import Operator
 
 
-def apart(units: Collection[Unit], value_bytes: int) -> tuple[Unit, ...]:
-    """Return the units with the gradients of weights apart from backward, where they can be.
+def apart(operators: Collection[Operator], value_bytes: int) -> Iterator[Operator]:
+    """Yield operators with the gradients of weights apart from backward, where they can be.
 
     Args:
-        units: of a stage.
+        operators: of a model.
         value_bytes: bytes of a value of an activation, or of a gradient.
     """
-    tied = {name for unit in units for name in unit.shared_parameters}
-    return tuple(
-        _apart(unit, value_bytes) if unit.in_layer and not tied & {*unit.sizes, *unit.shared_parameters} else unit
-        for unit in units
-    )
+    tied = {name for operator in operators for name in operator.shared_parameters}
+    whole = {operator.unit for operator in operators if tied & {*operator.parameter_names}}
+    split = {o.unit for o in operators if o.unit != o.segment and o.unit not in whole and _products(o)[0]}
+    for operator in operators:
+        yield _apart(operator, value_bytes) if operator.unit in split else operator
 
 
-def _apart(unit: Unit, value_bytes: int) -> Unit:
-    operators, made = [], 0
-    for operator, (later, kept) in zip(unit.operators, map(_products, unit.operators), strict=True):
-        left = Counter[Kernel](later)
-        backward = tuple(kernel for kernel in operator.backward if not _take(left, kernel))
-        made += sum(kernel.m * kernel.n * kernel.count for kernel in later)
-        operators.append(
-            dataclasses.replace(operator, backward=backward, weight_gradients=later, kept_bytes=value_bytes * kept)
-        )
-    if not made:
-        return unit
-    waiting_bytes = value_bytes * max(unit.num_params - made, 0)
-    operators[0] = dataclasses.replace(operators[0], kept_bytes=operators[0].kept_bytes + waiting_bytes)
-    return dataclasses.replace(unit, operators=tuple(operators))
+def _apart(operator: Operator, value_bytes: int) -> Operator:
+    later, num_values = _products(operator)
+    left = Counter[Kernel](later)
+    backward = tuple(kernel for kernel in operator.backward if not _take(left, kernel))
+    made = sum(kernel.m * kernel.n * kernel.count for kernel in later)
+    num_trained = sum(spec.num_params for spec in operator.parameters if spec.is_trained)
+    kept_bytes = value_bytes * (num_values + max(num_trained - made, 0))
+    return dataclasses.replace(operator, backward=backward, weight_gradients=later, kept_bytes=kept_bytes)
 
 
 def _products(operator: Operator) -> tuple[tuple[Gemm, ...], int]:
