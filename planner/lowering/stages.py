@@ -11,6 +11,8 @@ The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Tra
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
 Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
 
+Backward may leave the gradients of weights for later, see [Note: Zero bubble] in :mod:`planner.models.zero_bubble`.
+
 [Note: Rounds] With ``pipeline_rounds`` of more than one, layers move from device to device: the model is dealt in as
 many chunks as stages and rounds make, chunk ``c`` to stage ``c mod p``, and each micro-batch comes to every stage once
 a round. All micro-batches pass a chunk before the stage turns to its next one (Lamy-Poirier, *Breadth-First Pipeline

@@ -7,7 +7,7 @@ import pytest
 from amount import examples
 from cases import MODELS, Case, decide, in_stages, small_units
 from hazards import violations
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from machines import machine
 from walked import ordered_by_rules
@@ -71,6 +71,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.integers(2, 6), st.integers(1, 12))
+@example(5, 2)
 def test_without_gradients_of_weights_the_bubble_is_that_of_zb_h1(num_stages: int, num_micro_batches: int) -> None:
     """All three parts 1 s a stage: (p - 1) (forward + input's gradient - weights' gradient), of the paper's table 2.
 
