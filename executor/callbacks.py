@@ -261,12 +261,13 @@ class Saved(torch.autograd.Function):
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return aliases. Those of tensors that need no gradient need none."""
         ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # nothing comes for a weight whose gradient is made later
         found = tuple(tensor.view_as(tensor) for tensor in tensors)
         ctx.mark_non_differentiable(*itertools.compress(found, [not needed for needed in ctx.needs_input_grad]))
         return found
 
     @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(_ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Pass gradients on."""
         return gradients
 

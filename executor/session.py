@@ -164,7 +164,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(
-                    model, units, shards, ranks.tensor, no_compile(options.compile_backend), backend.device
+                    model,
+                    units,
+                    shards,
+                    ranks.tensor,
+                    no_compile(options.compile_backend),
+                    backend.device,
+                    driver.progress.later.multiply_of,
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)

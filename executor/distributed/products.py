@@ -8,7 +8,7 @@ are saved as one block.
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,17 @@ def group_id(group: Group) -> int:
     return number
 
 
-def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int) -> torch.Tensor:
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""Returns the product of two matrices, the gradient of a weight; ``None``: it is made later."""
+
+
+def summed_product(
+    values: torch.Tensor,
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: int | None = None,
+    multiply: Multiply | None = None,
+) -> torch.Tensor:
     """Return ``values @ matrix``, all-reduced over a group, plus the bias: ``[..., outputs]``.
 
     Recomputation stops at the last tensor that backward needs. Autograd's own products save their factors before they
@@ -42,12 +52,14 @@ def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tenso
         values: this rank's shard, ``[..., inputs]``.
         matrix: ``[inputs, outputs]``, with any strides.
         bias: ``[outputs]``, the same on all ranks.
-        group: the group's :func:`group_id`.
+        group: the group's :func:`group_id`; ``None``: ``values`` are whole.
+        multiply: makes the gradient of the weight, whose shape its product has.
 
     Raises:
         RankError: a rank has failed.
     """
-    result: torch.Tensor = _SummedProduct.apply(*Saved.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
+    factors = Saved.apply(values, matrix)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _SummedProduct.apply(*factors, bias, group, multiply)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -66,9 +78,16 @@ def summed_product_operator(
 class _SummedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int
+        ctx: Any,
+        values: torch.Tensor,
+        matrix: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: int | None,
+        multiply: Multiply | None,
     ) -> torch.Tensor:
-        ctx.factors = values.grad_fn or matrix.grad_fn
+        ctx.factors, ctx.multiply = values.grad_fn or matrix.grad_fn, multiply
+        if group is None:
+            return functional.linear(values, matrix.t(), bias)
         result: torch.Tensor = summed_product_operator(values, matrix, bias, group)
         return result
 
@@ -82,10 +101,13 @@ class _SummedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_values = (given @ matrix.t()).view(values.shape)
         if ctx.needs_input_grad[1]:  # with the weight's own strides; else autograd would copy it
-            of_matrix = rows.t() @ given if matrix.is_contiguous() else (given.t() @ rows).t()
+            multiply = torch.mm if ctx.multiply is None or torch.is_grad_enabled() else ctx.multiply
+            is_weight = matrix.is_contiguous()
+            made = multiply(rows.t(), given) if is_weight else multiply(given.t(), rows)
+            of_matrix = made if is_weight or made is None else made.t()
         if ctx.needs_input_grad[2]:
             of_bias = given.sum(0)
-        return of_values, of_matrix, of_bias, None
+        return of_values, of_matrix, of_bias, None, None
 
 
 @torch.library.custom_op("ullage::grouped_product", mutates_args=())

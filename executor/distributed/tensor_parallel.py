@@ -29,7 +29,7 @@ from torch import nn
 from executor.callbacks import replace_attribute
 from executor.distributed.collectives import copy_to_group, reduce_from_group
 from executor.distributed.groups import Group
-from executor.distributed.products import group_id, summed_product
+from executor.distributed.products import Multiply, group_id, summed_product
 from executor.distributed.shards import BindingError, ParameterShard
 from executor.distributed.vocabulary import Head, embed
 from planner.graph import Operator, Pattern, Unit
@@ -42,6 +42,8 @@ DIVIDED: Final = ("nf", *_COUNTS)
 Undo = Callable[[], None]
 NoCompile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function that does the same, but is never traced by ``torch.compile``."""
+MultiplyOf = Callable[[nn.Parameter], Multiply | None]
+"""Returns what makes the gradient of a weight; ``None``: autograd does."""
 
 
 @final
@@ -89,11 +91,12 @@ def bind_tensor_parallel(
     group: Group,
     no_compile: NoCompile,
     device: torch.device,
+    multiply_of: MultiplyOf,
 ) -> list[Undo]:
     """Make modules compute this rank's shard of every layer, with collectives; return functions that undo this.
 
     Keys of ``shards`` are the units' names of parameters. ``no_compile`` keeps functions with collectives out of
-    compiled graphs. ``device`` is where the model computes.
+    compiled graphs. ``device`` is where the model computes. ``multiply_of``: see :data:`MultiplyOf`.
 
     Raises:
         BindingError: tensor-parallel ranks cannot share a module.
@@ -116,9 +119,8 @@ def bind_tensor_parallel(
             undo.append(replace_attribute(module, "forward", embed(module, found[0], group)))
         elif operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
-            undo.append(
-                replace_attribute(module, "forward", no_compile(_row_parallel_forward(module, found[0], group, rng)))
-            )
+            forward = _row_parallel_forward(module, found[0], group, rng, multiply_of)
+            undo.append(replace_attribute(module, "forward", no_compile(forward)))
     return undo + [undone for bank in banks for undone in _bind_experts(bank, group, no_compile)]
 
 
@@ -173,7 +175,7 @@ def _copy_input(modules: list[nn.Module], group: Group, no_compile: NoCompile) -
 
 
 def _row_parallel_forward(
-    module: Any, weight: ParameterShard, group: Group, rng: DividedRng
+    module: Any, weight: ParameterShard, group: Group, rng: DividedRng, multiply_of: MultiplyOf
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the forward of a module that computes a partial sum of every output from a shard of the inputs.
 
@@ -192,7 +194,7 @@ def _row_parallel_forward(
     def forward(values: torch.Tensor) -> torch.Tensor:
         rng.leave()
         matrix = module.weight if by_columns else module.weight.t()
-        return summed_product(values, matrix, module.bias, number)
+        return summed_product(values, matrix, module.bias, number, multiply_of(module.weight))
 
     return forward
 

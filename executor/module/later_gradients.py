@@ -12,9 +12,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from executor.callbacks import replace_attribute
+from executor.distributed.products import Multiply, summed_product
 from executor.memory.units import ParameterState, UnitState
 from executor.module.binding import no_compile
 from planner.graph import Unit
@@ -55,7 +55,26 @@ class LaterGradients:
         for module in model.modules():
             kind, weight = type(module).__name__, getattr(module, "weight", None)
             if kind in {"Linear", "Conv1D"} and type(module).__module__ in _OWNERS and id(weight) in self._state:
-                yield replace_attribute(module, "forward", no_compile(compile_backend)(_forward(module, self)))
+                yield replace_attribute(module, "forward", no_compile(compile_backend)(self._forward(module)))
+
+    def multiply_of(self, weight: nn.Parameter) -> Multiply | None:
+        """Return what keeps the factors of a weight's gradient; ``None`` if autograd is to make it."""
+        hooked = weight._backward_hooks or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
+        is_plain = torch.is_grad_enabled() and weight.requires_grad and not hooked
+        return functools.partial(self._product, id(weight)) if is_plain and id(weight) in self._state else None
+
+    def _forward(self, module: Any) -> Callable[[Tensor], Tensor]:
+        plain: Callable[[Tensor], Tensor] = module.forward
+        is_transposed = type(module).__name__ == "Conv1D"
+
+        def forward(inputs: Tensor) -> Tensor:
+            weight = module.weight
+            multiply = self.multiply_of(weight)
+            if multiply is None or torch.is_autocast_enabled(inputs.device.type):
+                return plain(inputs)
+            return summed_product(inputs, weight if is_transposed else weight.t(), module.bias, multiply=multiply)
+
+        return forward
 
     def keep(self, unit: UnitState, parameter: ParameterState, gradient: Tensor | _Product) -> bool:
         """Keep a gradient, or two matrices whose product it is. Return whether it waits."""
@@ -65,8 +84,7 @@ class LaterGradients:
         self._waiting[unit.name, micro_batch].setdefault(parameter.name, (parameter, []))[1].append(gradient)
         return True
 
-    def product(self, weight: int, left: Tensor, right: Tensor) -> Tensor | None:
-        """Return the gradient of a weight with this ``id``, the product of two matrices; ``None`` if it waits."""
+    def _product(self, weight: int, left: Tensor, right: Tensor) -> Tensor | None:
         unit, parameter = self._state[weight]
         return None if self.keep(unit, parameter, (left.detach(), right.detach())) else left.mm(right)
 
@@ -83,46 +101,3 @@ def _made(given: Tensor | _Product) -> Tensor:
 
 
 _OWNERS = frozenset({"torch.nn.modules.linear", "transformers.pytorch_utils"})
-
-
-def _forward(module: nn.Module, later: LaterGradients) -> Callable[[Tensor], Tensor]:
-    plain: Callable[[Tensor], Tensor] = module.forward
-    is_transposed = type(module).__name__ == "Conv1D"
-
-    def forward(inputs: Tensor) -> Tensor:
-        weight = module.weight
-        hooked = weight._backward_hooks or len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > 1
-        cast = torch.is_autocast_enabled(inputs.device.type)
-        if hooked or cast or not (torch.is_grad_enabled() and weight.requires_grad):
-            return plain(inputs)
-        result: Tensor = _Linear.apply(inputs, weight, module.bias, is_transposed, later)  # type: ignore[no-untyped-call]
-        return result
-
-    return forward
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose backward leaves the gradient of its weight; the weight of a Conv1D is transposed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool, later: LaterGradients
-    ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.is_transposed, ctx.later, ctx.key = is_transposed, later, id(weight)
-        return functional.linear(inputs, weight.t() if is_transposed else weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        inputs, weight = ctx.saved_tensors
-        matrix = weight if ctx.is_transposed else weight.t()  # [inputs, outputs]
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_input = gradient.matmul(matrix.t()) if needs_input else None
-        rows, columns = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        of_bias = columns.sum(0) if needs_bias else None
-        of_weight = None
-        if needs_weight:
-            left, right = (rows.t(), columns) if ctx.is_transposed else (columns.t(), rows)
-            graph = torch.is_grad_enabled()  # as create_graph=True makes
-            of_weight = left.mm(right) if graph else ctx.later.product(ctx.key, left, right)
-        return of_input, of_weight, of_bias, None, None

@@ -78,7 +78,6 @@ class Choice(Frozen):
     def why_not_apart(self) -> str:
         """Why stages cannot make gradients of weights apart from backward, in words; empty if they can."""
         beside = {
-            "tensor parallelism": self.tensor_parallel > 1,
             "rounds": self.pipeline_rounds > 1,
             "tiles of layers": self.layer_tile_tokens,
             "compiled kernels": self.kernels == "compiled",

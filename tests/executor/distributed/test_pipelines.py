@@ -99,6 +99,8 @@ STAGED = {
     "zero bubble, activations on the host": ("llama-tied", 5, 3, ZERO_BUBBLE, LEAVING),
     "zero bubble, sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3} | ZERO_BUBBLE, OFF),
     "zero bubble, replicas": ("llama-tied", 3, 2, {"data_parallel": 2} | ZERO_BUBBLE, KEPT),
+    "zero bubble, tensors": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2} | ZERO_BUBBLE, AGAIN),
+    "zero bubble, tensors, biases": ("gpt2-still-shared", 3, 2, {"tensor_parallel": 2} | ZERO_BUBBLE, LEAVING),
     "zero bubble, sequences": (
         "llama-tied-shared",
         3,

@@ -129,8 +129,8 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
         ({"context_exchange": "ring"}, "exchange=ring is of ranks that share sequences; leave it out, or choose"),
         ({"pipeline_order": "zero-bubble"}, "order=zero-bubble: it is of a pipeline's stages; leave it out"),
         (
-            {"pipeline_order": "zero-bubble", "pipeline_parallel": 2, "tensor_parallel": 2},
-            "order=zero-bubble: gradients of weights are not made apart from backward beside tensor parallelism",
+            {"pipeline_order": "zero-bubble", "pipeline_parallel": 2, "pipeline_rounds": 2},
+            "order=zero-bubble: gradients of weights are not made apart from backward beside rounds",
         ),
         ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages; leave --parallel rounds out, or choose"),
     ],
@@ -167,8 +167,8 @@ def test_stages_fill_their_bubble_where_they_can() -> None:
     for order, wanted in (("1f1b", None), ("zero-bubble", "zero-bubble")):
         found = choices(dataclasses.replace(asked, pipeline_order=order))
         assert [choice.pipeline_order for choice in found] == [wanted]
-    shared = dataclasses.replace(asked, tensor_parallel=2)
-    assert [choice.pipeline_order for choice in choices(shared)] == [None]
+    turning = dataclasses.replace(asked, pipeline_rounds=2)
+    assert [choice.pipeline_order for choice in choices(turning)] == [None]
 
 
 def test_ranks_may_be_more_than_heads_where_keys_pass_on() -> None:
