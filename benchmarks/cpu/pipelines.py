@@ -32,7 +32,8 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "in data-parallel ranks, over gloo": {"num_micro_batches": 2, "collectives": "fabric"},
     "sharing sequences, all-to-all": {"context_parallel": 2, "context_exchange": "all-to-all"},
     "sharing sequences, in a ring": {"context_parallel": 2, "context_exchange": "ring"},
-    "in two stages": {"pipeline_parallel": 2},
+    "in two stages": {"pipeline_parallel": 2, "pipeline_order": "1f1b"},
+    "in two stages, zero bubble": {"pipeline_parallel": 2, "pipeline_order": "zero-bubble"},
     "in two stages, in 2 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 2},
     "in two stages, in 4 rounds": {"pipeline_parallel": 2, "pipeline_rounds": 4},
 }

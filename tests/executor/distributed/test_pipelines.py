@@ -279,6 +279,17 @@ def test_gradients_of_weights_wait_with_what_is_planned(processes, family, choos
             assert 0.97 * planned < kept <= planned
 
 
+@pytest.mark.part(2)
+@pytest.mark.parametrize(("family", "choose"), [("gpt2-still-shared", LEAVING), ("llama-tied", AGAIN)])
+def test_gradients_that_wait_have_the_same_bits(processes, family, choose):
+    task = Task(family, torch.bfloat16, 4, max_norm=0.5, iterations=3, schedule=False)
+    ways = [decide(task, choose, pipeline_parallel=2, **way) for way in ({}, ZERO_BUBBLE)]
+    plain, waiting = (processes.call(2, trained_in_stages, task, each, timeout_s=100.0) for each in ways)
+    for (losses, weights), (wanted, theirs) in zip(waiting, plain, strict=True):
+        assert losses == wanted
+        assert all(torch.equal(weights[name], values) for name, values in theirs.items())
+
+
 SENDING = [{"pipeline_rounds": 2}, {"tensor_parallel": 2}, {"data_parallel": 2, "context_parallel": 2}]
 
 
