@@ -105,7 +105,7 @@ class Bench:
         return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
 
     def _members(self, decisions: Decisions) -> tuple[Unit, ...]:
-        is_of = operator.attrgetter("tiles", "kernels", "precision")
+        is_of = operator.attrgetter("tiles", "kernels", "precision", "pipeline_order")
         if is_of(decisions) == is_of(self.decisions):
             return tuple(self.units.values())
         return self.plan.units(decisions)

@@ -295,6 +295,12 @@ TRICKS: tuple[Trick, ...] = (
         "in their own type, cast for every use",
         _weights_in_own_type,
     ),
+    Trick(
+        "zero-bubble",
+        "gradients of weights where stages would wait",
+        "backward makes them",
+        _options(pipeline_order=None),
+    ),
     Trick("through-host", "collectives go through the host", "over the fabric", _options(collectives=None)),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),

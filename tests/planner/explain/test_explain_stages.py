@@ -1,5 +1,7 @@
 """What is told of a plan with pipeline stages."""
 
+import dataclasses
+
 from machines import machine
 
 from planner.choices.request import Request
@@ -17,3 +19,13 @@ def test_stages_keep_everything_and_have_no_trick_that_would_not():
     used = {trick.key for trick, trial in worths(explained).items() if trial is not None}
     assert explained.pieces() == explained.pieces(Place.GPU)
     assert "resident-state" not in used
+
+
+def test_what_a_smaller_bubble_gains_is_told():
+    hardware = machine(gpu_bytes=1e9, devices_per_node=4, cpu_params_per_s=5e8)
+    shape = {"seq_len": 256, "micro_batch": 1, "num_micro_batches": 4, "pipeline_order": "zero-bubble"}
+    plan = make_plan(Request(resolve_model("demo-llama"), hardware, num_devices=4, pipeline_parallel=4, **shape), 20)
+    explained = Bench(plan)
+    (trial,) = (trial for trick, trial in worths(explained).items() if trick.key == "zero-bubble")
+    plain = make_plan(dataclasses.replace(plan.request, pipeline_order="1f1b"), 20)
+    assert trial.iteration_s == plain.prediction.iteration_s > 1.05 * plan.prediction.iteration_s
