@@ -28,4 +28,4 @@ def test_what_a_smaller_bubble_gains_is_told():
     explained = Bench(plan)
     (trial,) = (trial for trick, trial in worths(explained).items() if trick.key == "zero-bubble")
     plain = make_plan(dataclasses.replace(plan.request, pipeline_order="1f1b"), 20)
-    assert trial.iteration_s == plain.prediction.iteration_s > 1.05 * plan.prediction.iteration_s
+    assert trial.iteration_s == plain.prediction.iteration_s > 1.04 * plan.prediction.iteration_s
