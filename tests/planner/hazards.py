@@ -432,10 +432,11 @@ class Walk(WalkedMemory):
         """Backward runs a bounded number of units ahead of the gradients leaving the device.
 
         While tiles pass a segment, the gradients of all its units are there, and none of them can leave.
-        Those that wait in a bucket for the last micro-batch's others are bounded by its size.
+        Those that wait in a bucket for others of their micro-batch are bounded by its size.
         """
-        in_bucket = self.decisions.num_micro_batches - 1 if self.decisions.fills_buckets else None
-        leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes and key[2] != in_bucket]
+        last, path = self.decisions.num_micro_batches - 1, self.decisions.gradient_path
+        in_bucket = {m for m in range(last + 1) if self.decisions.fills_buckets and path.blocks(m, last)}
+        leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes and key[2] not in in_bucket]
         backward: dict[tuple[str, int], int] = {}
         for task in self.schedule.tasks:
             if task.op is Op.WEIGHT_GRADIENT or (task.op is Op.BACKWARD and not self.units[task.unit].weight_gradients):
