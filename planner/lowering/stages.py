@@ -87,8 +87,9 @@ def stage_of(
     num_stages = decisions.pipeline_parallel
     dealt = of_stages(units, decisions)
     of_stage = [[unit for chunk in chunks for segment in chunk for unit in segment] for chunks in dealt]
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    homes = {spec.name: number for number, own in enumerate(of_stage) for unit in own for spec in unit.parameters}
+    specs = {spec.name: spec for unit in units for spec in (*unit.parameters, *unit.frozen)}
+    owners = ((number, unit) for number, own in enumerate(of_stage) for unit in own)
+    homes = {spec.name: number for number, unit in owners for spec in (*unit.parameters, *unit.frozen)}
     rotations = sum(o.saved_bytes for unit in units for o in unit.operators if o.kind == "rotary")
     entries = {chunk[0][0].name for chunk in dealt[stage]} - {units[0].name}
     tied, own = {}, list[Unit]()
@@ -111,7 +112,7 @@ def stage_of(
         "num_backwards_ahead": stage if splits else None,
         "pipeline_order": None,
         "round_starts": tuple(chunk[0][0].segment for chunk in dealt[stage][1:]),
-        "tied_weights": tuple(tied.values()),
+        "tied_weights": tuple(here for there, here in tied.items() if specs[there].is_trained),
     }
     return tuple(own), decisions.model_copy(update=more), tied
 
@@ -139,8 +140,9 @@ def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
         else operator
         for operator in unit.operators
     ]
-    parameters = tuple(spec for operator in operators for spec in operator.parameters if spec.is_trained)
-    return dataclasses.replace(unit, operators=tuple(operators), parameters=parameters, shared_units=())
+    owned = [spec for operator in operators for spec in operator.parameters]
+    trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
+    return dataclasses.replace(unit, operators=tuple(operators), parameters=trained, frozen=frozen, shared_units=())
 
 
 def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:

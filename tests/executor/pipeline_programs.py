@@ -1,7 +1,9 @@
 """What the processes of a pipeline run."""
 
 import functools
+import warnings
 
+import peft
 import pytest
 import torch
 import training
@@ -136,6 +138,7 @@ OTHERS = {
         **_SIZES, n_layer=4, n_head=4, attention_dropout=0, hidden_dropout=0
     ),
     "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
+    "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
     "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
 }
 
@@ -149,7 +152,11 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         return {"input_ids": ids, "labels": ids}
 
     def make():
-        return transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        if kind != "adapters":
+            return model
+        with warnings.catch_warnings(action="ignore"):  # peft calls what transformers has deprecated
+            return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
 
     return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
 
