@@ -3,7 +3,6 @@
 import functools
 import warnings
 
-import peft
 import pytest
 import torch
 import training
@@ -155,6 +154,8 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         model = transformers.AutoModelForCausalLM.from_config(config)
         if kind != "adapters":
             return model
+        import peft  # noqa: PLC0415 - takes a second
+
         with warnings.catch_warnings(action="ignore"):  # peft calls what transformers has deprecated
             return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
 
