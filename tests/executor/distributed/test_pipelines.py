@@ -247,6 +247,7 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
         assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("choose", "way"),
     [

@@ -219,6 +219,7 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize("way", [{}, {"pipeline_rounds": 3}, {"pipeline_order": "zero-bubble"}], ids=str)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
