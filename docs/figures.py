@@ -18,7 +18,7 @@ from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import planned, simulate
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
 from ullage.planning import plan
-from ullage.report.charts import Chart, Mark, Picture, value_text
+from ullage.report.charts import Chart, Picture, value_text
 from ullage.report.iteration import iteration_part
 
 HERE = Path(__file__).parent
@@ -200,7 +200,7 @@ def draw_chart(axes: Axes, chart: Picture) -> None:
         axes.axvspan(band.start, band.end, color=COLOUR[band.colour], linewidth=0, zorder=0)
     for trace in chart.traces:
         x, y, colour = np.array(trace.x, float), np.array(trace.y, float), COLOUR[str(trace.colour)]
-        if trace.mark is Mark.AREA:
+        if trace.mark == "area":
             axes.fill_between(x, base, base + y, step="post", color=colour, linewidth=0, label=trace.name)
             base = base + y
         elif trace.faint:
