@@ -1,5 +1,6 @@
 """Modules that no preset knows, captured, against what PyTorch does with them in memory."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -302,3 +303,20 @@ def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
     found = capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
     assert found.written == ("other.weight",)
     assert "other.weight" not in {spec.name for operator in found.operators() for spec in operator.parameters}
+
+
+@pytest.mark.parametrize("number", [1, 2])  # the second function is made after a capture has looked for them
+def test_a_function_forgets_what_it_has_kept_of_a_capture(number: int) -> None:
+    @functools.lru_cache
+    def table(size: int) -> torch.Tensor:
+        return number * torch.ones(size)
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * table(len(self.bias))
+
+    before = table(3)
+    capture_module(lambda: Scaled(3, 3), ["4x3"], "fp32")
+    assert table(3) is before, "only what is kept meanwhile is forgotten"
+    capture_module(lambda: Scaled(8, 8), ["4x8"], "fp32")
+    assert table.cache_info().currsize == 0

@@ -13,6 +13,7 @@ import sys
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -458,8 +459,7 @@ def _forgotten() -> Iterator[None]:
     """Empty caches of functions (``functools.lru_cache``) that are filled meanwhile, with tensors without values."""
 
     def caches() -> list[tuple[Any, int]]:
-        found: list[Any] = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
-        packages = [(each, str(each.__module__).partition(".")[0]) for each in found]
+        packages = [(each, str(each.__module__).partition(".")[0]) for each in _FUNCTIONS.found()]
         return [(each, each.cache_info().misses) for each, package in packages if package not in _KEEP_CACHES]
 
     before = caches()
@@ -472,6 +472,25 @@ def _forgotten() -> Iterator[None]:
                 each.cache_clear()
 
 
+class _CachedFunctions:
+    """All functions of the process that have a cache. Each refers to its type.
+
+    Finding them passes over all objects, which takes long. So they are looked for again only when there are others.
+    """
+
+    def __init__(self) -> None:
+        self._found, self._num_other_references = weakref.WeakSet[Any](), 0
+
+    def found(self) -> list[Any]:
+        """Return all of them."""
+        kind = functools._lru_cache_wrapper
+        if sys.getrefcount(kind) - len(self._found) != self._num_other_references:
+            self._found = weakref.WeakSet(each for each in gc.get_referrers(kind) if type(each) is kind)
+            self._num_other_references = sys.getrefcount(kind) - len(self._found)
+        return list(self._found)
+
+
+_FUNCTIONS: Final = _CachedFunctions()
 _KEEP_CACHES: Final = sys.stdlib_module_names | {"torch", "sympy", "executor", "planner", "ullage"}
 
 
