@@ -19,10 +19,10 @@ from planner.schedule.tasks import Op, Phase
 from planner.schedule.timeline import Phases
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
-from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import export_config
-from ullage.integrations.deepspeed.importing import imported
 from ullage.main import main
+from ullage.rivals.deepspeed.file import known_keys, load_config
+from ullage.rivals.deepspeed.request import imported
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, zero_infinity, zero_offload
 from ullage.rivals.engines.deepspeed_config import Zero, configured

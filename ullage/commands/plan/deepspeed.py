@@ -9,11 +9,12 @@ from planner.plan.document import describe
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
 from ullage.cli.options import given_options
-from ullage.integrations.deepspeed.config import load_config
-from ullage.integrations.deepspeed.importing import SideBySide, imported, side_by_side, words
+from ullage.integrations.deepspeed.comparing import SideBySide, side_by_side, words
 from ullage.output.formatting import si
 from ullage.report.charts import Table
 from ullage.report.terminal import Shown, answer
+from ullage.rivals.deepspeed.file import load_config
+from ullage.rivals.deepspeed.request import imported
 
 
 def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:

@@ -1,0 +1,115 @@
+"""Compare training by a DeepSpeed configuration with training by a plan: time, memory, and reasons."""
+
+import dataclasses
+from typing import Any
+
+from planner.choices.request import Request
+from planner.choices.variants import variants
+from planner.plan.document import Plan
+from planner.plan.planning import InfeasibleError
+from planner.schedule.tasks import Tier
+from planner.search import Scorer, best_of
+from ullage.analysis.iteration import Iteration
+from ullage.analysis.simulation import planned
+from ullage.output.formatting import percent, si
+from ullage.rivals import make_plan
+from ullage.rivals.engines.deepspeed_config import Zero, configured
+from ullage.rivals.lowering import lower
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """The same training by DeepSpeed and by a plan.
+
+    Attributes:
+        request: the training.
+        zero: DeepSpeed's settings.
+        assumed: assumptions about values that the configuration leaves open or that are not simulated, in words.
+        theirs: an iteration by DeepSpeed.
+        ours: the plan; ``None`` if no plan fits.
+        our_iteration: an iteration of the plan.
+        missing: the reason if there is no plan.
+    """
+
+    request: Request
+    zero: Zero
+    assumed: tuple[str, ...]
+    theirs: Iteration
+    ours: Plan | None
+    our_iteration: Iteration | None
+    missing: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """DeepSpeed's time over the plan's; ``None`` if one of them does not fit."""
+        if self.our_iteration is None or self.theirs.missing:
+            return None
+        return self.theirs.period_s / self.our_iteration.period_s
+
+    @property
+    def reasons(self) -> list[str]:
+        """Reasons for the difference in words: phases that take longer, and unused memory."""
+        theirs, ours = self.theirs, self.our_iteration
+        if ours is None or theirs.missing:  # without a fit there is no time to compare
+            return []
+        found = []
+        for phase, theirs_s in theirs.phases.by_phase.items():
+            more_s = theirs_s - ours.phases.by_phase[phase]
+            if more_s > 0.02 * theirs.period_s:
+                found.append((more_s, f"{phase.value} takes {si(more_s, 's')} longer by DeepSpeed"))
+        reasons = [words for _, words in sorted(found, reverse=True)]
+        reasons += [f"DeepSpeed is {theirs.verdict}", f"the plan is {ours.verdict}"]
+        for tier in {Tier.GPU, Tier.HOST} & theirs.peaks.keys() & ours.peaks.keys():
+            unused = theirs.peaks[tier].capacity_bytes - theirs.peaks[tier].peak_bytes
+            ours_uses = ours.peaks[tier].peak_bytes - theirs.peaks[tier].peak_bytes
+            if unused > 0 and ours_uses > 0.05 * theirs.peaks[tier].capacity_bytes:
+                where = "of one device" if tier is Tier.GPU else "of the host"
+                reasons.append(
+                    f"DeepSpeed leaves {si(unused, 'B')} {where} unused; the plan uses {si(ours_uses, 'B')} of it"
+                )
+        return reasons
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: predicted seconds and bytes of both, and the words."""
+
+        def plain(seen: Iteration) -> dict[str, Any]:
+            return {
+                "fits": not seen.missing,
+                "iteration_s": seen.period_s,
+                "phases_s": seen.phases.by_phase,
+                "memory_bytes": {tier: use.peak_bytes for tier, use in seen.peaks.items()},
+            }
+
+        return {
+            "theirs": plain(self.theirs) | {"missing": self.theirs.missing},
+            "ours": plain(self.our_iteration) if self.our_iteration else None,
+            "ratio": self.ratio,
+            "reasons": self.reasons,
+            "assumed": self.assumed,
+            "why_no_plan": self.missing or None,
+        }
+
+
+def side_by_side(request: Request, zero: Zero, assumed: tuple[str, ...]) -> SideBySide:
+    """Simulate an iteration by DeepSpeed, and plan the same training."""
+    own = variants(dataclasses.replace(request, subgroup_params=zero.size("sub_group_size")))[0]
+    placements = configured(own.setup, zero, getattr(request.model, "hidden_size", None))
+    best = best_of(map(Scorer.of(own, lower=lower).score, placements))
+    units, seq_len = own.setup.units, request.seq_len
+    theirs = Iteration("DeepSpeed", request.model, request.hardware, units, seq_len, best.decisions, own.cost)
+    try:
+        plan = make_plan(request)
+    except InfeasibleError as error:
+        return SideBySide(request, zero, assumed, theirs, None, None, str(error))
+    return SideBySide(request, zero, assumed, theirs, plan, planned(plan))
+
+
+def words(zero: Zero) -> str:
+    """Return settings in a few words."""
+    where = {"none": "the device", "cpu": "the host", "nvme": "NVMe"}
+    parts = [f"ZeRO-{zero.stage}", f"optimizer on {where[zero.optimizer.device]}"]
+    if zero.optimizer.device == "cpu" and zero.stage == 3 and zero.optimizer.ratio < 1:
+        parts[-1] = f"{percent(zero.optimizer.ratio)} of the optimizer on the host"
+    if zero.params.device != "none":
+        parts.append(f"parameters on {where[zero.params.device]}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""A configuration file of DeepSpeed, and the request that it stands for."""
