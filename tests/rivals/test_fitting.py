@@ -14,8 +14,8 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
-from ullage.commands.validate import fitted_runs
 from ullage.rivals.cases import Case, Metric, read_case
+from ullage.rivals.cases.errors import fitted_runs
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]
