@@ -19,8 +19,8 @@ from planner.schedule.tasks import Op, Phase
 from planner.schedule.timeline import Phases
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
-from ullage.integrations.deepspeed.exporting import export_config
 from ullage.main import main
+from ullage.rivals.deepspeed.export import export_config
 from ullage.rivals.deepspeed.file import known_keys, load_config
 from ullage.rivals.deepspeed.request import imported
 from ullage.rivals.engines.deciding import gpu_only

@@ -36,7 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export."""
     check_output("--output", args.output)
-    from ullage.integrations.deepspeed.exporting import export_config  # noqa: PLC0415
+    from ullage.rivals.deepspeed.export import export_config  # noqa: PLC0415
 
     config, lost = export_config(load_plan(args.plan), args.nvme_path)
     text = json.dumps(config, indent=2) + "\n"

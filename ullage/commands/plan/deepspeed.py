@@ -9,7 +9,7 @@ from planner.plan.document import describe
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
 from ullage.cli.options import given_options
-from ullage.integrations.deepspeed.comparing import SideBySide, side_by_side, words
+from ullage.integrations.deepspeed import SideBySide, side_by_side, words
 from ullage.output.formatting import si
 from ullage.report.charts import Table
 from ullage.report.terminal import Shown, answer

@@ -1,1 +1,1 @@
-"""A configuration file of DeepSpeed, and the request that it stands for."""
+"""Configuration files of DeepSpeed: the request that one stands for, and the one nearest to a plan."""

@@ -4,7 +4,6 @@ from typing import Any, Final
 
 from planner.decisions import Decisions, Place
 from planner.plan.document import Plan
-from ullage.output.formatting import percent
 
 _TYPES: Final = {"adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
 _LR: Final = 1e-3  # the default of `ullage execute`
@@ -87,8 +86,8 @@ def _lost_of_updates(decided: Decisions, placed: dict[Place, int]) -> list[str]:
     lost, total = [], sum(placed.values())
     if placed[Place.STREAM]:
         lost.append(
-            f"{percent(placed[Place.STREAM] / total)} of the updates are streamed through the device; DeepSpeed makes "
-            "them on the CPU"
+            f"{100 * placed[Place.STREAM] / total:.1f} % of the updates are streamed through the device; DeepSpeed "
+            "makes them on the CPU"
         )
     if 0 < placed[Place.NVME] < total:
         lost.append("only part of the optimizer state is on NVMe; DeepSpeed puts all of it there")

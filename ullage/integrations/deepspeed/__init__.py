@@ -1,1 +1,0 @@
-"""Configurations of DeepSpeed: compare one with a plan, and write the one nearest to a plan."""
