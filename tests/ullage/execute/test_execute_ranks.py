@@ -271,6 +271,7 @@ def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
     assert f"rank 1 (process {second.pid}) has ended without reporting why" in err
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("degrees", [{}, {"pipeline_parallel": 2, "pipeline_rounds": 2}], ids=["data", "stages"])
 def test_an_elastic_run_goes_on_with_the_processes_that_are_there(tmp_path: Path, degrees: dict[str, int]) -> None:
     """Two, of which one is killed; one, which ends for the other's return; two again: one curve, and the same data."""
