@@ -18,7 +18,7 @@ TASK = Task("gpt2-untied", torch.float32, max_norm=None, iterations=3, schedule=
 PLANS = {"0": (0, mixed), "2": (2, uniform("gpu", "cpu", "recompute")), "3": (3, mixed)}
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", EDITS)
 def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):

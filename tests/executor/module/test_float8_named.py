@@ -30,7 +30,8 @@ def test_two_ranks_give_the_bits_of_one_process(processes: Any, zero_stage: int)
     assert_same_bits(processes.call(2, by_name, trained, TASK, decisions), reference(TASK, 2, decisions))
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.part(2)
+@pytest.mark.parametrize("zero_stage", [3, 2])
 def test_four_ranks_give_the_bits_of_training_in_memory(processes: Any, zero_stage: int) -> None:
     """The order of sums is that of the collective, so that memory is that of four processes too."""
     decisions = decided(4, zero_stage)
