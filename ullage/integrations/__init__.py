@@ -1,1 +1,1 @@
-"""Integrations with other programs: metrics, trainers, and configurations of DeepSpeed."""
+"""Plans inside the trainers of other libraries."""

@@ -5,13 +5,16 @@ from typing import Any
 
 from planner.choices.request import Request
 from planner.choices.variants import variants
-from planner.plan.document import Plan
+from planner.optimizers import OPTIMIZERS
+from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, best_of
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned
 from ullage.output.formatting import percent, si
+from ullage.report.charts import Table
+from ullage.report.terminal import Shown
 from ullage.rivals import make_plan
 from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.lowering import lower
@@ -104,7 +107,7 @@ def side_by_side(request: Request, zero: Zero, assumed: tuple[str, ...]) -> Side
     return SideBySide(request, zero, assumed, theirs, plan, planned(plan))
 
 
-def words(zero: Zero) -> str:
+def _words(zero: Zero) -> str:
     """Return settings in a few words."""
     where = {"none": "the device", "cpu": "the host", "nvme": "NVMe"}
     parts = [f"ZeRO-{zero.stage}", f"optimizer on {where[zero.optimizer.device]}"]
@@ -113,3 +116,32 @@ def words(zero: Zero) -> str:
     if zero.params.device != "none":
         parts.append(f"parameters on {where[zero.params.device]}")
     return ", ".join(parts)
+
+
+def shown(found: SideBySide) -> tuple[Shown, ...]:
+    """Return DeepSpeed's iteration beside the plan's; all figures are predictions."""
+    request = found.request
+    tiers = [tier for tier in Tier if tier in found.theirs.peaks]
+    summary = {
+        "training": f"{request.model.name} on {request.num_devices} device(s) of {request.hardware.name}: "
+        f"{request.micro_batch} sequences of {request.seq_len} tokens x {request.num_micro_batches} micro-batch(es), "
+        f"{found.theirs.decisions.precision.weights}, {OPTIMIZERS[request.optimizer].words}",
+        "DeepSpeed": f"{_words(found.zero)}, " + describe(found.theirs.decisions, found.theirs.units),
+    }
+    if found.ours is not None:
+        summary["Ullage"] = describe(found.ours.decisions, found.ours.units())
+    sides = {"DeepSpeed": found.theirs} | ({"Ullage": found.our_iteration} if found.our_iteration else {})
+    columns = ("", "fits", "iteration", "forward", "backward", "update", *(tier.value for tier in tiers))
+    rows = tuple((name, *_cells(seen, tiers)) for name, seen in sides.items())
+    lines = [f"DeepSpeed does not fit: {found.theirs.missing}"] if found.theirs.missing else []
+    lines += [f"no plan: {found.missing}"] if found.missing else []
+    lines += [f"the plan is {found.ratio:.2f} x as fast (predicted)"] if found.ratio is not None else []
+    lines += [f"- {line}" for line in found.reasons] + [f"note: {line}" for line in found.assumed]
+    return summary, Table("predicted", columns, rows), "", *lines
+
+
+def _cells(seen: Iteration, tiers: list[Tier]) -> list[str]:
+    phases = seen.phases
+    times = [si(s, "s") for s in (seen.period_s, phases.forward_s, phases.backward_s, phases.update_s)]
+    held = [si(seen.peaks[tier].peak_bytes, "B") if tier in seen.peaks else "" for tier in tiers]
+    return ["no" if seen.missing else "yes", *times, *held]
