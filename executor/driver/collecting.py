@@ -131,9 +131,10 @@ class Collector:
                 gradient, so_far.added = so_far.added, None
             else:
                 leaf.grad = None
+            if hooked := len(leaf._post_accumulate_grad_hooks) > 1:
+                self._runtime.check_hook(leaf)
             if gradient is None:  # a hook of the user's has dropped it
                 return
-            hooked = len(leaf._post_accumulate_grad_hooks) > 1
             if hooked and parameter.arrived == loop.iteration:
                 raise GradientError(
                     f"a hook on {parameter.name} (register_post_accumulate_grad_hook) has seen the latest gradient "

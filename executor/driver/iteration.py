@@ -131,6 +131,7 @@ class IterationDriver:
             keeps=has_adapters and runtime.ranks is None,
         )
         runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
+        runtime.check_hook = self.visibility.check_hook
 
     def _see(self, name: str, gradient: torch.Tensor) -> None:
         self.gradients.see(name, gradient)

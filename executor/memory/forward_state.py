@@ -15,13 +15,16 @@ the second pass, its old values are gone, and an error is raised before any weig
 variables lead to (an open file, an iterator) is not seen here: :mod:`executor.audit` finds it.
 """
 
+import array
 import collections
 import contextlib
 import contextvars
+import copy
 import ctypes
 import operator
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Final, NamedTuple, final
 
@@ -41,6 +44,7 @@ SMALL_BYTES: Final = 1 << 16
 _SMALL_INPUT_BYTES: Final = 1 << 10
 """The same for tensors that a forward is given. A plan does not count these copies."""
 
+_BUFFERS: Final = (np.ndarray, array.array, bytearray)
 _DEEPEST: Final = 3
 """Containers and objects inside attributes are followed to this depth."""
 
@@ -296,10 +300,12 @@ class _Visit:
     def _generator(self, _holder: Any, _key: Any, generator: Any, _depth: int) -> None:
         self.generators.append(generator)
 
-    def _array(self, _holder: Any, _key: Any, array: Any, _depth: int) -> None:
-        if array.nbytes <= SMALL_BYTES and array.flags.writeable and id(array) not in self._seen:
-            self._seen.add(id(array))
-            self.holders.append((array, array.copy()))
+    def _buffer(self, _holder: Any, _key: Any, values: Any, _depth: int) -> None:
+        is_numpy = isinstance(values, np.ndarray)
+        is_small = (values.nbytes if is_numpy else sys.getsizeof(values)) <= SMALL_BYTES
+        if is_small and not (is_numpy and not values.flags.writeable) and id(values) not in self._seen:
+            self._seen.add(id(values))
+            self.holders.append((values, copy.copy(values)))
 
     def _module(self, _holder: Any, _key: Any, module: nn.Module, depth: int) -> None:
         if depth <= _DEEPEST:
@@ -348,7 +354,7 @@ def _kind(of: type) -> _Follow | None:
 def _found_kind(of: type) -> _Follow | None:
     for kinds, follow in (
         ((torch.Tensor,), _Visit._tensor),
-        ((np.ndarray,), _Visit._array),
+        (_BUFFERS, _Visit._buffer),
         ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _Visit._generator),
         ((nn.Module,), _Visit._module),
         ((dict,), _Visit._mapping),
@@ -360,7 +366,7 @@ def _found_kind(of: type) -> _Follow | None:
     package = of.__module__.partition(".")[0]
     if issubclass(of, type) or package in _NOT_FOLLOWED or of.__name__.endswith("Config"):
         return None
-    if getattr(of, "__dictoffset__", 0):
+    if getattr(of, "__dictoffset__", 0) or issubclass(of, threading.local):
         return _Visit._object
     return _Visit._slotted if hasattr(of, "__slots__") and package not in sys.stdlib_module_names else None
 
@@ -372,8 +378,8 @@ _NOT_FOLLOWED: Final = frozenset(
 
 def _copied(holder: Any) -> Any:
     """Return a shallow copy of a container, or of a module's own attributes."""
-    if isinstance(holder, np.ndarray):
-        return holder.copy()
+    if isinstance(holder, _BUFFERS):
+        return copy.copy(holder)
     if not isinstance(holder, MutableMapping):
         return list(holder)
     copied = dict(holder)
@@ -385,7 +391,7 @@ def _copied(holder: Any) -> Any:
 
 def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return contents with copies in place of the tensors that have them."""
-    if isinstance(contents, np.ndarray):
+    if isinstance(contents, _BUFFERS):
         return contents
     if isinstance(contents, dict):
         return {key: copies.get(id(value), value) for key, value in contents.items()}
@@ -394,20 +400,25 @@ def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def _differs(holder: Any, contents: Any) -> bool:
     """Return whether a container holds something else now."""
+    if isinstance(holder, _BUFFERS):
+        return bool(_bits(holder) != _bits(contents))
     now = _copied(holder)
-    if isinstance(holder, np.ndarray):
-        return bool(now.tobytes() != contents.tobytes())
     if isinstance(holder, MutableMapping):
         return list(now) != list(contents) or any(map(operator.is_not, now.values(), contents.values()))
     return len(now) != len(contents) or any(map(operator.is_not, now, contents))
+
+
+def _bits(values: Any) -> bytes:
+    found: bytes = values if isinstance(values, bytearray) else values.tobytes()
+    return found
 
 
 def put_back(holder: Any, contents: Any) -> None:
     """Make a container hold this, and nothing else. Containers that hold it already are not touched."""
     if not _differs(holder, contents):
         return
-    if isinstance(holder, np.ndarray):
-        np.copyto(holder, contents)
+    if isinstance(holder, _BUFFERS):
+        holder[... if isinstance(holder, np.ndarray) else slice(None)] = contents
     elif isinstance(holder, MutableMapping):
         # Not by methods of a class made from dict: a Counter's update() adds, and others refuse or convert.
         of: Any = next((kind for kind in (collections.OrderedDict, dict) if isinstance(holder, kind)), type(holder))
@@ -437,8 +448,8 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of an input, the same one for all blocks that are given it, as long as it does not change."""
     if tensor not in _copies_of_inputs or _copies_of_inputs[tensor][0] != tensor._version:
         _copies_of_inputs[tensor] = tensor._version, tensor.clone()
-    copy: torch.Tensor = _copies_of_inputs[tensor][1]
-    return copy
+    kept: torch.Tensor = _copies_of_inputs[tensor][1]
+    return kept
 
 
 _copies_of_inputs: Final[Any] = WeakTensorKeyDictionary()  # with the versions that were copied

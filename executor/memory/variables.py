@@ -79,7 +79,7 @@ def slots_of(value: object) -> Variables:
 
 
 class Used:
-    """What the functions of modules use: methods, hooks, functions in attributes, and functions that these call.
+    """What the functions of modules use: methods, hooks, functions in attributes, and functions and classes of these.
 
     Attributes:
         values: what functions are made with.
@@ -138,16 +138,31 @@ class Used:
             return
         self.codes.add(function.__code__)
         self._made_with(function.__defaults__ or ())
+        files: list[Any] = []  # whose variables it uses as attributes: settings.scale
         if _is_of_user(function):
-            found = function.__globals__
+            self.values.append(vars(function))
             read, stored = _global_names(function.__code__)
-            self._left += [found[name] for name in read if isinstance(found.get(name), types.FunctionType)]
-            self._use(found, stored | {n for n in read if n in found and not isinstance(found[n], _CONSTANT)})
+            files += self._use_file(function.__globals__, read)
+            self._use(function.__globals__, stored)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 if not isinstance(cell.cell_contents, _CONSTANT):
                     self._names.setdefault(id(cell), ({name: cell}, {name: None}))
                 self._left.append(cell.cell_contents)
+                files.append(cell.cell_contents)
+        scopes = [function.__globals__]
+        for file in files:
+            is_file = isinstance(file, types.ModuleType) and _is_users(file.__name__.partition(".")[0])
+            if is_file and not any(vars(file) is scope for scope in scopes):
+                scopes.append(vars(file))
+                files += self._use_file(vars(file), _all_names(function.__code__))
+
+    def _use_file(self, found: dict[str, Any], names: Iterable[str]) -> list[Any]:
+        """Use variables of a file, and its functions and classes; return the values."""
+        there = {name: found[name] for name in names if name in found}
+        self._left += [value for value in there.values() if isinstance(value, types.FunctionType | type)]
+        self._use(found, [name for name, value in there.items() if not isinstance(value, _CONSTANT)])
+        return list(there.values())
 
     def _use(self, scope: Any, names: Iterable[str]) -> None:
         self._names.setdefault(id(scope), (scope, {}))[1].update(dict.fromkeys(names))
@@ -211,3 +226,9 @@ def _global_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]
     read = frozenset(name for _, name in found).union(*(names for names, _ in inside))
     stored = frozenset(name for kind, name in found if kind == "STORE_GLOBAL")
     return read, stored.union(*(names for _, names in inside))
+
+
+@functools.cache
+def _all_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the global variables and attributes of code, and of functions inside it."""
+    return frozenset(code.co_names).union(*(_all_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -38,6 +38,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from executor.callbacks import outside_transforms
+
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
     "it again"
@@ -474,10 +476,11 @@ def _current(tensor: Guarded) -> torch.Tensor:
                 f"a view of {own[_NAME]} was taken before the weights of the prepared model changed; take it from the "
                 "parameter again, or from session.full_parameters()"
             )
-    values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        values = values.detach().requires_grad_()
-        values.register_hook(lambda gradient: reader.add_gradient(own[_NAME], gradient))  # type: ignore[no-untyped-call]
+    with outside_transforms():
+        values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            values = values.detach().requires_grad_()
+            values.register_hook(lambda gradient: reader.add_gradient(own[_NAME], gradient))  # type: ignore[no-untyped-call]
     return values
 
 
@@ -489,7 +492,8 @@ def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:
     def guarded_view(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in given:
             return given[id(tensor)]
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped:
             return tensor
         if (source := memory.get(tensor.untyped_storage()._cdata)) is None:
             return tensor

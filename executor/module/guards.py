@@ -1,6 +1,7 @@
 """Checks and guards: a prepared model refuses operations that would fail later or silently give wrong results."""
 
 import functools
+import itertools
 import types
 import warnings
 import weakref
@@ -10,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -17,7 +19,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from executor.callbacks import replace_attribute
+from executor.callbacks import replace_attribute, tensors_of
 from executor.module.guarded_parameters import INSTEAD
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
@@ -63,11 +65,15 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
     )
 
 
-def check_call() -> None:
-    """Check that nothing runs a prepared model in which its hooks cannot see gradients, or are compiled away.
+def check_call(module: nn.Module, given: Any) -> None:
+    """Check that nothing calls a prepared model in which its hooks cannot see gradients, or are compiled away.
+
+    Args:
+        module: the model, or a part of it.
+        given: its inputs.
 
     Raises:
-        ValueError: a transform of ``torch.func`` that computes gradients runs it, a function of ``torch.compile``, or
+        ValueError: a transform of ``torch.func`` runs it with gradients, a function of ``torch.compile``, or
             ``torch.utils.checkpoint``.
     """
     if is_checkpointed():
@@ -80,14 +86,24 @@ def check_call() -> None:
             "a prepared model was called inside a function that torch.compile compiles, which would see weights where "
             "none are; call it outside of that, and give prepare() compile_blocks=True, which compiles its blocks"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        running = torch._C._functorch.get_interpreter_stack()
-        if any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        running = torch._C._functorch.get_interpreter_stack() or ()
+        of_call = itertools.chain(module.parameters(), tensors_of(given))
+        trains = torch.is_grad_enabled() and any(_unwrapped(tensor).requires_grad for tensor in of_call)
+        if trains or any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
             raise ValueError(
-                "a prepared model was called inside torch.func.grad, or another transform that computes gradients, "
-                "which no hook of the plan sees; keep a copy without values (copy.deepcopy(model).to('meta'), before "
-                "prepare()), and call it with the weights: torch.func.functional_call(copy, weights, inputs)"
+                "a prepared model was called with gradients inside a transform (torch.func.grad, vmap, jvp, "
+                "forward_ad.dual_level), where no hook of the plan sees them; keep a copy without values "
+                "(copy.deepcopy(model).to('meta'), before prepare()), and call it with the weights: "
+                "torch.func.functional_call(copy, dict(model.named_parameters()), inputs)"
             )
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that transforms of ``torch.func`` have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def check_unprepared(model: nn.Module) -> None:

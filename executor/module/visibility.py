@@ -236,9 +236,24 @@ class WeightVisibility:
             ValueError: one was.
         """
         before, self._versions = self._versions, self._versions_now()
-        for (_, name), then, now in zip(self._all.values(), before, self._versions, strict=True):
-            if then != now and name not in self._written:
+        for key, (_, name) in self._all.items():
+            if before[key] != self._versions[key] and name not in self._written:
                 raise ValueError(refusal(name))
+
+    def check_hook(self, parameter: nn.Parameter) -> None:
+        """Check that the user's hooks on a gradient that has just come have not written to the parameter.
+
+        Raises:
+            ValueError: one has.
+        """
+        with unguarded():
+            wrote = parameter._version != self._versions[id(parameter)]
+        if wrote or was_written_as_data(parameter):
+            raise ValueError(
+                f"a hook on {self._all[id(parameter)][1]} (register_post_accumulate_grad_hook) has written to the "
+                "parameter, as optimizers that step in backward do (LOMO); remove the hook, give prepare() one optimizer, "
+                "and call its step() after backward: gradients leave the device as they come anyway"
+            )
 
     def accept_writes(self) -> None:
         """Note that what was written to parameters so far is known."""
@@ -253,9 +268,9 @@ class WeightVisibility:
                     torch.autograd.graph.increment_version(leaf)
         self.accept_writes()
 
-    def _versions_now(self) -> list[int]:
+    def _versions_now(self) -> dict[int, int]:
         with unguarded():
-            return [leaf._version for leaf, _ in self._all.values()]
+            return {key: leaf._version for key, (leaf, _) in self._all.items()}
 
     def release(self) -> None:
         """Make all parameters ordinary ones again."""

@@ -18,6 +18,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from training import (
     ReferenceOptimizer,
@@ -434,6 +435,14 @@ def divide_by_tensor(parameters, number):
     divide_each(parameters, torch.tensor(float(number)))
 
 
+def dual(model):
+    def called(x):
+        with forward_ad.dual_level():
+            model(inputs_embeds=forward_ad.make_dual(x, x))
+
+    return called
+
+
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
@@ -441,13 +450,16 @@ def divide_by_tensor(parameters, number):
             lambda model: torch.func.grad(lambda x: model(inputs_embeds=x).logits.sum()),
             r"to\('meta'\).*functional_call",
         ),
+        (lambda model: torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits.sum()), "vmap.*functional_call"),
+        (lambda model: lambda x: torch.func.jvp(lambda y: model(inputs_embeds=y).logits, (x,), (x,)), "jvp"),
+        (dual, "dual_level"),
         (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
         (
             lambda model: lambda x: checkpoint(lambda y: model(inputs_embeds=y), x, use_reentrant=False),
             "outside of that",
         ),
     ],
-    ids=["gradients", "compiled", "checkpointed"],
+    ids=["gradients", "mapped", "tangents", "dual", "compiled", "checkpointed"],
 )
 def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
     model, optimizer = started
@@ -457,6 +469,24 @@ def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words
     assert "\n" not in str(caught.value)
     backward(model)
     optimizer.step()
+
+
+@pytest.mark.parametrize("write", [lambda p: p.sub_(p.grad), lambda p: p.data.sub_(p.grad)], ids=["itself", "data"])
+def test_an_optimizer_that_steps_in_a_hook_is_refused_in_backward(started, write):
+    """As LOMO does: the write would go to a slot, which another unit gets."""
+    model, optimizer = started
+    weight = model.get_output_embeddings().weight
+
+    def step(parameter):
+        with torch.no_grad():
+            write(parameter)
+        parameter.grad = None
+
+    hook = weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ValueError, match=r"a hook on .*LOMO.*step\(\) after backward"):
+        backward(model)
+    hook.remove()
+    optimizer.session.close()
 
 
 @pytest.mark.parametrize("divide", [divide_each, divide_by_operator, divide_both, divide_by_tensor])

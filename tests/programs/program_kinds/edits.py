@@ -1,6 +1,7 @@
 """What loops do to weights and gradients between forward, backward and step."""
 
 import copy
+import functools
 import types
 
 import torch
@@ -362,6 +363,27 @@ def derivatives_along_a_direction(ullage) -> Trained:
 
     losses, _ = loop(model, optimizer, stepped=stepped)
     return losses + seen, model
+
+
+@program
+def derivatives_in_the_loss(ullage) -> Trained:
+    """torch.func.jvp and vmap of a copy without values, which is given the weights; gradients flow through both."""
+    model = Net()
+    bare = copy.deepcopy(model).to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        called = functools.partial(torch.func.functional_call, bare, dict(model.named_parameters()))
+        out, tangent = torch.func.jvp(called, (x,), (torch.ones_like(x),))
+        parts = torch.func.vmap(called)(x.view(2, 16, 16))
+        loss = F.cross_entropy(out, y) + tangent.square().mean() + parts.abs().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
 
 
 @program

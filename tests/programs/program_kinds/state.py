@@ -1,9 +1,12 @@
 """What forward reads and changes besides inputs and weights, where no attribute of a module leads to it."""
 
+import array
 import collections
 import contextlib
 import contextvars
 import functools
+import threading
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -308,6 +311,37 @@ def tables_in_a_cache(ullage) -> Trained:
             return 1 + 0.05 * table(256)
 
     return loop(ullage, Cached)
+
+
+class Calls:
+    number = 0
+
+
+def counted() -> int:
+    counted.calls += 1
+    return counted.calls
+
+
+@program
+def counts_in_many_places(ullage) -> Trained:
+    """Counts in a function's attribute, a class, another file, a thread's own variables, and arrays of numbers."""
+    file, own, numbers, some = types.ModuleType("file"), threading.local(), array.array("l", [0]), bytearray(1)
+    exec("count = 0\ndef tick():\n    global count\n    count += 1\n    return count", vars(file))  # noqa: S102
+    counted.calls = Calls.number = own.calls = file.set = 0
+
+    class Counting(Block):
+        def factor(self):
+            Calls.number += 1
+            own.calls += 1
+            numbers[0] += 1
+            some[0] += 1
+            file.set += 1
+            calls = (counted(), Calls.number, own.calls, numbers[0], some[0], file.set, file.tick())
+            return 1 + sum(0.01 * (number % (3 + place)) for place, number in enumerate(calls))
+
+    losses, model = loop(ullage, Counting)
+    found = (counted.calls, Calls.number, own.calls, numbers[0], some[0], file.set, file.count)
+    return losses + [float(each) for each in found], model
 
 
 @program
