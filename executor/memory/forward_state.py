@@ -266,6 +266,7 @@ class _Visit:
         self.differentiable: list[torch.Tensor] = []
         self.generators = list(generators)
         self._seen: set[int] = set()
+        self._given: list[Any] = []
 
     def module(self, module: nn.Module, depth: int = 0) -> None:
         """Note a module's attributes and buffers."""
@@ -282,7 +283,8 @@ class _Visit:
 
     def values(self, given: Any) -> None:
         """Note lists, dicts and objects among arguments."""
-        self._sequence(None, None, tuple(given), 0)
+        self._given.append(tuple(given))  # which lives on: what is seen is known by ``id``
+        self._sequence(None, None, self._given[-1], 0)
 
     def _hold(self, holder: Any, items: MutableMapping[Any, Any], depth: int) -> None:
         self._seen.add(id(holder))
