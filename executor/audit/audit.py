@@ -426,8 +426,8 @@ class Audit:
         assert state is not None and before is not None
         trained = sorted({shard.name for shard in case.trained() if shard.shard_name in self._arrived})
         with (
-            self._plain(case, device) as leaves_of,
             state.restored(before),
+            self._plain(case, device) as leaves_of,
             passing_through(),
             torch.enable_grad(),
             case.autocast(),
@@ -504,7 +504,8 @@ class Audit:
                     stack.callback(replace_attribute(module, "forward", plain))
                 for name in ("_forward_pre_hooks", "_forward_hooks"):
                     hooks = vars(module)[name]
-                    theirs = type(hooks)((key, hook) for key, hook in hooks.items() if key not in self._ours)
+                    ours = {key for key, hook in hooks.items() if key in self._ours or hook == self._sample}
+                    theirs = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
                     stack.callback(replace_attribute(module, name, theirs))
             found = {name: of_ranks[0].whole for name, of_ranks in case.shards.items()}
             if self._divides or any(shard.leaf is not shard.whole for of in case.shards.values() for shard in of):

@@ -51,6 +51,7 @@ _DEEPEST: Final = 3
 _QUANTIZERS: Final = frozenset({"bitsandbytes", "torchao"})
 _MT19937_BYTES: Final = 625 * 4  # its key, and the position in it
 
+_FORWARD_HOOKS: Final = [name for name in vars(nn.Module()) if name.startswith("_forward_")]
 _OF_MODULES: Final = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
 _Key = tuple[int, Any]
 
@@ -73,6 +74,10 @@ class ForwardState:
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
         self._draws_from_numpy = False
         self._hooks, self._newest_hook = [self], -1  # unlike any
+        self._held_hooks = [vars(m)[name] for m in self._modules for name in _FORWARD_HOOKS]
+        self._held_hooks += [
+            held for name, held in vars(nn.modules.module).items() if name.startswith("_global_forward_")
+        ]
         self._follow_hooks()
 
     def save(self, given: Any = (), *, whole: bool = False) -> "Snapshot":
@@ -99,7 +104,8 @@ class ForwardState:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
         versions, context = _versions(visit.tensors), contextvars.copy_context()
-        return Snapshot(visit.holders, visit.tensors, versions, copies, random_states, _numpy_bits(), context)
+        hooks = [(held, held.copy()) for held in self._held_hooks]
+        return Snapshot(visit.holders, visit.tensors, versions, copies, random_states, _numpy_bits(), context, hooks)
 
     def made(self, given: Any, begun: int) -> list[torch.Tensor]:
         """Return the tensors that a forward has left in attributes and arguments, with a gradient, in a fixed order.
@@ -198,7 +204,11 @@ class ForwardState:
         now = [(generator, _get_state(generator)) for generator, _ in before.random]
         set_by_with = [(one, value) for one, value in before.context.items() if one.get(None) is not value]
         tokens = [(one, one.set(value)) for one, value in set_by_with]
+        hooks = [(held, then, held.copy()) for held, then in before.hooks if held != then]
         try:
+            for held, then, _ in hooks:
+                held.clear()
+                held.update(then)
             copies = {number: tensor.clone() for number, tensor in before.copies.items()}  # it may run more than twice
             for holder, contents, _ in holders:
                 put_back(holder, _with(contents, copies))
@@ -212,6 +222,9 @@ class ForwardState:
                 _set_state(generator, state)
             for one, token in tokens:
                 one.reset(token)
+            for held, _, since in hooks:
+                held.clear()
+                held.update(since)
 
 
 @contextlib.contextmanager
@@ -246,6 +259,7 @@ class Snapshot(NamedTuple):
         random: random number generators with their states.
         numpy: the bits of NumPy's global generator.
         context: the context variables.
+        hooks: on forward, which a loop or library may have around each forward: as modules hold them, and copies.
     """
 
     holders: list[tuple[Any, Any]]
@@ -255,6 +269,7 @@ class Snapshot(NamedTuple):
     random: list[tuple[Any, Any]]
     numpy: bytes
     context: contextvars.Context
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]]
 
 
 class _Visit:

@@ -251,8 +251,8 @@ class WeightVisibility:
         if wrote or was_written_as_data(parameter):
             raise ValueError(
                 f"a hook on {self._all[id(parameter)][1]} (register_post_accumulate_grad_hook) has written to the "
-                "parameter, as optimizers that step in backward do (LOMO); remove it, give prepare() one optimizer, and "
-                "call its step() after backward: gradients leave the device as they come anyway"
+                "parameter, as optimizers that step in backward do (LOMO); remove it, give prepare() one optimizer, "
+                "and call its step() after backward: gradients leave the device as they come anyway"
             )
 
     def accept_writes(self) -> None:

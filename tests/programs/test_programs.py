@@ -24,7 +24,7 @@ TRIED = {
         "global_centre", "closures", "inputs_that_advance", "context_variable", "attention_chosen_around_forward",
         "features_in_the_loss", "numpy_counts", "helper_object", "cache_under_another_name",
         "weights_made_once", "momentum_encoder", "codebook_in_a_frozen_parameter",
-        "bounded_by_other_data", "hooks_added_later", "counting_hooks_on_gradients",
+        "bounded_by_other_data", "hooks_added_later", "hooks_around_forward", "counting_hooks_on_gradients",
         "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",
         "fields_that_blocks_change", "tables_in_a_cache",
     ),
