@@ -146,7 +146,7 @@ class Runtime:
         self.has_written: Callable[[str], None] = lambda _name: None
         self.settle_state: Callable[[], None] = lambda: None
         self.add_gradient: Callable[[str, torch.Tensor], None] = lambda _name, _gradient: None
-        self.check_hook: Callable[[torch.nn.Parameter], None] = lambda _parameter: None
+        self.check_hook: Callable[[torch.Tensor], None] = lambda _parameter: None
         # Whether each evaluation and each read of weights needs collectives.
         self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
             ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel

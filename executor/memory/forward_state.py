@@ -435,7 +435,8 @@ def put_back(holder: Any, contents: Any) -> None:
     if not _differs(holder, contents):
         return
     if isinstance(holder, _BUFFERS):
-        holder[... if isinstance(holder, np.ndarray) else slice(None)] = contents
+        everything: Any = ... if isinstance(holder, np.ndarray) else slice(None)
+        holder[everything] = contents
     elif isinstance(holder, MutableMapping):
         # Not by methods of a class made from dict: a Counter's update() adds, and others refuse or convert.
         of: Any = next((kind for kind in (collections.OrderedDict, dict) if isinstance(holder, kind)), type(holder))

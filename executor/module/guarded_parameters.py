@@ -216,7 +216,7 @@ class Computing(nn.Parameter):
         _DATA.__set__(self, values)
 
 
-def was_written_as_data(parameter: nn.Parameter) -> bool:
+def was_written_as_data(parameter: torch.Tensor) -> bool:
     """Return whether data taken from a computing parameter were written to in place since the last call."""
     taken = vars(parameter).pop(_TAKEN, ())
     return any(not values.is_inference() and values._version for values in taken)

@@ -240,7 +240,7 @@ class WeightVisibility:
             if before[key] != self._versions[key] and name not in self._written:
                 raise ValueError(refusal(name))
 
-    def check_hook(self, parameter: nn.Parameter) -> None:
+    def check_hook(self, parameter: torch.Tensor) -> None:
         """Check that the user's hooks on a gradient that has just come have not written to the parameter.
 
         Raises:

@@ -646,9 +646,8 @@ def hooks_around_forward(ullage) -> Trained:
 
     @contextlib.contextmanager
     def around(step: int):
-        for block in blocks[-5:]:
-            hooks.append(block.up.register_forward_pre_hook(lambda _module, args: (args[0] * (1 + 0.1 * step),)))
         scale = 1 + 0.1 * step
+        hooks.extend(b.up.register_forward_pre_hook(lambda _, args: (args[0] * scale,)) for b in blocks[-5:])
         everywhere = lambda module, _, output: output * scale if isinstance(module, nn.LayerNorm) else None
         hooks.append(nn.modules.module.register_module_forward_hook(everywhere))
         yield
