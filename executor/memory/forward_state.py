@@ -426,7 +426,7 @@ def _differs(holder: Any, contents: Any) -> bool:
 
 
 def _bits(values: Any) -> bytes:
-    found: bytes = values if isinstance(values, bytearray) else values.tobytes()
+    found: bytes = bytes(values) if isinstance(values, bytearray) else values.tobytes()
     return found
 
 
