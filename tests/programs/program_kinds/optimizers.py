@@ -72,6 +72,30 @@ def state_by_size(ullage) -> Trained:
     return train(ullage, made, x, optimizer=Momentum(made.parameters(), {}))
 
 
+class Projected(torch.optim.Optimizer):
+    """AdamP's idea: where a gradient is nearly orthogonal to a weight, nothing of the step is along it."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                average = self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.3)
+                flat, step = p.view(-1), average.clone().view(-1)
+                if torch.cosine_similarity(p.grad.view(-1), flat, dim=0).abs() < 0.3 / len(flat) ** 0.5:
+                    step -= flat * ((flat @ step) / flat.square().sum().clamp_min(1e-12))
+                flat.sub_(step, alpha=group["lr"])
+
+
+@program
+def projected_in_some_cases(ullage) -> Trained:
+    """A class that looks at whole parameters, but only where their gradient is orthogonal to them."""
+    made = model()
+    return train(ullage, made, x, optimizer=Projected(made.parameters(), lr=0.5))
+
+
 class Lamb(torch.optim.Optimizer):
     """LAMB without decay: the rate of each parameter is that of its norm to its update's."""
 
