@@ -8,8 +8,8 @@ float32 tensors of one shape: the master copy, the buffers in the order of the o
 updates. That is right if the step treats each value by itself, and if all that it remembers is in its state: tensors of
 the parameter's shape, and numbers. Nobody can read that off a class, so it is tried: three steps on a matrix must give
 the same bits as three steps on two flat parts of it, with state that is taken away and given back between them. Some
-steps look at whole parameters in some cases alone. So the second gradient is orthogonal to each row, where AdamP projects,
-and the third one is large, as of those that clip.
+steps look at whole parameters in some cases alone. So the second gradient is orthogonal to each row, where AdamP
+projects, and the third one is large, as of those that clip.
 """
 
 import dataclasses
@@ -230,8 +230,9 @@ class OwnStep:
         own = bare(self._optimizer, [{**params.group, "params": [whole]}])
         others = _numbers_of(vars(own))
         for step, gradient in enumerate(gradients, 1):
-            if step == 2:  # noqa: PLR2004 - after a step with another gradient, which momentum remembers
-                gradient -= whole * ((gradient * whole).sum(1, keepdim=True) / whole.square().sum(1, keepdim=True))
+            if step == 2:  # after a step with another gradient, which momentum remembers
+                along = (gradient * whole).sum(1, keepdim=True) / whole.square().sum(1, keepdim=True)
+                gradient.sub_(whole * along)
             whole.grad = gradient.clone()
             with torch.no_grad():
                 type(own).step(own)

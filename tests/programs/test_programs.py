@@ -38,8 +38,8 @@ TRIED = {
     ),
     "trainers": ("online_preferences", "cross_encoder_with_cached_gradients", "resumed_by_accelerate"),
     "optimizers": (
-        "rmsprop_lr_eps_momentum_centered", "own_class", "projected_in_some_cases", "state_by_size", "sharpness_aware_class",
-        "parameters_of_the_loss", "group_added_later",
+        "rmsprop_lr_eps_momentum_centered", "own_class", "projected_in_some_cases", "state_by_size",
+        "sharpness_aware_class", "parameters_of_the_loss", "group_added_later",
     ),
 }
 # fmt: on

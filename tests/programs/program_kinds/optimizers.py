@@ -84,7 +84,7 @@ class Projected(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 average = self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.3)
                 flat, step = p.view(-1), average.clone().view(-1)
-                if torch.cosine_similarity(p.grad.view(-1), flat, dim=0).abs() < 0.3 / len(flat) ** 0.5:
+                if torch.cosine_similarity(p.grad.view(-1), flat, dim=0).abs() < 1e-4:
                     step -= flat * ((flat @ step) / flat.square().sum().clamp_min(1e-12))
                 flat.sub_(step, alpha=group["lr"])
 
@@ -92,7 +92,12 @@ class Projected(torch.optim.Optimizer):
 @program
 def projected_in_some_cases(ullage) -> Trained:
     """A class that looks at whole parameters, but only where their gradient is orthogonal to them."""
-    made = model()
+
+    class Normed(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, 8 * self.weight / self.weight.norm(), self.bias)
+
+    made = nn.Sequential(Normed(16, 64), nn.Tanh(), Normed(64, 64), nn.Tanh(), nn.Linear(64, 8))
     return train(ullage, made, x, optimizer=Projected(made.parameters(), lr=0.5))
 
 
