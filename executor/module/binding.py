@@ -234,13 +234,12 @@ def tiled_segments(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module,
 def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
     """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
     for module in {model, *map(model.get_submodule, paths)}:
-        begin = functools.partial(_begin_call, callbacks)
-        yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove
+        yield module.register_forward_pre_hook(lambda called, _: _begin_call(callbacks, called), prepend=True).remove
         yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
 
 
-def _begin_call(callbacks: ModuleCallbacks, module: nn.Module, args: Any, kwargs: Any) -> None:
-    check_call(module, (args, kwargs))
+def _begin_call(callbacks: ModuleCallbacks, module: nn.Module) -> None:
+    check_call(module)
     with outside_transforms():
         callbacks.on_call()
 

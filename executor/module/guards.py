@@ -1,7 +1,6 @@
 """Checks and guards: a prepared model refuses operations that would fail later or silently give wrong results."""
 
 import functools
-import itertools
 import types
 import warnings
 import weakref
@@ -19,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from executor.callbacks import replace_attribute, tensors_of
+from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
@@ -65,12 +64,8 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
     )
 
 
-def check_call(module: nn.Module, given: Any) -> None:
+def check_call(module: nn.Module) -> None:
     """Check that nothing calls a prepared model in which its hooks cannot see gradients, or are compiled away.
-
-    Args:
-        module: the model, or a part of it.
-        given: its inputs.
 
     Raises:
         ValueError: a transform of ``torch.func`` runs it with gradients, a function of ``torch.compile``, or
@@ -88,22 +83,14 @@ def check_call(module: nn.Module, given: Any) -> None:
         )
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         running = torch._C._functorch.get_interpreter_stack() or ()
-        of_call = itertools.chain(module.parameters(), tensors_of(given))
-        trains = torch.is_grad_enabled() and any(_unwrapped(tensor).requires_grad for tensor in of_call)
-        if trains or any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
+        reads = torch.is_grad_enabled() and any(isinstance(weight, nn.Parameter) for weight in module.parameters())
+        if reads or any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
             raise ValueError(
                 "a prepared model was called with gradients inside a transform (torch.func.grad, vmap, jvp, "
                 "forward_ad.dual_level), where no hook of the plan sees them; keep a copy without values "
                 "(copy.deepcopy(model).to('meta'), before prepare()), and call it with the weights: "
                 "torch.func.functional_call(copy, dict(model.named_parameters()), inputs)"
             )
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that transforms of ``torch.func`` have wrapped."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def check_unprepared(model: nn.Module) -> None:

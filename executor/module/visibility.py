@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import nn
 
+from executor.callbacks import in_backward
 from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.state import ModelState, without_values
@@ -223,10 +224,16 @@ class WeightVisibility:
             if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
                 raise self._lost(parameter, "gave other data to")
 
-    def _lost(self, parameter: nn.Parameter, did: str) -> ValueError:
+    def _lost(self, parameter: torch.Tensor, did: str) -> ValueError:
+        what = f"{did} the parameter {self._all[id(parameter)][1]}"
+        if in_backward():
+            return ValueError(
+                f"a hook on a gradient {what}, as optimizers that step in backward do (LOMO); remove the hook, give "
+                "prepare() one optimizer, and call its step() after backward: gradients leave the device anyway"
+            )
         return ValueError(
-            f"forward, or a hook, {did} the parameter {self._all[id(parameter)][1]} (weight.data), which it did not do "
-            "when the plan was made, so this would be lost; do it between steps, or in the first forward too"
+            f"forward, or a hook, {what} (weight.data), which it did not do when the plan was made, so this would be "
+            "lost; do it between steps, or in the first forward too"
         )
 
     def check_unmodified(self) -> None:
@@ -241,19 +248,10 @@ class WeightVisibility:
                 raise ValueError(refusal(name))
 
     def check_hook(self, parameter: torch.Tensor) -> None:
-        """Check that the user's hooks on a gradient that has just come have not written to the parameter.
-
-        Raises:
-            ValueError: one has.
-        """
+        """Check that no hook of the user's on a gradient has written to the parameter. Raises ValueError if one has."""
         with unguarded():
-            wrote = parameter._version != self._versions[id(parameter)]
-        if wrote or was_written_as_data(parameter):
-            raise ValueError(
-                f"a hook on {self._all[id(parameter)][1]} (register_post_accumulate_grad_hook) has written to the "
-                "parameter, as optimizers that step in backward do (LOMO); remove it, give prepare() one optimizer, "
-                "and call its step() after backward: gradients leave the device as they come anyway"
-            )
+            if parameter._version != self._versions[id(parameter)] or was_written_as_data(parameter):
+                raise self._lost(parameter, "wrote to")
 
     def accept_writes(self) -> None:
         """Note that what was written to parameters so far is known."""
