@@ -471,7 +471,8 @@ def _recompute(
                 args, kwargs = call.inputs.given_again(args, kwargs, names[0])
                 return call.pass_on(original, signature.bind(*args, **kwargs))
         except RuntimeError as error:
-            _end_in_script(error)
+            if "TorchScript interpreter" in str(error):  # out of which its end came as an error of another kind
+                raise _StopRecomputationError from error
             raise
         finally:  # recomputation stops with an exception as soon as it has all needed tensors
             callbacks.on_recomputed(names[-1])
@@ -542,12 +543,6 @@ def _with_weights(then: Iterable[tuple[dict[str, Any], str, torch.Tensor, bool]]
                 held[name] = usual
             for weight, trains in changed:
                 weight.requires_grad_(not trains)
-
-
-def _end_in_script(error: RuntimeError) -> None:
-    """End a recomputation whose end has come out of a function of TorchScript, as an error of its own."""
-    if "TorchScript interpreter" in str(error):
-        raise _StopRecomputationError from error
 
 
 def tiled_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:

@@ -96,7 +96,8 @@ class TiledSegment:
         Raises:
             BindingError: arguments or outputs cannot be cut into tiles.
         """
-        num_sequences = self._batch.num_sequences or _leading(args, kwargs)
+        floats = (leaf for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point() and leaf.dim())
+        num_sequences = self._batch.num_sequences or next(map(len, floats), 0)
         if not torch.is_grad_enabled() or in_backward() or num_sequences == 1:
             return self._run(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)
@@ -155,12 +156,6 @@ class TiledSegment:
                 f"nothing about each of them, so tiles cannot be put together; {_REMEDY}"
             )
         return torch.cat(column)
-
-
-def _leading(*given: Any) -> int:
-    """Return the first dimension of the first tensor of floating-point numbers; 0 if there is none."""
-    floats = (leaf for leaf in tensors_of(given) if leaf.is_floating_point() and leaf.dim())
-    return next(map(len, floats), 0)
 
 
 def _has_sequences(leaf: Any, num_sequences: int) -> bool:

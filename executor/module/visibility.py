@@ -209,20 +209,13 @@ class WeightVisibility:
 
     def _hide_memory(self, unit: str) -> None:
         with unguarded():
-            if unit in self._in_sight and unit not in self._kept:
-                self._check_memory(unit)
+            for parameter, _, weights, _ in self._leaves[unit] if unit in self._in_sight - self._kept.keys() else ():
+                # Of another type they are those of before: a layer of bitsandbytes has its bias in its input's type.
+                if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
+                    raise self._lost(parameter, "gave other data to")
             self._in_sight.discard(unit)
             for parameter, _, _, nothing in self._leaves[unit]:
                 parameter.data = nothing
-
-    def _check_memory(self, unit: str) -> None:
-        """Check that forward has given no parameter other data, which would be lost. Raises ValueError if it has.
-
-        Those of another type are those of before, as a layer of bitsandbytes has its bias in the type of its input.
-        """
-        for parameter, _, weights, _ in self._leaves[unit]:
-            if parameter.data_ptr() != weights.data_ptr() and parameter.dtype is weights.dtype:
-                raise self._lost(parameter, "gave other data to")
 
     def _lost(self, parameter: torch.Tensor, did: str) -> ValueError:
         what = f"{did} the parameter {self._all[id(parameter)][1]}"

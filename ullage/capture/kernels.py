@@ -117,11 +117,6 @@ def _product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kern
     return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
 
 
-def _narrow_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
-    """Return a product of matrices in fp8."""
-    return (Gemm(args[0].shape[0], args[1].shape[1], args[0].shape[1], fp8=True),)
-
-
 def _grouped_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
     """Return one product per group, with equal groups, because the real sizes depend on data."""
     a, b = args[:2]
@@ -204,7 +199,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "bmm": _product,
     "addmm": _product,
     "baddbmm": _product,
-    "_scaled_mm": _narrow_product,
+    "_scaled_mm": lambda args, *_: (Gemm(args[0].shape[0], args[1].shape[1], args[0].shape[1], fp8=True),),
     "_grouped_mm": _grouped_product,
     "linalg_solve_triangular": _triangular_solve,
     "_linalg_solve_ex": _solve,
