@@ -122,6 +122,12 @@ class Collector:
         if parameter.shard.leaf is parameter.shard.whole:
             self._see(parameter.shard.name, gradient)
 
+    def _is_hooked(self, leaf: torch.Tensor) -> bool:
+        """Return whether hooks of the user's have seen a gradient, and check what they have done to the parameter."""
+        if is_hooked := len(leaf._post_accumulate_grad_hooks) > 1:
+            self._runtime.check_hook(leaf)
+        return is_hooked
+
     def _hook(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
@@ -131,8 +137,7 @@ class Collector:
                 gradient, so_far.added = so_far.added, None
             else:
                 leaf.grad = None
-            if hooked := len(leaf._post_accumulate_grad_hooks) > 1:
-                self._runtime.check_hook(leaf)
+            hooked = self._is_hooked(leaf)
             if gradient is None:  # a hook of the user's has dropped it
                 return
             if hooked and parameter.arrived == loop.iteration:
