@@ -174,10 +174,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
-            # As DistributedDataParallel has it, unless the model has its own; the plan decides when ranks sum up.
-            self._undo += (
-                [] if hasattr(model, "no_sync") else [replace_attribute(model, "no_sync", contextlib.nullcontext)]
-            )
+            # no_sync as DistributedDataParallel has it, unless the model has its own; the plan decides when ranks sum up.
+            # Without the mark, accelerate would wrap the model in DistributedDataParallel.
+            self._undo += [
+                replace_attribute(model, name, mark)
+                for name, mark in (("no_sync", contextlib.nullcontext), ("_is_accelerate_prepared", ranks is not None))
+                if not hasattr(model, name)
+            ]
             if options.batch:
                 self._undo.append(backend.forget_shapes)
                 called = model.get_submodule(options.calls[0] if options.calls else "")

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -36,11 +37,10 @@ ON_DEMAND: Final = (
 )
 """What an iteration does that has left the plan."""
 
-AS_THEY_ARE: Final = (
+AS_THEY_ARE: Final = (  # what becomes of module.compile()
     "modules that torch.compile has compiled run as they are until the session is closed; with compile_blocks=True, "
     "prepare() compiles the model's blocks under the plan"
 )
-"""What becomes of ``module.compile()``."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be resumed: close the session "
@@ -65,12 +65,16 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
 
 
 def check_call(module: nn.Module) -> None:
-    """Check that nothing calls a prepared model in which its hooks cannot see gradients, or are compiled away.
+    """Check that no transform, checkpoint, compiled function or ``DistributedDataParallel`` calls a prepared model.
 
     Raises:
-        ValueError: a transform of ``torch.func`` runs it with gradients, a function of ``torch.compile``, or
-            ``torch.utils.checkpoint``.
+        ValueError: one does, so hooks would not see gradients, or would be compiled away.
     """
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ValueError(
+            "a prepared model was called by DistributedDataParallel, which would take its gradients; call the model "
+            "itself, whose plan averages gradients over ranks"
+        )
     if is_checkpointed():
         raise ValueError(
             "a prepared model was called inside torch.utils.checkpoint; call it outside of that: the plan recomputes "
@@ -266,7 +270,9 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
             replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)),
             replace_attribute(module, "__deepcopy__", _refuse_copy),
             replace_attribute(module, "__reduce_ex__", _refuse_copy),
-            replace_attribute(module, "compile", _stay_as_it_is),
+            replace_attribute(
+                module, "compile", lambda *_, **__: warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
+            ),
         ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
@@ -307,10 +313,6 @@ def _refuse_copy(_given: object) -> None:
         "it; save model.state_dict(); for another model of the same weights, make one and "
         "load_state_dict(model.state_dict())"
     )
-
-
-def _stay_as_it_is(*_args: object, **_kwargs: object) -> None:
-    warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
 
 
 def _refusing_conversion(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:

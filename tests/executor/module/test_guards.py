@@ -443,6 +443,17 @@ def dual(model):
     return called
 
 
+def replicated(model):
+    def called(x):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            nn.parallel.DistributedDataParallel(model)(inputs_embeds=x)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    return called
+
+
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
@@ -453,13 +464,14 @@ def dual(model):
         (lambda model: torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits.sum()), "vmap.*functional_call"),
         (lambda model: lambda x: torch.func.jvp(lambda y: model(inputs_embeds=y).logits, (x,), (x,)), "jvp"),
         (dual, "dual_level"),
+        (replicated, "called by DistributedDataParallel"),
         (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
         (
             lambda model: lambda x: checkpoint(lambda y: model(inputs_embeds=y), x, use_reentrant=False),
             "outside of that",
         ),
     ],
-    ids=["gradients", "mapped", "tangents", "dual", "compiled", "checkpointed"],
+    ids=["gradients", "mapped", "tangents", "dual", "replicated", "compiled", "checkpointed"],
 )
 def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
     model, optimizer = started
