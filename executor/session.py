@@ -174,7 +174,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
-            # no_sync as DistributedDataParallel has it, unless the model has its own; the plan decides when ranks sum up.
+            # no_sync as DistributedDataParallel has it, unless it has its own; the plan decides when ranks add up.
             # Without the mark, accelerate would wrap the model in DistributedDataParallel.
             self._undo += [
                 replace_attribute(model, name, mark)
