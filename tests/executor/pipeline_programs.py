@@ -17,6 +17,7 @@ from executor.weights.saving import save
 from planner.decisions import Decisions
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import memory_use
+from ullage.this_machine.planning import plan_here
 
 
 def steps(task: Task, reader: int):
@@ -125,6 +126,18 @@ def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
         return {"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted}
 
     return _in_stages_and_in_memory(lambda: Own(crosses), batch, lambda output, _batch: output, size, options)
+
+
+def planned_orders(_rank: int, size: int) -> list[str | None]:
+    """Return the order that is planned for a model of the user's own, also where its blocks are to be compiled."""
+    batch = {"signal": torch.randn(6, 4, 16), "wanted": torch.arange(6) % 6}
+    given = {"hardware": "epyc-turin-2c", "num_micro_batches": 3, "pipeline": size}
+    found = []
+    for more in ({}, {"compile_blocks": True}):
+        model = Own()
+        plan = plan_here(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, given | more)
+        found.append(plan.decisions.pipeline_order)
+    return found
 
 
 _SIZES = training._LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}

@@ -155,6 +155,7 @@ def plan_here(
                 micro_batch=captured.micro_batch,
                 num_micro_batches=options.get("num_micro_batches", 1),
                 pipeline_parallel=options.get("pipeline"),
+                pipeline_order="1f1b" if options.get("compile_blocks") else None,  # see Choice.why_not_apart
                 collectives=options.get("collectives"),
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,

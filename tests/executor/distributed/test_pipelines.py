@@ -9,6 +9,7 @@ from pipeline_programs import (
     memory_of_stage,
     model_of_transformers,
     own_model,
+    planned_orders,
     refused,
     sent_bytes,
     staged_on_gpu,
@@ -193,6 +194,11 @@ def test_a_model_of_the_users_own_trains_in_stages(processes, size, options):
         assert found.keys() == weights.keys()
         for name, values in weights.items():
             assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+
+
+def test_stages_of_compiled_blocks_make_all_gradients_in_backward(processes):
+    """Which leaves a bubble, but each block one graph."""
+    assert processes.call(2, planned_orders, timeout_s=100.0) == [["zero-bubble", None]] * 2
 
 
 @pytest.mark.part(2)
