@@ -8,7 +8,7 @@ import gc
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast, final
 
@@ -130,6 +130,7 @@ def _of_stage(
             is_captured=options.is_captured,
         )
         failing.callback(stage.undo)
+        _check_names(own, model)
         there = {id(parameter) for parameter in model.parameters()}
         groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -142,6 +143,21 @@ def _of_stage(
     stage.drop()
     made.pipeline = made.session.add_pipeline(stage, groups)
     return made
+
+
+def _check_names(own: Iterable[Unit], model: nn.Module) -> None:
+    """Check that a stage's part of a model has what its plan names.
+
+    Raises:
+        ValueError: a weight has the name of a module of another stage, which shares it.
+    """
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    specs = (spec for unit in own for spec in (*unit.parameters, *unit.frozen))
+    if lost := next((spec.name for spec in specs if spec.name.partition("[")[0] not in names), None):
+        raise ValueError(
+            f"{lost} is also the weight of a module in an earlier stage, but the model lists the later module first; "
+            "make the embedding before the head in __init__, or leave the pipeline out"
+        )
 
 
 def _check_stages(decisions: Decisions, options: Options) -> None:

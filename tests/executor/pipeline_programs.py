@@ -155,9 +155,17 @@ OTHERS = {
 }
 
 
+HEAD_FIRST = "a head made before the embedding"
+
+
 def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
     """Train a model of ``transformers`` as one of the user's own, see :func:`own_model`."""
-    random, config = torch.Generator().manual_seed(3), OTHERS[kind]()
+    if kind == HEAD_FIRST:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+        config = transformers.XLMRobertaConfig(**sizes, num_attention_heads=4, is_decoder=True)
+    else:
+        config = OTHERS[kind]()
+    random = torch.Generator().manual_seed(3)
 
     def batch():
         ids = torch.randint(2, config.vocab_size, (2, 8), generator=random)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pipeline_programs import (
+    HEAD_FIRST,
     OTHERS,
     REFUSED,
     around_training,
@@ -222,6 +223,12 @@ def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
 def test_a_model_that_cannot_be_cut_is_refused(processes, crosses, message):
     processes.begin(3, own_model, crosses, {})
     assert [str(e) for e in processes.results(3) if message not in str(e)] == []
+
+
+def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
+    processes.begin(2, model_of_transformers, HEAD_FIRST)
+    message = "lm_head.decoder.weight is also the weight of a module in an earlier stage, but the model lists"
+    assert any(message in str(error) for error in processes.results(2))
 
 
 @pytest.mark.part(2)
