@@ -70,7 +70,7 @@ def check_call(module: nn.Module) -> None:
     Raises:
         ValueError: one does, so hooks would not see gradients, or would be compiled away.
     """
-    if DistributedDataParallel._active_ddp_module is not None:
+    if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
         raise ValueError(
             "a prepared model was called by DistributedDataParallel, which would take its gradients; call the model "
             "itself, whose plan averages gradients over ranks"
