@@ -28,13 +28,13 @@ def apart(operators: Collection[Operator], value_bytes: int) -> Iterator[Operato
     """
     tied = {name for operator in operators for name in operator.shared_parameters}
     whole = {operator.unit for operator in operators if tied & {*operator.parameter_names}}
-    split = {o.unit for o in operators if o.unit != o.segment and o.unit not in whole and _products(o)[0]}
-    for operator in operators:
-        yield _apart(operator, value_bytes) if operator.unit in split else operator
+    products = [_products(o) if o.unit != o.segment and o.unit not in whole else ((), 0) for o in operators]
+    split = {operator.unit for operator, (later, _) in zip(operators, products, strict=True) if later}
+    for operator, (later, num_values) in zip(operators, products, strict=True):
+        yield _apart(operator, later, num_values, value_bytes) if operator.unit in split else operator
 
 
-def _apart(operator: Operator, value_bytes: int) -> Operator:
-    later, num_values = _products(operator)
+def _apart(operator: Operator, later: tuple[Gemm, ...], num_values: int, value_bytes: int) -> Operator:
     left = Counter[Kernel](later)
     backward = tuple(kernel for kernel in operator.backward if not _take(left, kernel))
     made = sum(kernel.m * kernel.n * kernel.count for kernel in later)
@@ -47,11 +47,12 @@ def _products(operator: Operator) -> tuple[tuple[Gemm, ...], int]:
     """Return an operator's products that make gradients of weights, and the values that they need."""
     found, inputs, num_values = list[Gemm](), set[tuple[int, int]](), 0
     left = Counter[Kernel](operator.backward)
-    for kernel in operator.forward:
+    trains = any(spec.is_trained for spec in operator.parameters)
+    for kernel in operator.forward if trains else ():  # an input's gradient may have the shape of a weight's
         if not isinstance(kernel, Gemm) or kernel.batched or kernel.grouped or kernel.fp8:
             continue
         sides = {(kernel.n, kernel.k), (kernel.k, kernel.n)}
-        made = next((own for own in left if isinstance(own, Gemm) and _makes(own, kernel, sides)), None)
+        made = next((own for own in +left if isinstance(own, Gemm) and _makes(own, kernel, sides)), None)
         if made is not None:
             _take(left, made)
             found.append(made)

@@ -15,9 +15,12 @@ from walked import ordered_by_rules
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Place
+from planner.graph import Batch, Gemm, build_graph
 from planner.lowering import lower, stages
 from planner.lowering.stages import stage_of
+from planner.models import resolve_model
 from planner.models.kernels import flop
+from planner.models.zero_bubble import apart
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import memory_use, memory_uses
@@ -230,6 +233,26 @@ def test_a_host_has_what_the_stages_of_its_ranks_hold(case: Case, devices_per_no
             held[rank // devices_per_node] += use.peak_bytes if use else 0
         assert peaks[tier].peak_bytes == sum(peaks[tier].by_class.values()) == max(held)
     assert needs_bytes(timeline, steady, cost) == {tier: peak.peak_bytes for tier, peak in peaks.items()}
+
+
+def test_frozen_weights_leave_nothing_for_later() -> None:
+    """Also where gradients of inputs have the shape of a weight: there are as many tokens as channels."""
+    graph = build_graph(resolve_model("demo-llama"), Batch(1, 512))
+    output, qkv = (next(operator for operator in graph if operator.kind == kind) for kind in ("output", "qkv"))
+    square = Gemm(512, 512, 512)
+    assert Counter(output.backward)[square] == 2
+    frozen = tuple(dataclasses.replace(spec, frozen="plain") for spec in output.parameters)
+    rest = tuple(kernel for kernel in output.backward if kernel != square)
+    output = dataclasses.replace(output, parameters=frozen, backward=(square, *rest))
+    keys = next(kernel for kernel in qkv.backward if isinstance(kernel, Gemm) and kernel.m == 256 and kernel.k == 512)
+    half = list(qkv.backward)
+    half.remove(keys)
+    qkv = dataclasses.replace(qkv, backward=tuple(half))
+    parts = list(apart([qkv, output], 2))
+    assert [part.weight_gradients.count(keys) for part in parts] == [1, 0]
+    assert parts[1].weight_gradients == ()
+    for whole, part in zip((qkv, output), parts, strict=True):
+        assert Counter(part.backward) + Counter(part.weight_gradients) == Counter(whole.backward)
 
 
 def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
