@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from types import FrameType
 from typing import Any, Final, Self, final
 
 _DEFAULTS: Final[Mapping[int, Any]] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_AGAIN_S: Final = 0.02
 _REPEATED_S: Final = 3.0  # torchrun repeats signals that its processes have already received
 
 
@@ -29,7 +31,8 @@ def consistent_interrupt() -> Iterator[None]:
     """Turn Ctrl-C, SIGTERM, and any error that follows one of them into a :class:`SignalledError`.
 
     Interrupted code may raise another error: an extension in Rust or C that is importing a module reports a broken
-    import. If a signal has a handler already or is ignored, it is left alone.
+    import. No exception leaves a destructor, or what is called when an object goes: a signal that comes there comes
+    again behind it. If a signal has a handler already or is ignored, it is left alone.
     """
     noticed: int | None = None
 
@@ -38,19 +41,41 @@ def consistent_interrupt() -> Iterator[None]:
         noticed = number
         raise SignalledError(number)
 
-    ours = threading.current_thread() is threading.main_thread()
-    before = {number: handler for number, handler in _DEFAULTS.items() if ours and signal.getsignal(number) == handler}
-    for number in before:
-        signal.signal(number, handle)
     try:
-        yield
+        with _handlers(handle):
+            yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if noticed is not None:
             raise SignalledError(noticed) from error
         raise
+
+
+@contextlib.contextmanager
+def _handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let signals that have no handler of the user's call ``handle``, and those that are lost come again."""
+    if threading.current_thread() is not threading.main_thread():  # Python accepts handlers only there
+        yield
+        return
+    report, main = sys.unraisablehook, threading.get_ident()
+
+    def repeat(lost: "sys.UnraisableHookArgs") -> None:
+        if isinstance(lost.exc_value, SignalledError):
+            again = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, lost.exc_value.signal))
+            again.daemon = True
+            again.start()
+        else:
+            report(lost)
+
+    before = {number: handler for number, handler in _DEFAULTS.items() if signal.getsignal(number) == handler}
+    for number in before:
+        signal.signal(number, handle)
+    sys.unraisablehook = repeat
+    try:
+        yield
     finally:
+        sys.unraisablehook = report
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from ullage.cli.interruption import Interruption, consistent_interrupt
+from ullage.cli.interruption import Interruption, SignalledError, consistent_interrupt
 
 WAIT_S = 60.0
 
@@ -93,6 +93,42 @@ def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
         raise ImportError("a broken module")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class _Interrupted:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self._number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_destructor_is_not_lost(number: int) -> None:
+    before, deadline_s = sys.unraisablehook, time.monotonic() + WAIT_S
+    with pytest.raises(SignalledError) as raised, consistent_interrupt():
+        _Interrupted(number)
+        while time.monotonic() < deadline_s:
+            time.sleep(0.002)
+    assert raised.value.signal == number
+    assert sys.unraisablehook is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_other_errors_of_destructors_are_reported_as_before() -> None:
+    told: list[object] = []
+
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError("an error of a destructor")
+
+    before, sys.unraisablehook = sys.unraisablehook, lambda lost: told.append(lost.exc_type)
+    try:
+        with consistent_interrupt():
+            Failing()
+    finally:
+        sys.unraisablehook = before
+    assert told == [ValueError]
 
 
 def test_a_signal_during_a_write_is_reported_after_it() -> None:
