@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwprofiles.paths import number, quantities
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import FOR_LIBRARIES_BYTES, HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.costs.scalable import all_scalables
@@ -139,6 +140,51 @@ def test_plain_optimizers_hold_the_roots_of_all_second_moments() -> None:
     assert num_params / 2 < peak(**all_bf16) - peak(**all_bf16, fused_update=True) < 2 * num_params
 
 
+@pytest.fixture
+def peak() -> Callable[..., float]:
+    def peak_bytes(**changes: object) -> float:
+        case = TrainingCase.model_validate(SMALL | {"engine": "fsdp", "micro_batch": 1, "seq_len": 64} | changes)
+        return case.predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
+
+    return peak_bytes
+
+
+NUM_PARAMS = sum(unit.num_params for unit in units(build_graph(resolve_model("qwen2.5-0.5b"), Batch(1, 64))))
+
+
+def test_before_pytorch_2_1_adamw_held_two_such_tensors(peak: Callable[..., float]) -> None:
+    assert peak(step_copies=2) - peak() == pytest.approx(4 * NUM_PARAMS, rel=0.01)
+
+
+def test_moments_in_8_bit_stay_so_where_all_other_state_is_in_bf16(peak: Callable[..., float]) -> None:
+    all_bf16 = {"precision": {"weights": "bf16", "state": "bf16"}, "fused_update": True}
+    assert peak(**all_bf16) - peak(**all_bf16, optimizer="adamw-8bit") == pytest.approx(2 * NUM_PARAMS, rel=0.05)
+
+
+def test_paged_state_waits_on_the_host_and_comes_for_each_update(peak: Callable[..., float]) -> None:
+    run = {"engine": "fsdp", "fused_update": True, "micro_batch": 1, "updates_in_backward": True, "clip": False}
+    # Of the state, what is on the device is that of the largest unit, which has the embedding.
+    assert peak(**run) - peak(**run, paged=True) > 6 * NUM_PARAMS
+    copies_s = 2 * 12 * NUM_PARAMS / 25e9
+    assert copies_s / 2 < iteration_s(**run, paged=True) - iteration_s(**run) < 2 * copies_s
+
+
+def test_a_process_takes_more_of_a_device_than_its_tensors(peak: Callable[..., float]) -> None:
+    measured = {"iteration_ms": 1.0, "peak_gpu_process_gib": 1.0}
+    assert peak(measured=measured) - peak() == FOR_LIBRARIES_BYTES
+
+
+@pytest.mark.parametrize("lora", [None, "rank=8"])
+def test_without_its_fused_head_ligers_loss_takes_the_place_of_whole_logits(
+    peak: Callable[..., float], lora: str | None
+) -> None:
+    """They are there in bf16, and in fp32 with the gradient in their place: 6 B each, where tiles hold few."""
+    run = {"kernels": "liger", "activations": "recompute", "seq_len": 8192, "lora": lora, "fused_update": True}
+    logits = 8192 * 151_936
+    by_tokens = {head: peak(**run, fused_head=head) for head in (True, False)}
+    assert 4 * logits < by_tokens[False] - by_tokens[True] < 6.5 * logits
+
+
 def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> None:
     """FSDP gathers from the fp32 shards; ZeRO-3 from shards in the weights' type."""
 
@@ -178,6 +224,19 @@ def test_attention_of_other_years_has_its_share_of_the_rate() -> None:
         rate = number(after[f"device.{name}.bf16"])
         assert rate == pytest.approx(share * number(before["device.attention.bf16"]))
     assert with_attention(load_profile("h100"), "flash-attention-2") == load_profile("h100")
+
+
+def test_kernels_made_for_ampere_are_slow_on_blackwell_of_the_data_center() -> None:
+    for name, slower in (("b300", True), ("gb200", True), ("rtx-5090", False), ("a100-80", False)):
+        profile = load_profile(name)
+        assert (with_attention(profile, "flash-attention-2") != profile) == slower
+        assert with_attention(profile, "flash-attention-4") == profile
+    before, after = (
+        quantities(p) for p in (load_profile("b300"), with_attention(load_profile("b300"), "flash-attention-2"))
+    )
+    path = "device.attention.bf16-128"
+    assert number(after[path]) == pytest.approx(406e12, rel=0.01)  # 1.1e12 FLOP in 2.71 ms
+    assert number(before[path]) == pytest.approx(1571e12, rel=0.01)
 
 
 def bound_by(*keys: str) -> object:

@@ -1,5 +1,6 @@
 """Types of gradients and optimizer state that only other engines have."""
 
+import dataclasses
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -15,7 +16,7 @@ class RivalPrecision(Precision):
     """Types of weights, gradients and optimizer state of another engine.
 
     Attributes:
-        state: the type of all optimizer state; ``None``: as ours.
+        state: the type of all optimizer state that is not of a narrower one; ``None``: as ours.
         gradients: the type in which gradients are summed over micro-batches and ranks; ``None``: as ours.
     """
 
@@ -52,8 +53,10 @@ class RivalPrecision(Precision):
 
     def state_bytes_per_param(self, optimizer: Optimizer) -> float:
         """Return the bytes of optimizer state per parameter, the master copy included."""
-        own = super().state_bytes_per_param(optimizer)
-        return self.master_bytes + 2 * OPTIMIZERS[optimizer].num_buffers if self.state else own
+        row = OPTIMIZERS[optimizer]
+        if self.state and row.buffer_bytes > self.master_bytes:
+            row = dataclasses.replace(row, buffer_bytes=self.master_bytes)
+        return self.master_bytes + row.buffer_bytes_per_param
 
     def update_bytes_per_param(self, optimizer: Optimizer, *, splits: bool = False) -> float:
         """Return the bytes that an update moves; see :class:`planner.decisions.Precision`.

@@ -25,6 +25,7 @@ FILES = (
     "roundpipe",
     "llama_factory",
     "qwen",
+    "halo",
 )
 QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate", "longest sequence")
 

@@ -72,6 +72,40 @@ def test_a_run_with_a_wrong_field_is_left_out_in_one_line(path, value, words):
         read_collected(run, {})
 
 
+def read_as(name: str, **changes: object) -> TrainingCase:
+    run = next(run for run in json.loads(COLLECTION.read_text())["cases"] if run["id"].startswith(name))
+    for path, value in changes.items():
+        outer, _, inner = path.partition("__")
+        (run[outer] if inner else run)[inner or outer] = value
+    read = read_collected(run, {})
+    assert isinstance(read, TrainingCase)
+    return read
+
+
+def test_words_of_sources_decide_what_is_held():
+    """See the comments in ``ullage/rivals/cases/collected.py`` for what each source's code does."""
+    assert not READ["slideformer-ds-4090-8b-b16"].inputs_on_host  # cpu_checkpointing, which is not called
+    assert read_as("slideformer", engine__checkpoints="on the host", activations="recompute").inputs_on_host
+    halo = "github.com/whitecircle/halo agent-docs"
+    assert read_as("slideformer").fused_head
+    assert not read_as("slideformer", source=halo).fused_head
+    assert read_as("slideformer", source=halo, engine__loss="fused linear cross entropy").fused_head
+    assert read_as("slideformer", source="a table, torch 2.0").step_copies == 2
+    assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
+    assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged
+    assert not read_as("slideformer", engine__optimizer="adamw (PagedAdamW8bit is off)").paged
+
+
+def test_peaks_are_those_of_tensors_or_of_the_process():
+    gib = READ["slideformer-ds-4090-8b-b16"].measured["peak_gpu_allocated_gib"]
+    gb = {"iteration_ms": 1.0, "peak_gpu_allocated_gb": gib}
+    assert read_as("slideformer", measured=gb).measured["peak_gpu_allocated_gib"] == pytest.approx(gib * 1e9 / 2**30)
+    halo = read_as("slideformer", measured=gb, source="github.com/whitecircle/halo")
+    assert halo.measured["peak_gpu_allocated_gib"] == pytest.approx(gib)
+    unsaid = read_as("slideformer", measured={"iteration_ms": 1.0, "peak_gpu_gb": 2.0}).measured
+    assert unsaid["peak_gpu_process_gib"] == pytest.approx(2e9 / 2**30)
+
+
 def test_our_plan_stands_beside_an_engine_without_a_row():
     run = READ["llmq-4090x1-0.5b-bf16-b16"]
     assert run.num_sequences == 512

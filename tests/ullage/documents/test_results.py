@@ -46,6 +46,8 @@ HELD_OUT = (
     ("llama_factory", "iteration", "LLaMA-Factory on 1 and 4 RTX 4090: iteration time"),
     ("qwen", "iteration", "adapters and all weights of Qwen on A100: iteration time"),
     ("qwen", "peak GPU", "adapters and all weights of Qwen on A100: peak GPU memory"),
+    ("halo", "iteration", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: iteration time"),
+    ("halo", "peak GPU", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: peak GPU memory"),
     ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
     ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )

@@ -70,6 +70,14 @@ _PROJECTIONS: Final = {
 _SAVED: Final = {"wte": "embed_tokens", "lm_head": "lm_head", "output": "lm_head", "tok_embeddings": "embed_tokens"}
 _QWEN_LINEAR: Final = {"c_attn", "c_proj", "w1", "w2"}  # all projections of Qwen's first models
 _LOSS_TILE: Final = {"chunk": 1024, "fused linear": 2048}  # tokens, where the loss is not of whole logits
+_TORCHTUNE_CHUNKS: Final = 8
+# What was measured of memory, in which unit, and of what: tensors, or, where the source does not say, the process.
+_PEAKS: Final = (
+    ("peak_gpu_allocated_gib", 2**30, "allocated"),
+    ("peak_gpu_gib", 2**30, "allocated"),
+    ("peak_gpu_allocated_gb", 10**9, "allocated"),
+    ("peak_gpu_gb", 10**9, "process"),
+)
 _NUMBERS: Final = re.compile(
     r"(parallel|batch|host_link)\.\w+|measured\.(iteration_ms|tokens_per_s|tflops|peak_gpu_\w*g(i)?b|max_seq_thousands)"
     r"|model\.(num_\w+|\w+_size|head_dim)|lora\.rank|engine\.(zero_stage|prefetch_bucket|persistence_threshold)"
@@ -260,6 +268,10 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "activations": _activations(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
+        "fused_head": _fuses_head(stated),
+        "fused_update": "stochastic rounding" in str(stated("engine.optimizer", "")) or None,  # kernels of their own
+        "paged": "paged" in _optimizer_words(stated) or None,
+        "step_copies": 2 if re.search(r"\btorch 2\.0\b", stated("source")) else None,
         "keeps_output": stated("engine.loss") == "whole logits" and not (_is_megatron(stated) or _is_fsdp(stated)),
         "device_budget_gib": stated("device_budget_gib"),
         "link_gb_s": _link(stated),
@@ -382,9 +394,17 @@ def _loss_tile(stated: _Stated) -> int | None:
     words = str(stated("engine.loss", ""))
     if stated("engine.name") in {"roundpipe", "shadowspill"}:  # rows of their own, which know it
         return None
-    if "pytorch/torchtune" in stated("source") and stated("lora.rank"):  # its recipes for adapters have it
-        words = "chunk"
+    if "pytorch/torchtune" in stated("source"):
+        # Recipes for adapters take the head in. Else all logits are there, and only their cast to fp32 is in chunks,
+        # which takes no memory where it is compiled (``modules/loss/ce_chunked_output_loss.py``).
+        tokens = stated("batch.micro_batch", 1) * stated("batch.seq_len", 1)
+        return -(-tokens // _TORCHTUNE_CHUNKS) if stated("lora.rank") else None
     return next((tokens for word, tokens in _LOSS_TILE.items() if word in words), None)
+
+
+def _fuses_head(stated: _Stated) -> bool | None:
+    """Return whether Liger's head computes the loss: by default, but not in Halo (``agent-docs``, Liger Kernels)."""
+    return False if "whitecircle/halo" in stated("source") and not stated("engine.loss") else None
 
 
 def _precision(stated: _Stated) -> Values | None:
@@ -398,8 +418,12 @@ def _precision(stated: _Stated) -> Values | None:
     return {"weights": "bf16", "master": "bf16"} if "bf16-master" in words else None
 
 
+def _optimizer_words(stated: _Stated) -> str:
+    return str(stated("engine.optimizer", "")).lower().partition("(")[0]  # behind it, what it is not
+
+
 def _optimizer(stated: _Stated) -> str | None:
-    words = str(stated("engine.optimizer", "")).lower().partition("(")[0]  # behind it, what it is not
+    words = _optimizer_words(stated)
     if "8bit" in words or "8-bit" in words or stated("engine.moments") == "8-bit":
         return "adamw-8bit"
     return next((name for name in ("muon", "lion") if name in words), None)
@@ -435,7 +459,10 @@ def _link(stated: _Stated) -> Values:
 
 def _on_host(stated: _Stated) -> bool:
     checkpoints = f"{stated('engine.checkpoints', '')} {stated('activations', '')}"
-    return bool(stated("engine.activations_offloaded")) or "host" in checkpoints
+    # ``cpu_checkpointing`` is read by ``deepspeed.checkpointing.checkpoint``, which no model of ``transformers`` calls.
+    return bool(stated("engine.activations_offloaded")) or (
+        "host" in checkpoints and "cpu_checkpointing" not in checkpoints
+    )
 
 
 def _engine(stated: _Stated) -> Values:
@@ -481,9 +508,10 @@ def _measured(stated: _Stated, devices: int) -> Values:
         found = {"tokens_per_s": stated("measured.tokens_per_s")}
     if next(iter(found.values())) is None:
         raise LeftOutError("no iteration was timed")
-    peak_gib = stated("measured.peak_gpu_allocated_gib", stated("measured.peak_gpu_gib"))
-    if peak_gib is None and (peak_gb := stated("measured.peak_gpu_allocated_gb", stated("measured.peak_gpu_gb"))):
-        peak_gib = peak_gb * 1e9 / 2**30
-    if peak_gib is not None:
-        found["peak_gpu_allocated_gib"] = peak_gib / (devices if "of both GPUs" in stated("note", "") else 1)
+    shared_by = devices if "of both GPUs" in stated("note", "") else 1
+    calls_gib_gb = "whitecircle/halo" in stated("source")  # ``callbacks/efficiency.py``
+    for name, unit, kind in _PEAKS:
+        if (peak := stated(f"measured.{name}")) is not None:
+            found[f"peak_gpu_{kind}_gib"] = peak * (1 if calls_gib_gb else unit / 2**30) / shared_by
+            break
     return found

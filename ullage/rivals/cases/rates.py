@@ -10,6 +10,11 @@ from hwprofiles.quantity import Provenance
 AttentionKernel = Literal["flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "triton"]
 """``triton`` is the kernel of 2023 in Triton's tutorials, as llm-foundry has it."""
 
+# On a B300, FlashAttention-2 takes 3.9 times as long as FlashAttention-4 forward, and 3.6 times backward (2 sequences
+# of 8192 tokens, 32 heads of 128 values; github.com/whitecircle/halo, agent-docs/optimization/flash-attention.md). Its
+# kernels are those for Ampere. What PyTorch and TransformerEngine take there, cuDNN's, is as fast as FlashAttention-4.
+_BLACKWELL: Final = re.compile(r"(NVIDIA )?G?B[23]00")
+_ON_BLACKWELL: Final[dict[AttentionKernel, tuple[float, float]]] = {"flash-attention-2": (0.70 / 2.71, 2.3 / 8.19)}
 # Rates of forward and backward, as shares of FlashAttention-2's (arXiv 2307.08691). In its table 1, GPT3-1.3B reaches
 # 196 and 220 TFLOP/s at 2k and 8k tokens, with FlashAttention 189 and 170. Attention alone differs, so the older kernel
 # has 0.47 of the rate. In its section 4.1, it is 1.3 to 1.5 times as fast as the kernel in Triton forward, and about
@@ -22,10 +27,11 @@ _SHARES: Final[dict[AttentionKernel, tuple[float, float]]] = {
 
 def with_attention(profile: HardwareProfile, kernel: AttentionKernel) -> HardwareProfile:
     """Return a machine whose attention is as fast as one kernel's, if that is slower than what profiles have."""
-    if kernel not in _SHARES:
-        return profile
-    forward, backward = _SHARES[kernel]
     device = profile.device
+    shares = _ON_BLACKWELL if _BLACKWELL.match(device.name) else _SHARES
+    if kernel not in shares:
+        return profile
+    forward, backward = shares[kernel]
     both = device.model_copy(update={"attention_backward": device.attention_backward or device.attention})
     profile = profile.model_copy(update={"device": both})
     rates = {
@@ -33,7 +39,7 @@ def with_attention(profile: HardwareProfile, kernel: AttentionKernel) -> Hardwar
         for path, item in quantities(profile).items()
         if path.startswith(("device.attention.", "device.attention_backward."))
     }
-    source = f"{profile.name} x {forward:.2f} forward and {backward:.2f} backward: {kernel}, arXiv 2307.08691"
+    source = f"{profile.name} x {forward:.2f} forward and {backward:.2f} backward: {kernel}"
     return replace(profile, rates, Provenance(origin="assumed", source=source))
 
 

@@ -14,11 +14,11 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.files import write_whole
 from hwprofiles.paths import replace
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import FOR_LIBRARIES_BYTES, HardwareProfile
 from hwprofiles.quantity import Provenance
 from planner.choices.request import batch_of
 from planner.costs.model import CostModel, total_flop
-from planner.decisions import Sharding
+from planner.decisions import Place, Sharding
 from planner.graph import Operator, Unit, build_graph, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
@@ -45,7 +45,7 @@ from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.engines.streaming import best_streaming
-from ullage.rivals.kernels import dataflow, megatron_core, megatron_lm
+from ullage.rivals.kernels import dataflow, liger, megatron_core, megatron_lm
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
 
@@ -80,11 +80,18 @@ DEEPSPEED: Final[dict[str, str]] = {
 """What cases call the settings of ``zero_optimization`` in DeepSpeed's configuration."""
 
 Quantity = Literal[
-    "forward_ms", "backward_ms", "update_ms", "iteration_ms", "tokens_per_s", "tflops", "peak_gpu_allocated_gib"
+    "forward_ms",
+    "backward_ms",
+    "update_ms",
+    "iteration_ms",
+    "tokens_per_s",
+    "tflops",
+    "peak_gpu_allocated_gib",
+    "peak_gpu_process_gib",
 ]
 """What may be measured: milliseconds, tokens of all devices together, 1e12 FLOP/s of the model (recomputation not
-counted), and GiB that the device's allocator had handed out at most. DeepSpeed's log calls GiB "GB"
-(``utils.py::see_memory_usage``)."""
+counted), and GiB that the device's allocator had handed out at most, or that the process had taken of the device.
+DeepSpeed's log calls GiB "GB" (``utils.py::see_memory_usage``)."""
 
 _MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
     "forward_ms": (Metric.FORWARD, 1e-3),
@@ -93,6 +100,7 @@ _MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
     "iteration_ms": (Metric.ITERATION, 1e-3),
     "tflops": (Metric.COMPUTE_RATE, 1e12),
     "peak_gpu_allocated_gib": (Metric.PEAK_GPU, 2**30),
+    "peak_gpu_process_gib": (Metric.PEAK_GPU, 2**30),
 }
 
 
@@ -135,8 +143,12 @@ class TrainingCase(Case):
         inputs_on_host: whether inputs of recomputed layers waited on the host.
         updates_in_backward: whether each gradient was used as soon as it was there.
         keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
+        fused_head: whether the head of ``liger`` computes the loss, too, and makes no logits.
         fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
             is not by default: it takes the square roots of all second moments before it uses any.
+        paged: whether optimizer state is on the host, and in an update the driver moves it to the device and back, as
+            ``bitsandbytes`` has it.
+        step_copies: tensors that this AdamW makes of all second moments: before PyTorch 2.1, one more with epsilon.
         device_budget_gib: device memory that the engine might use.
         link_gb_s: what the source measured of the host link, in GB/s: copies alone, and both ways at once.
         predicted_by_simumax_ms, over_their_prediction: the iteration that SimuMax predicts, and the measured iteration
@@ -181,7 +193,10 @@ class TrainingCase(Case):
     inputs_on_host: bool = False
     updates_in_backward: bool = False
     keeps_output: bool = False
+    fused_head: bool = True
     fused_update: bool = False
+    paged: bool = False
+    step_copies: Literal[1, 2] = 1
     device_budget_gib: Annotated[float, Field(gt=0, le=10_000)] | None = None
     link_gb_s: dict[Literal["down", "up", "both"], Amount] = Field(default_factory=dict)
     measured: dict[Quantity, Amount]
@@ -272,6 +287,9 @@ class TrainingCase(Case):
         if "tflops" in self.measured:
             rate = total_flop(setup.units, decisions) / outcome.values[Metric.ITERATION]
             outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.COMPUTE_RATE: rate})
+        if "peak_gpu_process_gib" in self.measured:
+            peak_bytes = outcome.values[Metric.PEAK_GPU] + FOR_LIBRARIES_BYTES
+            outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.PEAK_GPU: peak_bytes})
         # The placement of an engine that searches depends on the machine.
         return dataclasses.replace(outcome, iteration_s=None) if self._searches else outcome
 
@@ -352,7 +370,12 @@ class TrainingCase(Case):
 
     def _operators(self, model: Model, given: Sharding, profile: HardwareProfile) -> tuple[Operator, ...]:
         batch = batch_of(given, self.precision, self.seq_len, (), profile)
-        return build_graph(model, dataclasses.replace(batch, flash_attention=self.attention != "unfused"))
+        batch = dataclasses.replace(batch, flash_attention=self.attention != "unfused")
+        operators = build_graph(model, batch)
+        if self.fused_head or self.kernels != "liger":
+            return operators
+        plain = build_graph(model, dataclasses.replace(batch, kernels="transformers"))
+        return liger.with_whole_logits(operators, plain, self._vocab_size("fused_head"), batch.dtype_bytes)
 
     def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
         if not isinstance(model, ModelConfig):
@@ -396,6 +419,7 @@ class TrainingCase(Case):
         try:
             placed = pairs[self.activations or "keep"]
             placed = with_host_parameters(placed, setup) if self.host_params else placed
+            placed = _paged(placed) if self.paged else placed
             return RivalDecisions.model_validate(dict(placed) | self._changes())
         except ValidationError as error:
             raise CaseError(f"case {self.id}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
@@ -441,7 +465,7 @@ class TrainingCase(Case):
             changes["gradient_path"] = self.gradient_path
         if self.keeps_output:
             tokens = self.micro_batch * self.seq_len
-            changes["output_bytes"] = tokens * self._vocab_size() * self.precision.weight_bytes
+            changes["output_bytes"] = tokens * self._vocab_size("keeps_output") * self.precision.weight_bytes
         if self.engine == "megatron" and self.zero_stage < 2:  # it adds gradients up after the last micro-batch
             changes["reduce_start"] = "step"
             changes["bucket_params"] = _BUCKET_PARAMS if self.zero_stage == 0 else 0
@@ -449,17 +473,17 @@ class TrainingCase(Case):
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
         elif self.engine == "fsdp" and self.optimizer == "adamw" and not self.fused_update:
-            changes["step_scratch_bytes"] = 2 if self.precision.state else 4
+            changes["step_scratch_bytes"] = self.step_copies * (2 if self.precision.state else 4)
         return changes
 
-    def _vocab_size(self) -> int:
+    def _vocab_size(self, field: str) -> int:
         if isinstance(self.model, ModelConfig):
             return self.model.vocab_size
         stated = configuration(self.model) if isinstance(self.model, str) else self.model
         if "vocab_size" not in stated:
             raise CaseError(
-                f"case {self.id}: keeps_output needs the size of the vocabulary, which the model's config.json does "
-                "not state; leave it out"
+                f"case {self.id}: {field} needs the size of the vocabulary, which the model's config.json does not "
+                "state; leave it out"
             )
         return int(stated["vocab_size"])
 
@@ -520,6 +544,14 @@ def simulated(
 
     lacking = tuple(shortages(case_id, peaks))
     return Outcome(values, simulation.converged, (*cost.warnings, *lacking), fits=not lacking, iteration_s=iteration_s)
+
+
+def _paged(placed: RivalDecisions) -> RivalDecisions:
+    units = {
+        name: unit.model_copy(update={"update": (Place.STREAM,) * len(unit.update)})
+        for name, unit in placed.units.items()
+    }
+    return placed.model_copy(update={"units": units})
 
 
 def _swapping(setup: Setup, cost: CostModel) -> RivalDecisions:
