@@ -5,6 +5,11 @@ on) are priced with the same quantities. One factor for each class makes the sim
 measured one. Tasks slow each other down, in the run and in the simulation. So the factors are not simply the ratios of
 the first comparison: the schedule is simulated again with each new profile, until the factors converge. (Fitting to
 whole runs, :mod:`benchmarks.published.fitting`, knows no tasks and needs several runs.)
+
+A factor is believed as far as it stands out from how much iterations differ among themselves: where neighbours on a
+server share its memory, one run says little of the next. Of its logarithm remains the share ``1 - (d / log factor)^2``,
+and nothing below zero (the positive part of James and Stein's estimate, 1961); ``d`` is the median deviation of the
+logarithm of the class's time over iterations.
 """
 
 import dataclasses
@@ -97,7 +102,9 @@ def refit(
     """
     if not iterations:
         raise ValueError("no steady iteration was measured; run more iterations")
-    wanted_s = {name: statistics.median(_busy_s(measured, i)[name] for i in iterations) for name in CLASSES}
+    busy_s = [_busy_s(measured, i) for i in iterations]
+    wanted_s = {name: statistics.median(each[name] for each in busy_s) for name in CLASSES}
+    deviations = {name: _deviation([each[name] for each in busy_s]) for name in CLASSES}
     source = f"tasks of {len(iterations)} iterations of {run}"
     slower: dict[str, float] = {}
     fitted, simulation = profile, _simulated(profile, units, decisions, measured)
@@ -113,8 +120,29 @@ def refit(
         slower = nearer
         fitted = _slowed(profile, decisions.precision, slower, source)
         simulation = _simulated(fitted, units, decisions, measured)
+    believed = {name: _believed(factor, deviations[name]) for name, factor in slower.items()}
+    if believed != slower:
+        slower, fitted = believed, _slowed(profile, decisions.precision, believed, source)
+        simulation = _simulated(fitted, units, decisions, measured)
     predicted_s = simulation.timeline.period_s(simulation.steady)
     return Refit(fitted, slower, predicted_s, statistics.median(measured.period_s(i) for i in iterations))
+
+
+def _deviation(times_s: Sequence[float]) -> float:
+    """Return the median deviation of the logarithms of times from their median."""
+    logarithms = [math.log(time_s) for time_s in times_s if time_s > 0]
+    if not logarithms:
+        return 0.0
+    middle = statistics.median(logarithms)
+    return statistics.median(abs(each - middle) for each in logarithms)
+
+
+def _believed(factor: float, deviation: float) -> float:
+    """Return what of a factor is believed if iterations differ so much."""
+    logarithm = math.log(factor)
+    if abs(logarithm) <= deviation:
+        return 1.0
+    return factor if not deviation else math.exp(logarithm - deviation**2 / logarithm)
 
 
 def _simulated(

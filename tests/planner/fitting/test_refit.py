@@ -1,7 +1,10 @@
 """A profile fitted to the tasks of a run: what made their times is found again."""
 
+import dataclasses
 import functools
+import math
 
+import numpy as np
 import pytest
 from amount import examples
 from hypothesis import given, settings
@@ -17,6 +20,7 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.fitting.refit import CLASSES, RANGE, Refit, refit
 from planner.models import resolve_model
+from planner.schedule.tasks import Lane
 from planner.simulate.machine import Simulation, run_until_steady
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.lowering import lower
@@ -99,6 +103,23 @@ def test_nothing_is_believed_to_be_off_by_more_than_a_stated_factor() -> None:
     profile, _, _ = planned("a100-40")
     truth = replace(profile, {"host.optimizer": number(profile.host.optimizer) / 30}, TRUTH)
     assert refitted("a100-40", truth)[0].slower["host updates"] == RANGE
+
+
+@pytest.mark.parametrize(
+    ("shares", "left"), [((0.6, 0.8, 1.0), 0.0), ((0.79, 0.8, 0.81), 1.0), ((0.7, 0.8, 0.9), 0.72)]
+)
+def test_a_factor_is_believed_as_far_as_it_stands_out(shares: tuple[float, ...], left: float) -> None:
+    """Host updates take less in all iterations but one, which differ by more, by less, and by half of it."""
+    profile, request, decisions = planned("a100-40")
+    run = simulated(profile, request, decisions).timeline
+    lanes = np.array([task.lane is Lane.CPU for task in run.schedule.tasks])
+    end_s = run.end_s.copy()
+    assert run.num_iterations > len(shares)
+    for iteration, share in enumerate(shares):
+        end_s[iteration, lanes] = (run.start_s + share * (run.end_s - run.start_s))[iteration, lanes]
+    measured = dataclasses.replace(run, end_s=end_s)
+    found = refit(profile, variants(request)[0].setup.units, decisions, measured, range(len(shares)))
+    assert math.log(found.slower.get("host updates", 1.0)) == pytest.approx(left * math.log(0.8), abs=0.02)
 
 
 def test_no_iterations() -> None:
