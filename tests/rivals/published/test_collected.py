@@ -34,8 +34,8 @@ def test_enough_of_them_are_compared():
 def test_what_nothing_is_like_is_left_out_with_its_reason():
     left_out = read_file(COLLECTION).left_out
     assert left_out == {
-        "fsdpqlora-2x3090-yi-34b-qlora-b2-s2048": "machine 2x3090: the rate of its PCIe is not stated, and no profile "
-        "has RTX 3090",
+        "fsdpqlora-2x3090-yi-34b-qlora-b2-s2048": "machine 2x3090: the rate of its PCIe is not stated, and the "
+        "profile of RTX 3090 is of one device",
         "lohan-70b-bs16-ssd12-gpu2": "there is no row of this engine for 2 devices",
         "mlpoffload-h100x4-40b-mlp-offload": "machine h100x4-mlpoffload: the rate of its drives is not stated",
         "rp-maxseq-rtx4090x8-mobius-qwen3-32b": "there is no row for system mobius",

@@ -51,7 +51,7 @@ _MACHINES: Final[dict[str, tuple[str, str]]] = {
 }
 _UNSTATED: Final[dict[str, str]] = {
     "h100x4-mlpoffload": "the rate of its drives is not stated",
-    "2x3090": "the rate of its PCIe is not stated, and no profile has RTX 3090",
+    "2x3090": "the rate of its PCIe is not stated, and the profile of RTX 3090 is of one device",
     "rtx5090x4": "how four RTX 5090 are connected is not stated",
 }
 # Architectures whose ``config.json`` follows from the sizes, with their names in ``transformers``.
