@@ -99,13 +99,16 @@ class Bench:
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
-        own, is_of = self.decisions, operator.attrgetter("tiles", "kernels", "optimizer", "precision")
+        own, is_of = (
+            self.decisions,
+            operator.attrgetter("tiles", "kernels", "optimizer", "precision", "context_exchange"),
+        )
         if decisions.pipeline_parallel == 1 and is_of(decisions) == is_of(own):
             return self.cost
         return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
 
     def _members(self, decisions: Decisions) -> tuple[Unit, ...]:
-        is_of = operator.attrgetter("tiles", "kernels", "precision", "pipeline_order")
+        is_of = operator.attrgetter("tiles", "kernels", "precision", "pipeline_order", "context_exchange")
         if is_of(decisions) == is_of(self.decisions):
             return tuple(self.units.values())
         return self.plan.units(decisions)

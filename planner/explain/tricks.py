@@ -176,7 +176,7 @@ def _wide_state(bench: Bench) -> Iterator[Decisions]:
             yield changed(other, optimizer=wide, precision=precision)
 
 
-def _without_tiles(field: str) -> Off:
+def _without(field: str) -> Off:
     def off(bench: Bench) -> Iterator[Decisions]:
         if getattr(bench.decisions, field) is None:
             return
@@ -264,18 +264,18 @@ TRICKS: tuple[Trick, ...] = (
         "all one way, the better",
         _each_its_own,
     ),
-    Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _without_tiles("loss_tile_tokens")),
+    Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _without("loss_tile_tokens")),
     Trick(
         "layers-in-tiles",
         "norms and MLPs in tiles of tokens",
         "all tokens at once",
-        _without_tiles("layer_tile_tokens"),
+        _without("layer_tile_tokens"),
     ),
     Trick(
         "breadth-order",
         "some sequences pass a layer at a time",
         "the whole micro-batch at once",
-        _without_tiles("segment_tile_sequences"),
+        _without("segment_tile_sequences"),
     ),
     Trick(
         "joined-kernels",
@@ -300,6 +300,12 @@ TRICKS: tuple[Trick, ...] = (
         "gradients of weights where stages would wait",
         "backward makes them",
         _options(pipeline_order=None),
+    ),
+    Trick(
+        "ring",
+        "keys pass among ranks of a sequence",
+        "they exchange tokens for heads",
+        _without("context_exchange"),
     ),
     Trick("through-host", "collectives go through the host", "over the fabric", _options(collectives=None)),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),

@@ -1,4 +1,4 @@
-"""What is told of a plan with pipeline stages."""
+"""What is told of a plan with pipeline stages, and with ranks that share sequences."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from machines import machine
 
 from planner.choices.request import Request
 from planner.decisions import Place
-from planner.explain.trial import Bench
+from planner.explain.trial import Bench, changed
 from planner.explain.tricks import worths
 from planner.models import resolve_model
 from planner.plan.planning import make_plan
@@ -29,3 +29,16 @@ def test_what_a_smaller_bubble_gains_is_told():
     (trial,) = (trial for trick, trial in worths(explained).items() if trick.key == "zero-bubble")
     plain = make_plan(dataclasses.replace(plan.request, pipeline_order="1f1b"), 20)
     assert trial.iteration_s == plain.prediction.iteration_s > 1.04 * plan.prediction.iteration_s
+
+
+def test_what_a_ring_gains_is_told():
+    hardware = machine(gpu_bytes=1e9, devices_per_node=2, cpu_params_per_s=5e8)
+    model, shape = resolve_model("demo-llama"), {"seq_len": 2048, "micro_batch": 1, "context_parallel": 2}
+    plan = make_plan(Request(model, hardware, num_devices=2, context_exchange="ring", **shape), 20)
+    (trial,) = (trial for trick, trial in worths(Bench(plan)).items() if trick.key == "ring")
+    bench = Bench(plan)
+    exchanged = bench.trial(changed(plan.decisions, context_exchange=None))
+    assert trial.iteration_s <= exchanged.iteration_s
+    assert trial.iteration_s != plan.prediction.iteration_s
+    other = plan.model_copy(update={"decisions": exchanged.decisions})
+    assert exchanged.iteration_s == Bench(other).own.iteration_s
