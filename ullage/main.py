@@ -43,6 +43,8 @@ def _settings_for_torch() -> None:
     """Set variables that torch reads when it is loaded, or when CUDA is first used; both happen later."""
     # Let torch's threads sleep while they wait for each other, because updates need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Streams share the device's queues unless there are as many: one that waits for another process would stop others.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # The system maps large tensors in large pages: the first touch of small ones takes several times as long.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Segments of device memory that grow leave less of it unused where sizes vary. Older versions know the second name.

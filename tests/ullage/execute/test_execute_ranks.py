@@ -144,10 +144,16 @@ def test_stages_of_a_captured_model_train_as_one_process(tmp_path: Path, capsys:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_what_stages_cannot_do_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stages_cannot_do_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(tmp_path, pipeline_parallel=2, pipeline_rounds=2)
+    for name in (of_cuda := ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        del os.environ[name]
     assert main(["execute", str(plan), "--replan", "--iterations", "30"]) == 2
     assert "--replan cannot be used with pipeline stages" in capsys.readouterr().err
+    assert [os.environ[name] for name in of_cuda] == ["EAGER", "32"]  # before CUDA starts: nothing waits behind a stage
 
 
 @pytest.mark.parametrize("shared", ["data", "layers", "sequences"])

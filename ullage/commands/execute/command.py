@@ -1,6 +1,7 @@
 """``ullage execute``: run a plan."""
 
 import argparse
+import os
 from pathlib import Path
 
 from planner.plan.document import load_plan
@@ -165,6 +166,10 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
     plan = load_plan(args.plan)
+    if plan.decisions.pipeline_parallel > 1:
+        # A kernel that is loaded when it is first launched may wait for all that runs: so for a stage that waits for us
+        # (CUDA Programming Guide, "Lazy Loading", potential hazards).
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # importing torch takes seconds, so check the plan first
     from ullage.commands.execute.run import execute  # noqa: PLC0415
     from ullage.report.run import out_of_memory  # noqa: PLC0415
