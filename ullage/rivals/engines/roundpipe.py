@@ -35,6 +35,9 @@ SEGMENTS_OF_STAGE = 3
 _MORE_MICRO_BATCHES = 2
 # The next stage is copied while one computes.
 _STAGES_ON_DEVICE = 2
+# Hidden states beside those of the micro-batch that computes: of the next one, its input and the gradient of its output
+# come to the device, and the gradient of the last one's input leaves it (``run.py::run_backward``).
+_UNDER_WAY = 3
 # Bytes per parameter: ``_move_grad_to_optim`` reads gradients in the weights' type and writes them in fp32; the update
 # reads fp32 gradients; ``sync_optim_param`` copies fp32 weights to those that are fetched.
 _FP32_BYTES = 4
@@ -59,6 +62,8 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
     for unit in setup.units:
         segments[unit.segment] += unit.num_weights
     several = setup.given.data_parallel > 1
+    stages_bytes = _STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0
+    hidden_bytes = max((unit.activation_output_bytes for unit in setup.units if unit.in_layer), default=0)
     yield decide(
         setup,
         "roundpipe" if publishes_late else "roundpipe-sync",
@@ -70,8 +75,7 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         gradient_path=GradientPath.BUFFERED,
         overlap_next_forward=publishes_late,
         num_param_slots=_STAGES_ON_DEVICE,
-        # Gradients of a stage are whole on its device.
-        device_buffer_bytes=_STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0,
+        device_buffer_bytes=stages_bytes + _UNDER_WAY * hidden_bytes,  # gradients of a stage are whole on its device
         layer_by_layer=True,
         publishes_late=publishes_late,
         prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.given.clip else 0),
