@@ -23,7 +23,6 @@ from planner.models.captured import counted
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
-from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
@@ -33,6 +32,7 @@ from ullage.output.console import console
 from ullage.output.formatting import si
 from ullage.report.run import comparison_section, replanned_table
 from ullage.report.terminal import Shown, answer
+from ullage.report.trace import chrome_trace, write_trace
 from ullage.this_machine.planning import Options, world_size
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved

@@ -76,7 +76,7 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
     Then print the same for every other engine.
     """
     from ullage.cli.remedies import remedies_of  # noqa: PLC0415 - only here
-    from ullage.output.plans import engine_line  # noqa: PLC0415 - only here
+    from ullage.report.plan import engine_line  # noqa: PLC0415 - only here
 
     _print_line(f"error: {error}")
     found = []

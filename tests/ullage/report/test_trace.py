@@ -18,8 +18,8 @@ from planner.models import ModelConfig
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
-from planner.schedule.trace import chrome_trace, write_trace
 from planner.simulate.machine import run_until_steady
+from ullage.report.trace import chrome_trace, write_trace
 from ullage.rivals.engines.catalogue import POLICIES
 from ullage.rivals.lowering import lower
 
