@@ -20,10 +20,18 @@ from executor.checks import check_decisions, check_saved_group, check_saved_stat
 from executor.distributed.meeting import join
 from executor.driver.pipeline import Pipeline
 from executor.driver.whole_steps import WholeSteps
-from executor.memory.moments import by_value, converted
 from executor.memory.nvme_files import shared_file
 from executor.memory.pieces import state_buffers
-from executor.memory.stream import Source, in_room, room_bytes, tensor_name, whole_state, write_state
+from executor.memory.stream import (
+    Source,
+    by_value,
+    converted,
+    in_room,
+    room_bytes,
+    tensor_name,
+    whole_state,
+    write_state,
+)
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.module.stages import Stage

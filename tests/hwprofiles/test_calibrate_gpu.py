@@ -274,7 +274,7 @@ def _calibrated() -> None:
         patched.setattr(traffic, "_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_MOST_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_THREADS_PARAMS", 2**12)
-        patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**20)
+        patched.setattr("hwprofiles.calibrate.run._NUM_BYTES", 2**20)
         patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
         patched.setattr("hwprofiles.calibrate.sampling.NUM_WINDOWS", 3)
         taken = []  # by libraries, once they were used

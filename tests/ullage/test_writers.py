@@ -62,7 +62,7 @@ ALLOWED = {
     "hwprofiles/files.py": "the one place",
     "hwprofiles/calibrate/disk.py": "a probe of drives: a file of its own, without a name while it is used",
     "executor/driver/pipeline.py": "state for other stages, into memory",
-    "hwprofiles/calibrate/saving.py": "a probe of torch.save, into memory",
+    "hwprofiles/calibrate/run.py": "a probe of torch.save, into memory",
     "executor/memory/nvme_files.py": "state while training, and on its way between two plans, in files without others",
     "executor/checkpoint/files/system_calls.py": "checkpoints: one method per system call",
     "executor/checkpoint/places/folder.py": "checkpoints: folders get their names by renaming",

@@ -13,8 +13,7 @@ from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
-from planner.simulate.machine import Simulation, run, run_until_steady
-from planner.simulate.steady import find_cycle
+from planner.simulate.machine import Simulation, find_cycle, run, run_until_steady
 
 FREE = dict.fromkeys(Resource, 1.0)
 LANES = tuple(Lane)
