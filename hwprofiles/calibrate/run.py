@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import xxhash
 
-from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases, adamw_state
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import Disk, open_disk
@@ -40,6 +39,7 @@ from hwprofiles.machine import (
     available_memory_bytes,
     cache_bytes,
     cpu_name,
+    keep_freed_memory,
     num_cores,
     num_issuing_cores,
     profile_name,

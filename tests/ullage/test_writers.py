@@ -67,7 +67,7 @@ ALLOWED = {
     "executor/checkpoint/files/system_calls.py": "checkpoints: one method per system call",
     "executor/checkpoint/places/folder.py": "checkpoints: folders get their names by renaming",
     "executor/checkpoint/files/lock.py": "a lock that a run holds, with its process's number",
-    "executor/checkpoint/places/url.py": "checkpoints at URLs, through fsspec",
+    "executor/checkpoint/places/locating.py": "checkpoints at URLs, through fsspec",
     "executor/checkpoint/files/writer.py": "checkpoints, through checkpoint/files.py",
     "ullage/main.py": "standard output becomes /dev/null when nobody reads it",
     "executor/weights/folder.py": "weights for transformers: a new folder, which appears whole",
