@@ -21,7 +21,7 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import LANES, Phase
-from planner.schedule.timeline import Phases, Timeline
+from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.system import Capacity, Floats, FluidSystem, Ints, capacity_rows, pointers
 
@@ -89,10 +89,15 @@ class Simulation:
         return sum(self.timeline.period_s(i) for i in self.iterations) / len(self.iterations)
 
     @property
-    def phases(self) -> Phases:
-        """Phases of an iteration, the mean over the cycle."""
-        phases = [self.timeline.phases(i).by_phase for i in self.iterations]
-        return Phases(*(sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase))
+    def phases(self) -> dict[Phase, float]:
+        """Seconds of an iteration in each phase, the mean over the cycle; see :meth:`Timeline.phases`."""
+        phases = [self.timeline.phases(i) for i in self.iterations]
+        return {phase: sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase}
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of all phases: :attr:`period_s`, added up in another order."""
+        return sum(self.phases.values())
 
 
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:

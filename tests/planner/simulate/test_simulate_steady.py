@@ -91,9 +91,8 @@ def test_iterations_that_alternate() -> None:
     periods_s = [simulation.timeline.period_s(simulation.steady + i) for i in range(2)]
     assert sorted(periods_s) == [2.0, 3.0]
     assert (simulation.converged, len(simulation.iterations), simulation.period_s) == (True, 2, 2.5)
-    phases = simulation.phases
-    assert phases.iteration_s == 2.5
-    assert phases.forward_s == 1.0
+    assert simulation.iteration_s == 2.5
+    assert simulation.phases[Phase.FORWARD] == 1.0
 
 
 # The second half of a forward waits for the previous iteration's first copy, which waits behind its second one.
