@@ -15,6 +15,7 @@ from typing import Final, final
 
 import torch
 
+from executor.checkpoint.source import Key
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import Storage
@@ -25,9 +26,6 @@ from planner.lowering.storage import SpillRooms
 from planner.schedule.tasks import MemoryClass
 
 _SCRATCH_BYTES: Final = 1 << 20
-
-Key = tuple[str, int]
-"""Identifies a piece: the name of its unit, and its index within the rank's shard."""
 
 
 @final

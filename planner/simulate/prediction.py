@@ -37,8 +37,8 @@ class Prediction(Frozen):
     """One steady iteration, as the simulator sees it.
 
     Attributes:
-        forward_s, backward_s, update_s, loop_s: see :meth:`planner.schedule.timeline.Timeline.phases`.
-        iteration_s: their sum.
+        forward_s, backward_s, update_s, loop_s, iteration_s: seconds in each phase, and in all of them; see
+            :meth:`planner.schedule.timeline.Timeline.phases`.
         tokens_per_s: over all devices.
         model_flop_per_s: per device, without recomputation.
         memory: peaks by tier.
