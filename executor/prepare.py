@@ -20,10 +20,18 @@ from executor.checks import check_decisions, check_saved_group, check_saved_stat
 from executor.distributed.meeting import join
 from executor.driver.pipeline import Pipeline
 from executor.driver.whole_steps import WholeSteps
-from executor.memory.moments import by_value, converted
 from executor.memory.nvme_files import shared_file
 from executor.memory.pieces import state_buffers
-from executor.memory.stream import Source, in_room, room_bytes, tensor_name, whole_state, write_state
+from executor.memory.stream import (
+    Source,
+    by_value,
+    converted,
+    in_room,
+    room_bytes,
+    tensor_name,
+    whole_state,
+    write_state,
+)
 from executor.memory.units import ParameterState
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.module.stages import Stage
@@ -115,7 +123,11 @@ def _of_stage(
 ) -> "OffloadedOptimizer":
     """Put this process's stage of a pipeline under the plan; see [Note: Pipelines] in executor.driver.pipeline."""
     num_stages = decisions.pipeline_parallel
-    _check_stages(decisions, options)
+    if len(options.calls) > 1:
+        raise ValueError(
+            "several calls of the model in a step (step=) cannot be executed beside pipeline stages; leave it out, or "
+            "plan --parallel pipeline=1"
+        )
     join(decisions.num_devices)
     number = dist.get_rank() // (decisions.num_devices // num_stages)
     own, decided, tied = stage_of(units, decisions, number)
@@ -157,22 +169,6 @@ def _check_names(own: Iterable[Unit], model: nn.Module) -> None:
         raise ValueError(
             f"{lost} is also the weight of a module in an earlier stage, but the model lists the later module first; "
             "make the embedding before the head in __init__, or leave the pipeline out"
-        )
-
-
-def _check_stages(decisions: Decisions, options: Options) -> None:
-    """Check that a pipeline can be executed with these options.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    refused = {
-        "several calls of the model in a step (step=)": len(options.calls) > 1,
-        "--tiles segment": decisions.segment_tile_sequences,
-    }
-    if what := next((name for name, is_asked in refused.items() if is_asked), None):
-        raise ValueError(
-            f"{what} cannot be executed beside pipeline stages; leave it out, or plan --parallel pipeline=1"
         )
 
 
@@ -237,10 +233,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     "checkpoint_buffer_bytes out, and save model.state_dict() and optimizer.state_dict()"
                 )
             given = {
-                session.name_of(parameter): (_as_real(state), group)
-                for group in self.param_groups
-                for parameter in group["params"]
-                if session.has(parameter) and (state := dict.get(optimizer.state, parameter))
+                name: (_as_real(state), group)
+                for name, parameter, group in self._planned()
+                if (state := dict.get(optimizer.state, parameter))
             }
             if not entry.whole:
                 self._check_entries(given)
@@ -256,6 +251,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             optimizer.state.clear()
         self._hold_state()
+
+    def _planned(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        """Yield the parameters of the prepared model, each with its name in the plan and its group."""
+        for group in self.param_groups:
+            yield from ((self.session.name_of(p), p, group) for p in group["params"] if self.session.has(p))
 
     def _is_planned(self, parameter: torch.Tensor) -> bool:
         """Ask the session of the moment: an old one would keep its memory while another plan begins."""
@@ -657,12 +657,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._hold_state()
         except (ValueError, MemoryError, OSError) as error:
             return error.with_traceback(None)  # its frames would hold memory
-        groups = {
-            self.session.name_of(p): group
-            for group in self.param_groups
-            for p in group["params"]
-            if self.session.has(p)
-        }
+        groups = {name: group for name, _, group in self._planned()}
         entries: dict[str, _Entry] = {}
         for name, held in self.session.runtime.state.by_parameter.items():
             has_state = steps[name]["step"] or self.entry.starts_at
@@ -733,8 +728,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return the parameters of which :meth:`_state_of_parameters` has the state, in the order of that."""
         found: dict[torch.Tensor, None] = dict.fromkeys(self._beside.state)
         held = self.session.runtime.state.by_parameter
-        for parameter in (p for group in self.param_groups for p in group["params"] if self.session.has(p)):
-            parts = held.get(self.session.name_of(parameter), ())[:1]  # frozen ones have none
+        for name, parameter, _ in self._planned():
+            parts = held.get(name, ())[:1]  # frozen ones have none
             if any(self._steps_taken(part) or self.entry.of(part.kind).starts_at for _, part in parts):
                 found[parameter] = None
         return [*found]
@@ -743,8 +738,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return the state of each parameter that has some, without master copies."""
         states = self._read_states()
         found = dict(self._beside.state)
-        for parameter in (p for group in self.param_groups for p in group["params"] if self.session.has(p)):
-            if entry := states.get(self.session.name_of(parameter)):
+        for name, parameter, _ in self._planned():
+            if entry := states.get(name):
                 found[parameter] = {key: value for key, value in entry.items() if key != "master"}
         return found
 
@@ -752,14 +747,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Set the state of some parameters, whose master copies stay. Raises ValueError if it is not whole."""
         masters = self._read_states() if self._keeps_master else {}
         entries: dict[str, _Entry] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in states and self.session.has(parameter):
-                    name = self.session.name_of(parameter)
-                    master = {key: value for key, value in masters.get(name, {}).items() if key == "master"}
-                    entries[name] = _as_real(states[parameter]) | master, group
-                elif parameter in states:
-                    self._beside.state[parameter] = states[parameter]
+        for name, parameter, group in self._planned():
+            if parameter in states:
+                master = {key: value for key, value in masters.get(name, {}).items() if key == "master"}
+                entries[name] = _as_real(states[parameter]) | master, group
+        others = (p for group in self.param_groups for p in group["params"] if not self.session.has(p))
+        self._beside.state.update({parameter: states[parameter] for parameter in others if parameter in states})
         self._check_entries(entries)
         self.write_states(entries)
 

@@ -50,7 +50,7 @@ def small_measurements() -> Iterator[None]:
             for name, size in {
                 "backend._QUICK_COPY_BYTES": 2**24,
                 "disk._QUICK_FILE_BYTES": 2**26,
-                "saving._NUM_BYTES": 2**24,
+                "run._NUM_BYTES": 2**24,
                 "traffic._POOL_PARAMS": 2**21,
                 "traffic._THREADS_PARAMS": 2**20,
                 "sampling.NUM_WINDOWS": 4,

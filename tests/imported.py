@@ -24,7 +24,7 @@ import executor.prepare
 import planner.plan.planning
 import ullage.commands.execute.run
 import ullage.report.answers
-import ullage.whatif.asking
+import ullage.whatif.questions
 
 amount.short_searches().__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for

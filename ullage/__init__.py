@@ -87,9 +87,9 @@ if TYPE_CHECKING:
     from ullage.training.preparing import prepare as prepare
     from ullage.training.replanning import Replanned as Replanned
     from ullage.training.replanning import replan as replan
-    from ullage.whatif.asking import study as study
     from ullage.whatif.prices import Prices as Prices
     from ullage.whatif.prices import example_prices as example_prices
+    from ullage.whatif.questions import study as study
     from ullage.whatif.study import Study as Study
 
 # `transformers` imports these, which then warn of kernels for other devices or versions. Nothing here needs them.

@@ -2,16 +2,17 @@
 
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hwprofiles.installation import InstallationError
 from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
-from ullage.cli.installation import check_packages
 from ullage.cli.interruption import consistent_interrupt
 from ullage.commands import SUMMARIES, build_parser
 
@@ -137,3 +138,27 @@ def _bad_input(prog: str, error: Exception) -> int:
 def _fail(prog: str, message: str, code: int) -> int:
     sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
     return code
+
+
+PACKAGES = ("hwprofiles", "planner", "executor", "ullage")
+
+
+def check_packages() -> None:
+    """Check that Python finds all packages of Ullage in the folder of this one.
+
+    Raises:
+        InstallationError: a package is missing or is found elsewhere; the message names it and the remedy.
+    """
+    home = Path(__file__).resolve().parents[1]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise InstallationError(f"package {name!r} is missing beside {home / 'ullage'}; install ullage again")
+        found = Path(spec.origin).resolve() if spec.origin else None
+        if found is None or found.parent.parent != home:
+            where = found or ", ".join(spec.submodule_search_locations or ()) or "elsewhere"
+            raise InstallationError(
+                f"package {name!r} is not Ullage's: it resolves to {where}, not to {home / name}; pip uninstall {name} "
+                "if another distribution installed it, leave a folder that has a file of that name, or use a fresh "
+                "environment"
+            )

@@ -42,9 +42,8 @@ from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.profile import HardwareProfile
-from planner.checkpoints.lowering import with_checkpoints
-from planner.checkpoints.reading import times
-from planner.checkpoints.state import Shard
+from planner.checkpoints.lowering import Shard, with_checkpoints
+from planner.checkpoints.trial import times
 from planner.costs.model import CostModel
 from planner.decisions import Sharding
 from planner.plan.planning import default_precision

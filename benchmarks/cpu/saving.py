@@ -9,7 +9,7 @@ import torch
 import ullage
 from benchmarks.peers.jobs import Cell, Job, model_config
 from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
-from hwprofiles.allocator import keep_freed_memory
+from hwprofiles.machine import keep_freed_memory
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
 

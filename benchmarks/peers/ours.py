@@ -12,7 +12,7 @@ import ullage
 from benchmarks.peers.jobs import Job
 from benchmarks.peers.replay import replay
 from benchmarks.peers.training import adamw_options, loss_of, make_model, schedule_of
-from hwprofiles.allocator import keep_freed_memory
+from hwprofiles.machine import keep_freed_memory
 from planner.plan.document import load_plan
 from planner.schedule.series import busy
 from ullage.analysis.comparison import compare

@@ -27,7 +27,7 @@ from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.checkpoints import CheckpointLevel, CheckpointRequest
 from planner.plan.planning import make_plan
-from ullage.cli.checkpoint_request import with_pfs
+from ullage.cli.request import with_pfs
 
 OUTPUT = Path(__file__).parents[1] / "results" / "planning_month.json"
 HOUR_S, MONTH_S = 3600.0, 30 * 86400.0

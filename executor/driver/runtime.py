@@ -135,7 +135,7 @@ class Runtime:
             closes_when_interrupted=ranks is not None,
         )
         failing.callback(self.machine.close)
-        self.loop = Loop(schedule, self.machine)
+        self.loop = Loop(schedule, self.machine.issue)
         if ranks is not None:
             ranks.num_values = len(state.by_name)
             ranks.watch(self.machine.fail, self._waits_for)

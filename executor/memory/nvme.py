@@ -15,19 +15,17 @@ from typing import Final, final
 
 import torch
 
+from executor.checkpoint.source import Key
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import Storage
 from executor.memory.pieces import DTYPES, State, as_state, pieces_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.lowering.storage import SpillRooms
+from planner.lowering.storage import spill_rooms
 from planner.schedule.tasks import MemoryClass
 
 _SCRATCH_BYTES: Final = 1 << 20
-
-Key = tuple[str, int]
-"""Identifies a piece: the name of its unit, and its index within the rank's shard."""
 
 
 @final
@@ -99,10 +97,8 @@ class StoredState:
         sizes_bytes: dict[str, list[int]] = {}
         for (name, _), num_bytes in spilled.items():
             sizes_bytes.setdefault(name, []).append(num_bytes)
-        planned = SpillRooms(units, decisions)
-        rooms = host.take_rooms(
-            "spilled gradients", MemoryClass.GRADIENTS, planned.room_of, sizes_bytes, planned.sizes_bytes
-        )
+        planned_bytes, room_of = spill_rooms(units, decisions)
+        rooms = host.take_rooms("spilled gradients", MemoryClass.GRADIENTS, room_of, sizes_bytes, planned_bytes)
         self.rooms = {key: rooms[key[0]].pop(0) for key in spilled}
         self._on_nvme: set[Key] = set()  # pieces whose gradients were written, and not fetched since
         parts_bytes = [

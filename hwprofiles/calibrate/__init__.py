@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
-from hwprofiles.calibrate.collectives import calibrate_collectives
+from hwprofiles.calibrate.fabric import calibrate_collectives
 from hwprofiles.calibrate.options import (
     CalibrationOptions,
     Kernels,

@@ -3,6 +3,7 @@
 Probes are the same for both; they differ in the clock (wall time against CUDA events) and in how a copy is made.
 """
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -17,9 +18,37 @@ import torch
 
 from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
 from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
-from hwprofiles.calibrate.sensors import sensors
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
+
+_SM_CLOCK = 1  # NVML_CLOCK_SM
+
+
+def sensors(device: torch.device) -> Callable[[], tuple[float, float] | None]:
+    """Return a function that reads a GPU's SM clock in MHz and power in W, or ``None`` if they cannot be read.
+
+    It reads through ``libnvidia-ml.so.1``, which comes with the driver.
+    """
+    handle = ctypes.c_void_p()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        failed = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
+    except (OSError, AttributeError):  # no driver, or a torch that does not know the device's id
+        failed = True
+    if failed:
+        return lambda: None
+
+    def read() -> tuple[float, float] | None:
+        mhz, milliwatts = ctypes.c_uint(), ctypes.c_uint()
+        if library.nvmlDeviceGetClockInfo(handle, _SM_CLOCK, ctypes.byref(mhz)) or library.nvmlDeviceGetPowerUsage(
+            handle, ctypes.byref(milliwatts)
+        ):
+            return None
+        return float(mhz.value), milliwatts.value / 1e3
+
+    return read
+
 
 _QUICK_COPY_BYTES = 2**27
 FIRST_CALLS_S: Final[Mapping[bool, float]] = {True: 10.0, False: 20.0}

@@ -1,24 +1,34 @@
-"""Probes of the links of a node's GPUs: copies between GPUs, and which GPUs share a link to the host."""
+"""Probes of what joins devices: copies between the GPUs of a node, and which of them share a link to the host.
+
+Collectives are measured between ranks that ``torchrun`` has started: NCCL between GPUs, gloo between CPUs.
+"""
 
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import distributed
 
 from hwprofiles.calibrate.backend import CudaBackend
-from hwprofiles.calibrate.options import Pair
+from hwprofiles.calibrate.options import Floats, Pair
 from hwprofiles.calibrate.sampling import (
     Case,
     Summary,
     median_s,
+    quantity,
     rate,
     sample,
     sample_groups,
     seconds,
+    team_clock,
     wall_clock,
 )
-from hwprofiles.profile import Fabric, connected
+from hwprofiles.machine import num_cores, this_machine
+from hwprofiles.profile import Fabric, HardwareProfile, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20
@@ -30,7 +40,7 @@ def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
 
     Training has one process per GPU, but calibration is one process that sees all GPUs. Without starting others, it can
     time copies between two neighbours, which come close to a ring collective's bus bandwidth.
-    :mod:`hwprofiles.calibrate.collectives` measures the collectives themselves.
+    :mod:`hwprofiles.calibrate.fabric` measures the collectives themselves.
     """
     if num_devices < 2:
         return None
@@ -89,3 +99,120 @@ def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tup
     switch = {device: f"switch{number}" for number, group in enumerate(uplinks) for device in group}
     pairs = [(f"{kind}{i}", switch.get(i, "dram")) for i in range(num_devices)]
     return (*pairs, *((name, "dram") for name in dict.fromkeys(switch.values())))
+
+
+_LARGE_BYTES, _SMALL_BYTES = 64 * 2**20, 4096
+_FEWEST, _MOST = 5, 200  # repetitions
+_BUDGET_S, _QUICK_BUDGET_S = 20.0, 4.0
+
+# torch 2.13 renames both functions.
+_all_gather: Final[Callable[..., Any]] = (
+    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+)
+_reduce_scatter: Final[Callable[..., Any]] = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
+
+def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProfile:
+    """Measure collectives over the ranks that ``torchrun`` started, and return a profile with that many devices.
+
+    Args:
+        base: profile of the machine, calibrated before; it must have as many GPUs as there are ranks on a node.
+        quick: spend less time.
+
+    Raises:
+        ValueError: the ranks do not fit the machine.
+    """
+    size, per_node = ranks()
+    device, cores = base.device, num_cores()
+    on_gpu = device.kind == "gpu"
+    if on_gpu and base.devices_per_node != per_node:
+        raise ValueError(
+            f"{per_node} ranks were started on this node, but {base.name} has {base.devices_per_node} GPUs; start "
+            f"`torchrun --nproc-per-node {base.devices_per_node}`, or measure all parts again"
+        )
+    if not on_gpu and device.num_cores * per_node > cores:
+        raise ValueError(
+            f"{per_node} ranks would compute on {device.num_cores} cores each, but there are {cores}; start fewer"
+        )
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        fabric = probe_collectives(_QUICK_BUDGET_S if quick else _BUDGET_S)
+        distributed.barrier()
+    finally:
+        distributed.destroy_process_group()
+    if size > per_node:  # each rank sends its part over the NICs of its node, which they share
+        share = fabric.bytes_per_s
+        less = {name: getattr(share, name) / per_node for name in ("value", "p10", "p90")}
+        found: dict[str, Any] = {"inter_node": fabric.model_copy(update={"bytes_per_s": share.model_copy(update=less)})}
+    else:
+        rest = (pair for pair in base.topology if not any(re.fullmatch(r"host\d+", place) for place in pair))
+        topology = base.topology if on_gpu else (*joined(device.kind, per_node, ()), *rest)
+        found = {"intra_node": fabric, "devices_per_node": per_node, "topology": topology}
+    data = base.model_copy(update={**found, "measured_on": base.measured_on or this_machine()})
+    return HardwareProfile.model_validate(data.model_dump(mode="json", exclude_none=True))
+
+
+def probe_collectives(budget_s: float) -> Fabric:
+    """Measure an all-gather and a reduce-scatter of bf16 values over all ranks of ``torch.distributed``'s group.
+
+    The rate is NCCL's bus bandwidth: the bytes of the whole tensor minus the rank's own shard, divided by the time. All
+    ranks measure at the same time, and the slowest rank counts.
+
+    Raises:
+        ValueError: there is only one rank.
+    """
+    size = distributed.get_world_size()
+    if size < 2:
+        raise ValueError("collectives need at least two ranks; start them with `torchrun --nproc-per-node N`")
+    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
+    small, large = (_time(num_bytes, size, device, budget_s / 2) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
+    backend, latency_s = distributed.get_backend(), float(np.median(small))
+    moved = (_LARGE_BYTES - _SMALL_BYTES) * (size - 1) / size
+    rates = moved / np.maximum(large - latency_s, 1e-9)
+    source = f"all-gather and reduce-scatter over {size} ranks ({backend})"
+    sized = f"{source}, {_LARGE_BYTES >> 20} MiB"
+    return Fabric(
+        bytes_per_s=quantity(float(np.median(rates)), "bytes_per_s", sized, len(rates), rates),
+        latency_s=quantity(latency_s, "s", f"{source}, {_SMALL_BYTES} bytes", len(small), small),
+        via_host_link=device is not None and not _all_peers(),
+    )
+
+
+def _all_peers() -> bool:
+    count = torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(i, j) for i, j in itertools.permutations(range(count), 2))
+
+
+def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: float) -> Floats:
+    """Return the seconds of each repetition on the slowest rank: the mean of both collectives."""
+    count = num_bytes // 2 // size
+    own = torch.ones(count, dtype=torch.bfloat16, device=device)
+    whole = torch.ones(count * size, dtype=torch.bfloat16, device=device)
+
+    def both() -> float:
+        distributed.barrier()
+
+        def call() -> None:
+            _all_gather(whole, own)
+            _reduce_scatter(own, whole)
+            if device is not None:
+                torch.cuda.synchronize(device)
+
+        return team_clock(call, 1) / 2
+
+    for _ in range(2):
+        once_s = both()  # the first call makes connections
+    number = torch.tensor([np.clip(budget_s / max(2 * once_s, 1e-9), _FEWEST, _MOST)], device=device)
+    distributed.all_reduce(number, distributed.ReduceOp.MIN)  # ranks with unequal counts would wait for ever
+    times = torch.tensor([both() for _ in range(int(number.item()))], dtype=torch.float64, device=device)
+    distributed.all_reduce(times, distributed.ReduceOp.MAX)
+    return times.cpu().numpy()
+
+
+def ranks() -> tuple[int, int]:
+    """Return the number of ranks that ``torchrun`` has started, in total and on this node; (1, 1) without it."""
+    return int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -5,28 +5,40 @@ stage. A proof is a set of multipliers of the conditions (:mod:`planner.bounds.c
 of its choice and stage is faster than a bound, or that none fits in memory. The smallest bound is the plan's. The
 checker builds the conditions again from the plan's own model, machine and batch, and adds up the proofs in exact
 arithmetic. It trusts neither HiGHS nor the search.
+
+Two things hold however tasks overlap. A resource has a capacity, so an iteration lasts at least as
+long as the resource needs for its work. And no task is faster than alone. If nothing were shared, no task would start
+later than it does now, because a start is a maximum of ends. The iteration would take the longest chain of waits along
+dependencies and lanes, divided by the number of iterations that the chain spans. A simulation without resources finds
+it.
 """
 
+import dataclasses
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
-from planner.bounds.order import order_bound_s
 from planner.bounds.program import NEVER_S, OVERRUN, LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.decisions import Choice, Decisions
 from planner.lowering import lower
+from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op
 from planner.setup import Setup
+from planner.simulate.machine import Simulation, find_cycle, run
 
 # Only schedules that take at most this many times as long as the plan are considered, so that numbers stay near one.
 _LIMIT = 2.0
@@ -261,3 +273,26 @@ def _proven(program: LinearProgram, multipliers: dict[str, float]) -> float:
     exact = bound(program, multipliers)
     nearest = float(exact)
     return nearest if Fraction(nearest) <= exact else math.nextafter(nearest, -math.inf)
+
+
+# Iterations to simulate in search of a cycle. Without sharing, a cycle shows up soon or is not needed.
+_NUM_ITERATIONS = (4, 16)
+
+
+def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
+    """Return a lower bound on the iteration time of a schedule, in seconds; see the module."""
+    arrays, capacity = schedule.arrays, cost.capacities()
+    prices = [cost.price(each) for each in arrays.works]
+    counts = np.bincount(arrays.work, minlength=len(prices)).tolist()
+    work: dict[tuple[Resource, int], float] = defaultdict(float)
+    for each, price, count in zip(arrays.works, prices, counts, strict=True):
+        for resource, rate in price.uses:
+            work[resource, each.stage] += count * rate * price.duration_s / capacity[resource]
+    at_least_s = max(work.values(), default=0.0)
+    without = [dataclasses.replace(price, uses=()) for price in prices]
+    alone = [without[number] for number in arrays.work.tolist()]
+    for num_iterations in _NUM_ITERATIONS:
+        timeline = run(schedule, alone, capacity, num_iterations)
+        if cycle := find_cycle(timeline):
+            return max(at_least_s, Simulation(timeline, cycle, converged=True).period_s)
+    return at_least_s  # no cycle was found, so nothing more is known

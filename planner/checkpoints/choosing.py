@@ -14,11 +14,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from planner.checkpoints.costs import hash_bytes_per_s
+from planner.checkpoints.costs import hash_bytes_per_s, storage_of
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Nested, check, nest
 from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES
-from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import Measured, Trial
 from planner.plan.checkpoints import Bound, CheckpointLevel, CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan

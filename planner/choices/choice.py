@@ -174,14 +174,11 @@ def _context_ways(request: Request, data: int, pipeline: int) -> list[tuple[int,
     else:
         counts = [2**i for i in range(data.bit_length()) if data % 2**i == 0]
     asked = request.context_exchange
-    if asked == "ring" and counts == [1]:
-        raise ModelConfigError(
-            "exchange=ring is of ranks that share sequences; leave it out, or choose --parallel context= too"
-        )
     ways: list[Literal["ring"] | None] = [None] if asked != "ring" else []
     if asked == "ring" or (asked is None and pipeline == 1):
         ways.append("ring")
-    return [(count, way) for count in counts for way in (ways if count > 1 else [None])]
+    alone = ways[:1] if counts == [1] else [None]  # a ring of one rank is a contradiction, if it is all that is asked
+    return [(count, way) for count in counts for way in (ways if count > 1 else alone)]
 
 
 def _cuts(request: Request, degrees: Choice) -> Iterator[tuple[int, int]]:
@@ -212,45 +209,25 @@ def _check(model: Model, degrees: Choice, seq_len: int) -> None:
     Raises:
         ValueError: naming the number, the rule and the remedy.
     """
-    if degrees.pipeline_order and (degrees.why_not_apart or degrees.pipeline_parallel == 1):
-        why = degrees.why_not_apart or "it is of a pipeline's stages"
-        raise ModelConfigError(
-            f"order={degrees.pipeline_order}: {why}; leave it out, or choose other --parallel degrees"
+    if not isinstance(model, CapturedModel):
+        batch = Batch(
+            1,
+            seq_len,
+            tensor_parallel=degrees.tensor_parallel,
+            expert_parallel=degrees.expert_parallel,
+            context_parallel=degrees.context_parallel,
+            passes_keys=degrees.context_exchange is not None,
         )
-    if isinstance(model, CapturedModel):
-        return
-    batch = Batch(
-        1,
-        seq_len,
-        tensor_parallel=degrees.tensor_parallel,
-        expert_parallel=degrees.expert_parallel,
-        context_parallel=degrees.context_parallel,
-        passes_keys=degrees.context_exchange is not None,
-    )
-    experts.check(model, batch)
-    context.check(share(model, batch), batch)
-    for name in ("expert_parallel", "context_parallel"):
-        if degrees.data_parallel % getattr(degrees, name):
+        experts.check(model, batch)
+        context.check(share(model, batch), batch)
+        if degrees.pipeline_parallel * degrees.pipeline_rounds > model.num_layers:
+            rounds = f" in {degrees.pipeline_rounds} rounds" if degrees.pipeline_rounds > 1 else ""
             raise ModelConfigError(
-                f"{name} {getattr(degrees, name)} must divide the {degrees.data_parallel} data-parallel ranks, of "
-                "which so many share experts or sequences; change one of them"
+                f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
+                f"share{rounds}; choose fewer"
             )
-    if degrees.context_exchange and degrees.pipeline_parallel > 1:
-        raise ModelConfigError(
-            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel "
-            "exchange=all-to-all, or pipeline=1"
-        )
-    if degrees.pipeline_rounds > 1 and degrees.pipeline_parallel == 1:
-        raise ModelConfigError(
-            f"{degrees.pipeline_rounds} rounds are of a pipeline's stages; leave --parallel rounds out, or choose "
-            "pipeline= too"
-        )
-    if degrees.pipeline_parallel * degrees.pipeline_rounds > model.num_layers:
-        rounds = f" in {degrees.pipeline_rounds} rounds" if degrees.pipeline_rounds > 1 else ""
-        raise ModelConfigError(
-            f"{model.name} has {model.num_layers} layers, which {degrees.pipeline_parallel} pipeline stages cannot "
-            f"share{rounds}; choose fewer"
-        )
+    if degrees.contradiction:
+        raise ModelConfigError(degrees.contradiction)
 
 
 def _expert_units(model: Model, expert_parallel: int) -> int:

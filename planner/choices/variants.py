@@ -136,11 +136,8 @@ def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:
 def _check_segment_tiles(choice: Choice, sequences: int | None) -> None:
     if sequences is None:
         return
-    if choice.pipeline_parallel > 1:
-        raise ModelConfigError(
-            f"layers of {choice.pipeline_parallel} pipeline stages cannot compute tiles of sequences; leave --tiles "
-            "segment or --parallel pipeline out"
-        )
+    if why := choice.model_copy(update={"segment_tile_sequences": sequences}).contradiction:
+        raise ModelConfigError(why)
     if choice.kernels not in {None, "transformers"}:
         raise ModelConfigError(
             f"{choice.kernels} kernels compute all sequences at once; leave --tiles segment or --kernels out"

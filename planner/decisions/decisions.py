@@ -59,21 +59,12 @@ class Decisions(Sharding):
                 "clip needs the norm of all gradients, so no update can start during backward; "
                 "set update_start to 'step' or clip to false"
             )
-        _check_shared(self)
+        if self.contradiction:
+            raise ValueError(self.contradiction)
         if self.pipeline_parallel > 1:
             _check_pipeline(self)
-        elif self.pipeline_rounds > 1:
-            raise ValueError(
-                f"pipeline_rounds is {self.pipeline_rounds}, but there are no stages; leave it out, or choose a "
-                "pipeline_parallel of at least 2"
-            )
-        if self.pipeline_order and self.pipeline_parallel == 1:
-            raise ValueError(
-                f"pipeline_order is {self.pipeline_order}, but there are no stages; leave it out, or choose a "
-                "pipeline_parallel of at least 2"
-            )
         if self.fp8_weights:
-            _check_fp8_weights(self)
+            check_fp8_weights(self.precision, self.optimizer)
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -179,31 +170,7 @@ def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:
         )
 
 
-def _check_fp8_weights(decisions: Decisions) -> None:
-    check_fp8_weights(decisions.precision, decisions.optimizer)
-
-
-def _check_shared(decisions: Decisions) -> None:
-    """Check the degrees of data-parallel ranks that share experts or sequences. Raises ValueError."""
-    for shared, what in (("expert", "experts"), ("context", "sequences")):
-        if decisions.data_parallel % (count := getattr(decisions, f"{shared}_parallel")):
-            raise ValueError(
-                f"{shared}_parallel {count} must divide data_parallel {decisions.data_parallel}, whose ranks share the "
-                f"{what}; change one of them"
-            )
-    if decisions.context_exchange and (decisions.context_parallel == 1 or decisions.pipeline_parallel > 1):
-        raise ValueError(
-            f"context_exchange is {decisions.context_exchange}, which is for ranks that share sequences, not beside "
-            "pipeline stages; leave it out"
-        )
-
-
 def _check_pipeline(decisions: Decisions) -> None:
-    if decisions.segment_tile_sequences is not None:
-        raise ValueError(
-            f"segment_tile_sequences {decisions.segment_tile_sequences} with pipeline_parallel "
-            f"{decisions.pipeline_parallel}: stages take whole micro-batches; leave one of both out"
-        )
     if decisions.spill_gradients:
         raise ValueError(
             f"spill_gradients with pipeline_parallel {decisions.pipeline_parallel}: stages add up gradients of weights "
@@ -214,5 +181,3 @@ def _check_pipeline(decisions: Decisions) -> None:
             f"pipeline_parallel is {decisions.pipeline_parallel}, whose stages add up gradients at the step, so no "
             "update can start during backward; use update_start 'step'"
         )
-    if decisions.pipeline_order and (why := decisions.why_not_apart):
-        raise ValueError(f"pipeline_order {decisions.pipeline_order}: {why}; leave it out")

@@ -11,7 +11,7 @@ from planner.lowering.activations import OffloadRooms, Segment
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import LoweredUnit, Program
-from planner.lowering.storage import SpillRooms, spilled_bytes
+from planner.lowering.storage import spill_rooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
 from planner.optimizers import OPTIMIZERS, UPDATED_AT_ONCE
 from planner.schedule.tasks import Lane, MemoryClass, Op, Task, Tier
@@ -40,7 +40,7 @@ def memory(program: Program, hold_gradients: HoldGradients | None = None) -> Non
     if any(unit.moved_bytes is not None for unit in program.units):
         _offload_rooms(program)
     if program.decisions.spill_gradients:
-        for room, num_bytes in enumerate(SpillRooms(program.model, program.decisions).sizes_bytes):
+        for room, num_bytes in enumerate(spill_rooms(program.model, program.decisions)[0]):
             program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
     _host_exchange(program)

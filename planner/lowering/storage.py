@@ -11,29 +11,25 @@ from planner.lowering.program import LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
-class SpillRooms:
-    """Host buffers for gradients on their way to NVMe.
+def spill_rooms(units: tuple[Unit, ...], decisions: Decisions) -> tuple[list[int], dict[str, int]]:
+    """Return the host buffers for gradients on their way to NVMe.
 
     With one micro-batch, gradients pass through a ring of ``num_gradient_slots`` buffers of one size. With several,
     they accumulate there, so every unit has its own buffer.
 
-    Attributes:
-        sizes_bytes: the size of every buffer.
-        room_of: the buffer of every unit with spilled gradients, by name.
+    Returns:
+        The bytes of every buffer, and the buffer of every unit with spilled gradients, by name.
     """
-
-    def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
-        sizes_bytes = {
-            unit.name: decisions.spilled_bytes_per_param * num_params
-            for unit in reversed(units)
-            if decisions.spill_gradients
-            and (num_params := sum(n for n, place in decisions.placed_pieces(unit) if place is Place.NVME))
-        }
-        self.sizes_bytes = list(sizes_bytes.values())
-        if decisions.num_micro_batches == 1:
-            count = min(decisions.num_gradient_slots, len(sizes_bytes))
-            self.sizes_bytes = [max(sizes_bytes.values(), default=0)] * count
-        self.room_of = {name: i % len(self.sizes_bytes) for i, name in enumerate(sizes_bytes)}
+    of_units = {
+        unit.name: decisions.spilled_bytes_per_param * num_params
+        for unit in reversed(units)
+        if decisions.spill_gradients
+        and (num_params := sum(n for n, place in decisions.placed_pieces(unit) if place is Place.NVME))
+    }
+    sizes_bytes = list(of_units.values())
+    if decisions.num_micro_batches == 1:
+        sizes_bytes = [max(sizes_bytes, default=0)] * min(decisions.num_gradient_slots, len(sizes_bytes))
+    return sizes_bytes, {name: i % len(sizes_bytes) for i, name in enumerate(of_units)}
 
 
 def spilled_bytes(decisions: Decisions) -> int:

@@ -1,5 +1,6 @@
 """The choice before placement: degrees of parallelism, batch sizes and tiles."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
@@ -86,6 +87,11 @@ class Choice(Frozen):
         return f"gradients of weights are not made apart from backward beside {found[0]}" if found else ""
 
     @property
+    def contradiction(self) -> str:
+        """Why degrees contradict one another, whatever the model is, and what to change, in words; empty if not."""
+        return next(_contradictions(self), "")
+
+    @property
     def num_devices(self) -> int:
         """All ranks, each with one device."""
         return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
@@ -115,3 +121,32 @@ class Choice(Frozen):
         spread += " (a ring)" if self.context_exchange else ""
         spread += ", collectives through the host" if self.collectives else ""
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
+
+
+def _contradictions(choice: Choice) -> Iterator[str]:
+    if choice.pipeline_order and (choice.pipeline_parallel == 1 or choice.why_not_apart):
+        why = choice.why_not_apart or "it is of a pipeline's stages"
+        yield f"order={choice.pipeline_order}: {why}; leave it out, or choose other --parallel degrees"
+    for name in ("expert_parallel", "context_parallel"):
+        if choice.data_parallel % getattr(choice, name):
+            yield (
+                f"{name} {getattr(choice, name)} must divide the {choice.data_parallel} data-parallel ranks, of which "
+                "so many share experts or sequences; change one of them"
+            )
+    if choice.context_exchange and choice.context_parallel == 1:
+        yield "exchange=ring is of ranks that share sequences; leave it out, or choose --parallel context= too"
+    if choice.context_exchange and choice.pipeline_parallel > 1:
+        yield (
+            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel "
+            "exchange=all-to-all, or pipeline=1"
+        )
+    if choice.pipeline_rounds > 1 and choice.pipeline_parallel == 1:
+        yield (
+            f"{choice.pipeline_rounds} rounds are of a pipeline's stages; leave --parallel rounds out, or choose "
+            "pipeline= too"
+        )
+    if choice.segment_tile_sequences is not None and choice.pipeline_parallel > 1:
+        yield (
+            f"layers of {choice.pipeline_parallel} pipeline stages cannot compute tiles of sequences; leave --tiles "
+            "segment or --parallel pipeline out"
+        )

@@ -1,13 +1,13 @@
 """The one loop that walks a schedule while a model runs.
 
-A *machine* runs the tasks, with threads and ordinary memory, or with CUDA streams (:mod:`executor.devices.lanes`). The
+A machine runs the tasks, with threads and ordinary memory, or with CUDA streams (:mod:`executor.devices.lanes`). The
 loop decides only when tasks are issued, in their order. Everything else follows from [Note: Semantics] in
 :mod:`planner.schedule.tasks`, which machines obey, and the simulator too (:mod:`planner.simulate.machine`): there, all
 tasks are issued at once.
 """
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op, Task
@@ -16,12 +16,8 @@ REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op
 """Tasks that the caller performs itself, and reports to the loop."""
 
 
-class Machine(Protocol):
-    """Runs the tasks of a schedule."""
-
-    def issue(self, tasks: Sequence[Task], iteration: int) -> None:
-        """Append tasks to their lanes. They run when [Note: Semantics] allows, perhaps before this call returns."""
-        ...
+Issue = Callable[[Sequence[Task], int], None]
+"""Appends tasks of an iteration to their lanes. They run when [Note: Semantics] allows, perhaps before it returns."""
 
 
 class OutOfOrderError(RuntimeError):
@@ -35,10 +31,10 @@ class Loop:
     then issues all tasks up to and including that one. :meth:`finish` issues the rest of the iteration.
     """
 
-    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+    def __init__(self, schedule: Schedule, issue: Issue) -> None:
         self.schedule = schedule
         self.iteration = 0
-        self._machine = machine
+        self._issue = issue
         self._next = 0
         self._order = [*(t for t in schedule.tasks if t.op in REACHED), None]
         self._reached = 0
@@ -72,7 +68,7 @@ class Loop:
     def issue_up_to(self, stop: int) -> None:
         """Issue the tasks before index ``stop`` that have not been issued. The caller has reached its own."""
         if stop > self._next:
-            self._machine.issue(self.schedule.tasks[self._next : stop], self.iteration)
+            self._issue(self.schedule.tasks[self._next : stop], self.iteration)
             self._next = stop
 
     def finish(self) -> None:

@@ -45,32 +45,6 @@ class Stretch:
     end_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds that one iteration spends in each phase; they add up to the iteration.
-
-    The compute lane (of a pipeline's first stage) sets the boundaries. ``forward`` and ``backward`` last while their
-    tasks run. ``update`` is the rest, from the last backward to the first forward of the next iteration; updates that
-    overlap with computing do not add to it. ``loop`` is the script's own work between iterations, if it is a task.
-    """
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    loop_s: float = 0.0
-
-    @property
-    def by_phase(self) -> dict[Phase, float]:
-        """Seconds by phase, in the order of phases."""
-        seconds = (self.forward_s, self.backward_s, self.update_s, self.loop_s)
-        return dict(zip(Phase, seconds, strict=True))
-
-    @property
-    def iteration_s(self) -> float:
-        """Seconds for the whole iteration."""
-        return sum(self.by_phase.values())
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
     """Several consecutive iterations of one schedule.
@@ -162,12 +136,18 @@ class Timeline:
         update = Stretch(Phase.UPDATE, begin_s, max(end_s - loop_s, begin_s))
         return (*result, update, *([Stretch(Phase.LOOP, update.end_s, end_s)] if loop_s else []))
 
-    def phases(self, iteration: int) -> Phases:
-        """Return the phases of an iteration; all but the last are complete (see :meth:`period_s`)."""
+    def phases(self, iteration: int) -> dict[Phase, float]:
+        """Return the seconds that an iteration spends in each phase, in the order of phases; they add up to it.
+
+        The compute lane (of a pipeline's first stage) sets the boundaries. Forward and backward last while their tasks
+        run. Update is the rest, from the last backward to the first forward of the next iteration; updates that overlap
+        with computing do not add to it. Loop is the script's own work between iterations, if it is a task. All
+        iterations but the last are complete (see :meth:`period_s`).
+        """
         totals = dict.fromkeys(Phase, 0.0)
         for stretch in self.stretches(iteration):
             totals[stretch.phase] += stretch.end_s - stretch.start_s
-        return Phases(*totals.values())
+        return totals
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds that tasks of one iteration occupied each lane; in a pipeline, of the busiest stage."""

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Protocol, Self
+from typing import Self
 
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
@@ -96,11 +96,8 @@ class _Lowered:
 _LOWERED = _Lowered(256 << 20)
 
 
-class Lower(Protocol):
-    """Lowers decisions, see :func:`planner.lowering.lower`."""
-
-    def __call__(self, units: tuple[Unit, ...], decisions: Decisions, /, *, asynchronous: bool) -> Schedule:
-        """Return the schedule of one iteration."""
+Lower = Callable[..., Schedule]
+"""Lowers decisions, with the arguments of :func:`planner.lowering.lower`."""
 
 
 class Scorer:

@@ -1,12 +1,13 @@
 """The simulator: the results of ``benchmarks/simulator/reference.py``, at millions of tasks per second."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from planner.simulate.state import ENDED, NUM_COUNTS, Ints32, Lanes, Resources, State, Tasks
-from planner.simulate.system import Floats, FluidSystem
+from planner.simulate.system import Floats, FluidSystem, dtypes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,51 +57,23 @@ def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
 
 def _state(system: FluidSystem, head: Ints32) -> State:
     """Return the kernel's state, in memory that the kernel initialises itself, because calls from here are slow."""
-    num_tasks, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
-    num_entries = num_lanes * system.max_uses
-    empty, i32, i64 = np.empty, np.int32, np.int64
-    tasks = Tasks(
-        lane=system.lane,
-        latency_s=system.latency_s,
-        duration_s=system.duration_s,
-        weight=system.weight,
-        pred_ptr=system.pred_ptr,
-        pred=system.pred,
-        use_ptr=system.use_ptr,
-        use_resource=system.use_resource,
-        use_rate=system.use_rate,
-        next_in_lane=empty(num_tasks, i32),
-        waiting=empty(num_tasks, i32),
-        start_s=empty(num_tasks),
-        end_s=empty(num_tasks),
+    entries = dict.fromkeys(("rate", "following", "preceding"), len(head) * system.max_uses)
+    return State(
+        Tasks(*_arrays(Tasks, system.num_tasks, vars(system))),
+        Lanes(*_arrays(Lanes, len(head), {"head": head}, entries)),
+        Resources(*_arrays(Resources, len(system.capacity), vars(system))),
+        np.empty(NUM_COUNTS, np.int64),
     )
-    lanes = Lanes(
-        head=head,
-        state=empty(num_lanes, np.int8),
-        next_pred=empty(num_lanes, i64),
-        next_waiting=empty(num_lanes, i32),
-        event_s=empty(num_lanes),
-        work_s=empty(num_lanes),
-        since_s=empty(num_lanes),
-        speed=empty(num_lanes),
-        new_speed=empty(num_lanes),
-        solved=empty(num_lanes, i64),
-        heap=empty(num_lanes, i32),
-        place=empty(num_lanes, i32),
-        ready=empty(num_lanes, i32),
-        members=empty(num_lanes, i32),
-        rate=empty(num_entries),
-        following=empty(num_entries, i32),
-        preceding=empty(num_entries, i32),
-    )
-    resources = Resources(
-        capacity=system.capacity,
-        first=empty(num_resources, i32),
-        num_users=empty(num_resources, i64),
-        crowded=empty(num_resources, np.bool_),
-        room=empty(num_resources),
-        load=empty(num_resources),
-        changed_at=empty(num_resources, i64),
-        changed=empty(num_resources, i32),
-    )
-    return State(tasks, lanes, resources, empty(NUM_COUNTS, i64))
+
+
+def _arrays(kind: type, size: int, given: Mapping[str, Any], sizes: Mapping[str, int] | None = None) -> Iterator[Any]:
+    """Yield the arrays of a part of the state: those that are given by their names, and others without values.
+
+    Args:
+        kind: the part, whose fields have the types of arrays.
+        size: of an array.
+        given: arrays, and perhaps other things.
+        sizes: of arrays that have another size.
+    """
+    for name, dtype in dtypes_of(kind).items():
+        yield given[name] if name in given else np.empty((sizes or {}).get(name, size), dtype)

@@ -1,4 +1,16 @@
-"""The simulator of schedules: runs them in virtual time."""
+"""The simulator of schedules: runs them in virtual time.
+
+[Note: Steady state] Iterations settle into a *cycle*, of one iteration or of several different ones; two may alternate,
+for example, if work that passes from lane to lane returns only every second time. Equal periods do not prove a cycle:
+while one lane falls behind, lanes that do not wait for it yet keep a period that will not last. Two iterations are
+equal if each task starts and ends at the same times after the iteration's beginning.
+
+Let *reach* be the number of iterations by which tasks of one iteration may still overlap with later ones. From the
+first start of iteration i on, everything depends on earlier iterations only through the start and end times of
+iterations from i - reach on: these determine which tasks overlap, and so every speed. So if that many iterations in a
+row equal those ``length`` later, all following iterations do too. We also require that each iteration of the cycle was
+seen twice. The last iteration does not count: nothing later overlaps with it, and it has no period.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,10 +21,41 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import LANES, Phase
-from planner.schedule.timeline import Phases, Timeline
+from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate
-from planner.simulate.steady import find_cycle
 from planner.simulate.system import Capacity, Floats, FluidSystem, Ints, capacity_rows, pointers
+
+# Times that differ by less than this fraction of the period are equal.
+_SAME = 1e-6
+
+
+def find_cycle(timeline: Timeline) -> range | None:
+    """Return the iterations of the first occurrence of the shortest cycle in a timeline; ``None`` if there is none."""
+    num_iterations = timeline.num_iterations
+    begin_s = np.array([timeline.begin_s(i) for i in range(num_iterations)])
+    period_s = np.diff(begin_s)
+    moments_s = np.concatenate([timeline.start_s, timeline.end_s], axis=1) - begin_s[:, np.newaxis]
+    slack_s = _SAME * period_s.max(initial=0.0)
+    reach = _reach(timeline)
+    num_whole = num_iterations - 1
+    for length in range(1, num_whole // 2 + 1):
+        earlier, later = slice(num_whole - length), slice(length, num_whole)
+        same = abs(period_s[later] - period_s[earlier]) <= slack_s
+        same[same] = (abs(moments_s[later][same] - moments_s[earlier][same]) <= slack_s).all(axis=1)
+        in_a_row = max(length, reach)
+        for first in range(len(same) - in_a_row + 1):
+            if same[first : first + in_a_row].all():
+                return range(first, first + length)
+    return None
+
+
+def _reach(timeline: Timeline) -> int:
+    """Return the number of later iterations with which an iteration may overlap."""
+    first_s, last_s = timeline.start_s.min(axis=1), timeline.end_s.max(axis=1)
+    slack_s = _SAME * (last_s - first_s)
+    begun = np.searchsorted(np.maximum.accumulate(first_s), last_s - slack_s)  # iterations begun before each one's end
+    return int((begun - 1 - np.arange(timeline.num_iterations)).max(initial=0))
+
 
 Capacities = Mapping[Resource, Capacity]
 
@@ -46,10 +89,15 @@ class Simulation:
         return sum(self.timeline.period_s(i) for i in self.iterations) / len(self.iterations)
 
     @property
-    def phases(self) -> Phases:
-        """Phases of an iteration, the mean over the cycle."""
-        phases = [self.timeline.phases(i).by_phase for i in self.iterations]
-        return Phases(*(sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase))
+    def phases(self) -> dict[Phase, float]:
+        """Seconds of an iteration in each phase, the mean over the cycle; see :meth:`Timeline.phases`."""
+        phases = [self.timeline.phases(i) for i in self.iterations]
+        return {phase: sum(seconds[phase] for seconds in phases) / len(phases) for phase in Phase}
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of all phases: :attr:`period_s`, added up in another order."""
+        return sum(self.phases.values())
 
 
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:

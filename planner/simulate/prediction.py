@@ -37,7 +37,8 @@ class Prediction(Frozen):
     """One steady iteration, as the simulator sees it.
 
     Attributes:
-        forward_s, backward_s, update_s, loop_s, iteration_s: see :class:`planner.schedule.timeline.Phases`.
+        forward_s, backward_s, update_s, loop_s, iteration_s: seconds in each phase, and in all of them; see
+            :meth:`planner.schedule.timeline.Timeline.phases`.
         tokens_per_s: over all devices.
         model_flop_per_s: per device, without recomputation.
         memory: peaks by tier.
@@ -87,12 +88,12 @@ def predict(
         simulation: with this result.
     """
     timeline, steady = simulation.timeline, simulation.steady
-    phases = simulation.phases
+    iteration_s = simulation.iteration_s
     return Prediction(
-        **{f"{phase}_s": seconds for phase, seconds in phases.by_phase.items()},
-        iteration_s=phases.iteration_s,
-        tokens_per_s=decisions.num_sequences * seq_len / phases.iteration_s,
-        model_flop_per_s=total_flop(units, decisions) / phases.iteration_s,
+        **{f"{phase}_s": seconds for phase, seconds in simulation.phases.items()},
+        iteration_s=iteration_s,
+        tokens_per_s=decisions.num_sequences * seq_len / iteration_s,
+        model_flop_per_s=total_flop(units, decisions) / iteration_s,
         memory=memory_peaks(timeline, steady, cost),
         busy_s={lane.value: seconds for lane, seconds in sorted(timeline.busy_s(steady).items())},
         critical_s=critical_path(timeline, steady),

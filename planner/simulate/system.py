@@ -21,28 +21,13 @@ start at different times, or compete with a task that exists only once.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-_DTYPES: dict[str, type[np.generic]] = {
-    "lane": np.int32,
-    "latency_s": np.float64,
-    "duration_s": np.float64,
-    "weight": np.float64,
-    "pred_ptr": np.int64,
-    "pred": np.int32,
-    "use_ptr": np.int64,
-    "use_resource": np.int32,
-    "use_rate": np.float64,
-    "capacity": np.float64,
-}
-
-
 Capacity = float | Sequence[float]
 """Amount per second of a resource: one number, or one per number of running users, the last also for more."""
 
@@ -84,7 +69,7 @@ class FluidSystem:
     task_name: Callable[[int], str] | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in _DTYPES.items():
+        for name, dtype in dtypes_of(FluidSystem).items():
             view: npt.NDArray[Any] = np.ascontiguousarray(getattr(self, name), dtype=dtype).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
@@ -225,6 +210,13 @@ def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = 
 def pointers(sizes: Sequence[int] | Ints) -> Ints:
     """Return int64[n + 1]: the start of each of n consecutive rows, and the end of the last."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+@functools.cache
+def dtypes_of(kind: type) -> dict[str, type[np.generic]]:
+    """Return the types of a class's arrays, by the names of their fields."""
+    arrays = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is np.ndarray}
+    return {name: get_args(get_args(hint)[1])[0] for name, hint in arrays.items()}
 
 
 def _first(mask: Any) -> int | None:

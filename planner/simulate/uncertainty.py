@@ -64,7 +64,7 @@ def with_interval(prediction: Prediction, units: tuple[Unit, ...], decisions: De
     schedule = lower(units, decisions, asynchronous=cost.asynchronous)
 
     def iteration_s(machine: HardwareProfile) -> float:
-        return run_until_steady(schedule, CostModel.of(machine, units, decisions)).phases.iteration_s
+        return run_until_steady(schedule, CostModel.of(machine, units, decisions)).iteration_s
 
     found = interval_s(cost.profile, iteration_s, prediction.iteration_s)
     return prediction.model_copy(update={"interval_s": found})

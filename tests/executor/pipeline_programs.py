@@ -321,14 +321,11 @@ REFUSED = {
     "count": "1 micro-batches were given, but the plan has 2",
     "norm": "clip with optimizer.clip_grad_norm_()",
     "state": "call session.close() before model.state_dict()",
-    "tiles": "--tiles segment cannot be executed beside pipeline stages",
 }
 
 
 def refused(_rank: int, _size: int, task: Task, decisions: Decisions, kind: str) -> None:
     """Do what a stage cannot."""
-    if kind == "tiles":
-        decisions = decisions.model_copy(update={"segment_tile_sequences": 1})
     model, optimizer = prepare(task, decisions)
     with optimizer.session:
         micro_batches = next(steps(task, 0))

@@ -20,7 +20,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     threads_before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
         if not ALL:  # rates of DRAM, which tests compare with each other, are measured as always
-            patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**24)
+            patched.setattr("hwprofiles.calibrate.run._NUM_BYTES", 2**24)
             patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
         profile, pairs = calibrate(options, KERNELS, lambda *step: steps.append(step))
     return Calibrated(profile, pairs, steps, scratch, threads_before)

@@ -22,17 +22,16 @@ from hypothesis import strategies as st
 from executor.devices.cores import Cores
 from hwprofiles import machine
 from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
-from hwprofiles.calibrate.backend import CudaBackend, HostBackend, adamw_state
+from hwprofiles.calibrate.backend import CudaBackend, HostBackend, adamw_state, sensors
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.run import budgets_s, spare_cores
 from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, Floats, Manner
-from hwprofiles.calibrate.sensors import sensors
 from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from planner.lowering import lower
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane
-from ullage.this_machine import probe
+from ullage.this_machine import kernels as of_executor
 
 
 class SimulatedGpu(CudaBackend):
@@ -258,7 +257,7 @@ def _calibrated() -> None:
     def kernel(master: torch.Tensor, *_state: torch.Tensor) -> None:
         master.mul_(0.9)
 
-    planned, sleeping, waited_s, prepare = [], [], 0.02, probe.prepare_session
+    planned, sleeping, waited_s, prepare = [], [], 0.02, of_executor.prepare_session
 
     def wait(*_: object) -> float:
         time.sleep(waited_s)
@@ -274,7 +273,7 @@ def _calibrated() -> None:
         patched.setattr(traffic, "_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_MOST_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_THREADS_PARAMS", 2**12)
-        patched.setattr("hwprofiles.calibrate.saving._NUM_BYTES", 2**20)
+        patched.setattr("hwprofiles.calibrate.run._NUM_BYTES", 2**20)
         patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
         patched.setattr("hwprofiles.calibrate.sampling.NUM_WINDOWS", 3)
         taken = []  # by libraries, once they were used
@@ -284,10 +283,10 @@ def _calibrated() -> None:
         )
         profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
         sleeps = {"blocking": True} in sleeping
-        patched.setattr(probe, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
+        patched.setattr(of_executor, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)
         patched.setattr(torch.cuda, "synchronize", wait)
-        issue_s, step_s = probe.host_times("cuda")
+        issue_s, step_s = of_executor.host_times("cuda")
         ((units, decisions),) = planned
         num_issued = sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in units)
         num_tensors = sum(len(unit.parameters) for unit in units)

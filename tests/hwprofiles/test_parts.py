@@ -216,12 +216,12 @@ def test_connected_components_are_those_of_scipy(case: tuple[int, list[tuple[int
 COLLECTIVES = """
 import sys
 from pathlib import Path
-from hwprofiles.calibrate import calibrate_collectives, collectives
+from hwprofiles.calibrate import calibrate_collectives, fabric
 from hwprofiles.registry import load_profile, save_profile, update_profile
-collectives._QUICK_BUDGET_S = 0.5
-collectives.num_cores = lambda: 2
+fabric._QUICK_BUDGET_S = 0.5
+fabric.num_cores = lambda: 2
 found = calibrate_collectives(load_profile(sys.argv[1]), quick=True)
-save_profile(found, Path(sys.argv[2] + str(collectives.distributed.is_initialized())))
+save_profile(found, Path(sys.argv[2] + str(fabric.distributed.is_initialized())))
 """
 
 

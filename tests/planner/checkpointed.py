@@ -6,9 +6,8 @@ import functools
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.checkpoints.costs import CheckpointCosts
-from planner.checkpoints.lowering import MakeSaver, Run, Saver, with_checkpoints
-from planner.checkpoints.reading import RunTimes, times
-from planner.checkpoints.state import Shard
+from planner.checkpoints.lowering import MakeSaver, Run, Saver, Shard, with_checkpoints
+from planner.checkpoints.trial import RunTimes, times
 from planner.costs.model import CostModel
 from planner.costs.resources import Price
 from planner.decisions import Sharding

@@ -10,7 +10,7 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
-from planner.lowering.storage import SpillRooms
+from planner.lowering.storage import spill_rooms
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
@@ -58,7 +58,7 @@ class WalkedMemory:
         self.slot_of = slots(units, decisions).of_unit
         rooms = OffloadRooms(units, decisions)
         self.passage, self.room_of, self.turn_of = rooms.slot_of, rooms.name, rooms.turn_of
-        self.spill_room = SpillRooms(units, decisions).room_of if path is GradientPath.ONCE else {}
+        self.spill_room = spill_rooms(units, decisions)[1] if path is GradientPath.ONCE else {}
         self.position = {unit.name: i for segment in segments(units) for i, unit in enumerate(segment)}
         self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}
         self.regathers = {name for name, unit in self.units.items() if decisions.regathers(unit)}

@@ -16,7 +16,6 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Op, Phase
-from planner.schedule.timeline import Phases
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
 from ullage.main import main
@@ -53,7 +52,9 @@ def test_defaults_are_the_published_engines():
     same(configured(SETUP, zero(2)), [d.model_copy(update=differs) for d in gpu_only(SETUP) if d.zero_stage == 2])
 
 
-def simulated(settings: Zero, num_micro_batches: int = 3, *, waits: bool = False) -> tuple[list[Any], Phases]:
+def simulated(
+    settings: Zero, num_micro_batches: int = 3, *, waits: bool = False
+) -> tuple[list[Any], dict[Phase, float]]:
     """Return the tasks of the first of some settings' decisions, and how long its phases take."""
     setup = SETUP.changed(num_micro_batches=num_micro_batches)
     decisions = next(configured(setup, settings, waits=waits))
@@ -87,7 +88,7 @@ def test_zero_1_and_2_all_reduce_beside_nothing_unless_comm_overlaps():
         moved = sum(task.num_bytes for task in tasks if task.op is Op.SCATTER)
         assert moved == pytest.approx(rounds * 2 * 2 * params, rel=0.01), stage
     alone, beside = (simulated(zero(2).model_copy(update={"overlap_comm": overlap}))[1] for overlap in (False, True))
-    assert beside.backward_s < alone.backward_s
+    assert beside[Phase.BACKWARD] < alone[Phase.BACKWARD]
 
 
 def test_unpinned_gradients_are_waited_for_in_every_micro_batch():
@@ -102,7 +103,7 @@ def test_unpinned_gradients_are_waited_for_in_every_micro_batch():
     assert all(task.pinned for task in copies(pinned))
     ways = (zero(3, "cpu", pin_memory=False), False), (zero(3, "cpu"), True), (zero(3, "cpu"), False)
     for num_micro_batches in (1, 3):
-        times = [simulated(settings, num_micro_batches, waits=waits)[1].backward_s for settings, waits in ways]
+        times = [simulated(settings, num_micro_batches, waits=waits)[1][Phase.BACKWARD] for settings, waits in ways]
         assert times == sorted(times, reverse=True), "less waiting, less time"
         assert times[0] > times[-1]
 

@@ -10,9 +10,8 @@ from hwprofiles.registry import load_profile
 from planner.costs.scalable import all_scalables, scaled
 from planner.models.parameters import num_parameters
 from planner.models.registry import resolve_model
-from ullage.whatif.asking import study
 from ullage.whatif.design import Space
-from ullage.whatif.questions import answer
+from ullage.whatif.questions import answer, study
 from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.running.store import Store
 from ullage.whatif.study import Study, StudyRequest

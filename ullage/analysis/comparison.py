@@ -144,7 +144,7 @@ def compare(
 
 
 def _phase_s(phase: Phase, timeline: Timeline, iteration: int) -> float:
-    return timeline.phases(iteration).by_phase[phase]
+    return timeline.phases(iteration)[phase]
 
 
 def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Comparison:

@@ -13,8 +13,8 @@ from planner.graph import Unit
 from planner.models.captured import Model
 from planner.schedule.schedule import Schedule
 from planner.schedule.series import Series, amounts, busy, traffic
-from planner.schedule.tasks import Lane, Tier
-from planner.schedule.timeline import MemoryUse, Phases, Stretch, Timeline, memory_use
+from planner.schedule.tasks import Lane, Phase, Tier
+from planner.schedule.timeline import MemoryUse, Stretch, Timeline, memory_use
 from planner.simulate.critical_path import Step, critical_path, critical_steps, slowed
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
@@ -140,14 +140,14 @@ class Iteration:
         return View(self.simulation.timeline, self.simulation.steady, measured=False)
 
     @functools.cached_property
-    def phases(self) -> Phases:
+    def phases(self) -> dict[Phase, float]:
         """Seconds by phase."""
         return self.simulation.timeline.phases(self.simulation.steady)
 
     @property
     def period_s(self) -> float:
         """Seconds of the iteration."""
-        return self.phases.iteration_s
+        return sum(self.phases.values())
 
     @functools.cached_property
     def busy_s(self) -> dict[Lane, float]:
@@ -261,7 +261,7 @@ class Iteration:
             "hardware": self.hardware.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
-            "phases_s": {**self.phases.by_phase, "iteration": self.period_s},
+            "phases_s": {**self.phases, "iteration": self.period_s},
             "stretches": view.stretches,
             "busy_s": self.busy_s,
             "busy_over_time": {name: {"times_s": s.times_s, "busy": s.values} for name, s in view.busy.items()},

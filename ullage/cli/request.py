@@ -3,26 +3,31 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from hwprofiles.files import read_json
 from hwprofiles.paths import replace
-from hwprofiles.profile import Dtype, HardwareProfile
-from hwprofiles.quantity import Provenance
+from hwprofiles.profile import Dtype, HardwareProfile, Storage
+from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.choices.constraints import Asked
 from planner.choices.request import Request, precision_of
 from planner.decisions import Precision
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedInput, CapturedModel, Model, micro_batch_of, resized, tokens_of
-from planner.models.config import NoFormulasError
+from planner.models.config import ModelConfig, NoFormulasError
+from planner.models.formulas import experts
 from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
+from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.planning import default_precision
-from planner.terms import DEFAULT_SEQ_LEN, default_micro_batch
+from planner.terms import DEFAULT_SEQ_LEN, MIN_CHECKPOINTS, default_micro_batch
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.expert_load import expert_load
 from ullage.cli.options import Options, check_adapters, is_captured
 
 _T = TypeVar("_T")
@@ -218,3 +223,92 @@ def _captured(
     from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
     return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu, lora=lora, quantization=quantization)
+
+
+def _rows(value: object) -> object:
+    """Return a single list of shares as a list of one row."""
+    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+
+
+_Shares = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_rows)]
+
+
+def expert_load(text: str, model: Model) -> tuple[tuple[float, ...], ...]:
+    """Return each expert's share of the tokens, from ``uniform``, ``zipf:S`` or a file.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    if text == "uniform":
+        return ()
+    if not isinstance(model, ModelConfig) or not model.is_expert_model:
+        raise ValueError(f"--expert-load {text}: {model.name} has no experts; leave it out")
+    if text.startswith("zipf:"):
+        try:
+            exponent = float(text.removeprefix("zipf:"))
+        except ValueError:
+            exponent = math.nan
+        if not 0 <= exponent <= 10:
+            raise ValueError(f"--expert-load {text}: the exponent must be a number from 0 to 10, as in zipf:1.2")
+        return (experts.zipf(model.num_experts, exponent),)
+    data = read_json(Path(text), ValueError, "--expert-load takes uniform, zipf:S or a JSON file")
+    try:
+        return TypeAdapter(_Shares).validate_python(data)
+    except ValidationError as error:
+        raise ValueError(
+            f"--expert-load {text} must hold a list of shares, or one for each layer; "
+            f"{error.errors()[0]['msg'].lower()}"
+        ) from error
+
+
+_UNKNOWN_CAPACITY_BYTES = 1e15
+_REQUEST_BYTES = 1e9
+
+
+def checkpoints_of(asked: Options) -> CheckpointRequest | None:
+    """Return the request that the options describe; ``None`` without ``--mtbf``.
+
+    Raises:
+        ValueError: options of checkpoints are given without ``--mtbf``, or ``--keep`` is below 2.
+    """
+    given: dict[str, Any] = {
+        "max_overhead": asked.max_checkpoint_overhead,
+        "max_lost_s": asked.max_lost_work,
+        "restart_s": asked.restart,
+        "keep": asked.keep,
+        "buffer_bytes": asked.checkpoint_buffer,
+        "drive_writes_per_day": asked.drive_writes_per_day,
+        "num_iterations": asked.iterations,
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if asked.mtbf is None:
+        if found or asked.pfs_bandwidth is not None:
+            raise ValueError("--checkpoints has no effect without --mtbf; give it, as in --mtbf 6h")
+        return None
+    if found.get("keep", MIN_CHECKPOINTS) < MIN_CHECKPOINTS:
+        raise ValueError(
+            f"keep={asked.keep} of --checkpoints is too few: one checkpoint may be damaged; keep at "
+            f"least {MIN_CHECKPOINTS} at each level"
+        )
+    return CheckpointRequest(mtbf_s=asked.mtbf, **found)
+
+
+def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
+    """Return a profile with a shared file system of the given rate for each node.
+
+    Raises:
+        ValueError: the profile has a shared file system already.
+    """
+    if hardware.pfs is not None:
+        raise ValueError(f"pfs-bandwidth of --checkpoints: profile {hardware.name} has a pfs already; leave it out")
+    provenance = Provenance(origin="assumed", source="asked for with --checkpoints pfs-bandwidth")
+    point = CurvePoint(
+        size=_REQUEST_BYTES, **dict.fromkeys(("p10_s", "median_s", "p90_s"), _REQUEST_BYTES / bytes_per_s)
+    )
+    curve = Curve(size_unit="bytes", points=(point,), provenance=provenance)
+    capacity = Quantity(
+        value=_UNKNOWN_CAPACITY_BYTES,
+        unit="bytes",
+        provenance=Provenance(origin="assumed", source="not known; as much as is needed"),
+    )
+    return hardware.model_copy(update={"pfs": Storage(capacity_bytes=capacity, read=curve, write=curve)})

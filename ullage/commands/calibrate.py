@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", path)  # before minutes of measuring
     base = _base(args, path) if args.only is not None else None
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
-    from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
+    from hwprofiles.calibrate.fabric import ranks  # noqa: PLC0415
 
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from hwprofiles.files import check_output
 from hwprofiles.registry import save_profile
-from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import load_run
 from ullage.commands import Subparsers, command_parser
 from ullage.output.progress import progress_bar
 from ullage.report.run import explained_sections
 from ullage.report.terminal import answer
+from ullage.report.trace import chrome_trace, write_trace
 
 
 def add_parser(subparsers: Subparsers) -> None:

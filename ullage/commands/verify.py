@@ -9,7 +9,7 @@ from planner.verification import verify
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent, si
-from ullage.output.plans import gap_parts_words
+from ullage.report.plan import gap_parts_words
 from ullage.report.terminal import answer
 
 

@@ -8,7 +8,7 @@ from planner.choices.variants import variants
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Phase, Tier
 from planner.search import Scorer, best_of
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import planned
@@ -56,8 +56,8 @@ class SideBySide:
         if ours is None or theirs.missing:  # without a fit there is no time to compare
             return []
         found = []
-        for phase, theirs_s in theirs.phases.by_phase.items():
-            more_s = theirs_s - ours.phases.by_phase[phase]
+        for phase, theirs_s in theirs.phases.items():
+            more_s = theirs_s - ours.phases[phase]
             if more_s > 0.02 * theirs.period_s:
                 found.append((more_s, f"{phase.value} takes {si(more_s, 's')} longer by DeepSpeed"))
         reasons = [words for _, words in sorted(found, reverse=True)]
@@ -79,7 +79,7 @@ class SideBySide:
             return {
                 "fits": not seen.missing,
                 "iteration_s": seen.period_s,
-                "phases_s": seen.phases.by_phase,
+                "phases_s": seen.phases,
                 "memory_bytes": {tier: use.peak_bytes for tier, use in seen.peaks.items()},
             }
 
@@ -141,7 +141,7 @@ def shown(found: SideBySide) -> tuple[Shown, ...]:
 
 
 def _cells(seen: Iteration, tiers: list[Tier]) -> list[str]:
-    phases = seen.phases
-    times = [si(s, "s") for s in (seen.period_s, phases.forward_s, phases.backward_s, phases.update_s)]
+    own = (seen.phases[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE))
+    times = [si(s, "s") for s in (seen.period_s, *own)]
     held = [si(seen.peaks[tier].peak_bytes, "B") if tier in seen.peaks else "" for tier in tiers]
     return ["no" if seen.missing else "yes", *times, *held]

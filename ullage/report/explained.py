@@ -20,8 +20,8 @@ from ullage.analysis.explanation import (
     treatment_words,
 )
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, binds, percent, si, signed_percent
-from ullage.output.plans import gap_words
 from ullage.report.charts import Axis, Part, Section, Table, bars
+from ullage.report.plan import gap_words
 
 _RESOURCES = {
     "device": "computing on the device",

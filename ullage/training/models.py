@@ -15,7 +15,7 @@ from executor.optimizer.reference import ROUNDS
 from executor.optimizer.table import torch_class_of
 from executor.prepare import OffloadedOptimizer
 from executor.weights.loading import load
-from hwprofiles.allocator import keep_freed_memory
+from hwprofiles.machine import keep_freed_memory
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.adapters import Lora
 from planner.models.captured import CapturedModel

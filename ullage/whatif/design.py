@@ -12,9 +12,8 @@ import numpy as np
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
-from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.request import request_of, trained, types_of
+from ullage.cli.request import checkpoints_of, request_of, trained, types_of, with_pfs
 from ullage.whatif.fields import (
     Field,
     Fields,

@@ -4,17 +4,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.terms import Storage
 from ullage.output.formatting import duration, percent
+from ullage.output.progress import Report
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
-from ullage.whatif.running.runner import Evaluator, narrowed
-from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study
+from ullage.whatif.running.runner import Evaluator, narrowed, run_study
+from ullage.whatif.running.store import Store
+from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study, StudyRequest
 from ullage.whatif.unlike import divide
 from ullage.whatif.values import Number, Question
 
@@ -396,3 +398,37 @@ def _position(study: Study, hardware: str, count: int) -> int:
 def _grouped(counts: Mapping[str, int]) -> list[tuple[int, list[str]]]:
     """Return names by count, the smallest first."""
     return [(count, [n for n, c in counts.items() if c == count]) for count in sorted(set(counts.values()))]
+
+
+def study(
+    *,
+    sweep: Mapping[str, str] | None = None,
+    question: Question | None = None,
+    tokens: float | None = None,
+    deadline_s: float | None = None,
+    prices: Prices | None = None,
+    effort: Literal["plan", "certify", "fit"] = "plan",
+    progress: Report = lambda *_: None,
+    **options: Any,
+) -> Study:
+    """Plan with other machines, models and batches, and compare speed and cost, as ``ullage whatif`` does.
+
+    Args:
+        sweep: fields that vary, each with its values as on the command line, as in ``{"gpus": "1,2,4,8"}``.
+        question: a question that chooses the points, such as ``"cheapest"``.
+        tokens: tokens of a whole run.
+        deadline_s: seconds within which the run must end.
+        prices: prices of machines.
+        effort: effort for each point. ``"fit"``: the first plan found that fits, a few percent slower than the best.
+        progress: called with the present step in words, the finished points and the number of points.
+        options: fields that are the same at every point, by their names in studies: ``model``, ``hardware``, ``gpus``.
+
+    Raises:
+        ValueError: an option names something unknown, or options contradict each other.
+    """
+    fixed = {name: str(value) for name, value in options.items() if value is not None}
+    swept = {name: (values,) for name, values in (sweep or {}).items()}
+    request = StudyRequest(set=fixed, sweep=swept, tokens=tokens, deadline_s=deadline_s, question=question)
+    with Store(None) as store:
+        evaluator = Evaluator(Space(request, effort), store, prices, progress=progress)
+        return answer(evaluator) if question else run_study(evaluator)

@@ -55,7 +55,7 @@ def on_host(schedule, perform, *, record=False, submitted=()):
 
 
 def walk(machine, schedule, iterations):
-    loop = Loop(schedule, machine)
+    loop = Loop(schedule, machine.issue)
     for _ in range(iterations):
         loop.finish()
     machine.wait()
@@ -141,7 +141,7 @@ def test_a_callers_task_lasts_until_its_next_one():
     schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0]), work(2, Lane.COMPUTE)))
     done = []
     with on_host(schedule, lambda task, _: done.append(task.index), record=True) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         loop.reach(Op.FORWARD)
         machine.issue([schedule.tasks[1]], 0)
         time.sleep(0.05)
@@ -157,7 +157,7 @@ def test_the_caller_waits_for_what_its_task_comes_after():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
     with on_host(schedule, lambda *_: time.sleep(0.05)) as machine:
         begin_s = time.perf_counter()
-        Loop(schedule, machine).finish()
+        Loop(schedule, machine.issue).finish()
         assert time.perf_counter() - begin_s >= 0.05
 
 
@@ -173,7 +173,7 @@ def test_only_the_last_two_iterations_are_kept():
 def test_recording_can_be_switched_on_later():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
     with on_host(schedule, lambda *_: None) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         for _ in range(6):
             machine.record = loop.iteration >= 2
             loop.finish()
@@ -190,7 +190,7 @@ def test_memory_of_times_is_bounded():
     gc.collect()
     before = num_tickets()  # what other tests have left
     with on_host(schedule, lambda *_: None, record=True) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         for _ in range(NUM_RECORDED + 50):
             loop.finish()
             machine.wait()
@@ -286,7 +286,7 @@ def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D, after=[0])))
     machine = on_host(schedule, hanging)
     try:
-        Loop(schedule, machine).finish()
+        Loop(schedule, machine.issue).finish()
         assert begun.wait(60)
         with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: the task has not ended within 0\.5 s"):
             assert bounded(machine.close) is None
@@ -349,7 +349,7 @@ def drive(schedule, seed, iterations=4):
         time.sleep(durations_s[task.index])
 
     with on_host(schedule, perform, record=True) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         for _ in range(iterations):
             while (task := loop.expected()) is not None:
                 loop.reach(task.op, task.unit)
@@ -424,7 +424,7 @@ def test_tasks_in_order_are_launched_as_they_were_issued_whatever_takes_how_long
         time.sleep(durations_ms[task.index] / 1e3)
 
     with LaneMachine(schedule, perform, HostBackend(), in_order=lambda task: task.lane in IN_ORDER) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         machine.on_caller = lambda index: launched.append((loop.iteration, index))
         for _ in range(3):
             loop.finish()

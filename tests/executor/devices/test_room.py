@@ -75,7 +75,7 @@ def test_a_task_begins_only_with_room_or_if_no_room_will_come(schedule, capacity
         time.sleep(durations_ms[task.index] / 1e3)
 
     with LaneMachine(schedule, perform, HostBackend(), capacity_bytes=capacity, record=True) as machine:
-        loop = Loop(schedule, machine)
+        loop = Loop(schedule, machine.issue)
         for _ in range(ITERATIONS):
             loop.finish()
         machine.wait()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from executor.memory.moments import by_value, converted
+from executor.memory.stream import by_value, converted
 from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
 from executor.optimizer.blocks import (

@@ -14,7 +14,7 @@ from training import Task, batches, decide, make_model, session_options, uniform
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.levels import Level
 from executor.prepare import prepare_session
-from executor.training_state.groups import groups_in_order
+from executor.training_state.restoring import groups_in_order
 from executor.training_state.saving import Checkpoints
 
 TASK = Task("llama", torch.bfloat16, iterations=2, schedule=False)

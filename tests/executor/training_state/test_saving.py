@@ -39,7 +39,7 @@ from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.levels import Level
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.place import newest_of
-from executor.memory.moments import by_value, converted
+from executor.memory.stream import by_value, converted
 from executor.optimizer.adamw_8bit import KEYS
 from executor.optimizer.blocks import SCALES
 from executor.training_state.restoring import restore

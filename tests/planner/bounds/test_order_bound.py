@@ -6,7 +6,7 @@ from cases import cases, decide, small_units
 from hypothesis import given
 from machines import machine
 
-from planner.bounds.order import order_bound_s
+from planner.bounds.certificate import order_bound_s
 from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower

@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.checkpoints.costs import CheckpointCosts
-from planner.checkpoints.lowering import Run, with_checkpoints
+from planner.checkpoints.lowering import Run, Shard, bytes_by_stage, state_of, with_checkpoints
 from planner.checkpoints.policy import COPY_WEIGHT
-from planner.checkpoints.reading import times
-from planner.checkpoints.state import Shard, bytes_by_stage, state_of
+from planner.checkpoints.trial import times
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Sharding

@@ -6,9 +6,8 @@ import pytest
 from cases import decide, small_units
 from checkpointed import DATASTATES, DEEPSPEED, GB, OURS, POLARIS, Job, of_checkpoint, saver, simulated
 
-from planner.checkpoints.lowering import with_checkpoints
+from planner.checkpoints.lowering import Shard, state_of, with_checkpoints
 from planner.checkpoints.policy import CHUNK_BYTES
-from planner.checkpoints.state import Shard, state_of
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Place, Sharding

@@ -15,8 +15,7 @@ from planner.fitting.attribution import Attribution, attribute, kind_of, middle,
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
-from planner.simulate.machine import Simulation, run
-from planner.simulate.steady import find_cycle
+from planner.simulate.machine import Simulation, find_cycle, run
 
 SLOW = settings(
     deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

@@ -27,9 +27,9 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.series import PROCESSORS, busy, traffic
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
-from planner.schedule.trace import chrome_trace
 from planner.simulate.critical_path import critical_steps, slowed
 from planner.simulate.machine import run, run_until_steady
+from ullage.report.trace import chrome_trace
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.kernels import megatron_lm
 from ullage.rivals.lowering import lower

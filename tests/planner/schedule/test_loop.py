@@ -33,7 +33,7 @@ def small_schedule() -> Schedule:
 @given(cases(), st.data())
 def test_every_task_once_in_order_wherever_the_caller_stops(case: Case, data: st.DataObject) -> None:
     recorder = Recorder()
-    loop = Loop(case.schedule, recorder)
+    loop = Loop(case.schedule, recorder.issue)
     for iteration in range(3):
         for _ in range(data.draw(st.integers(0, 12))):
             if (expected := loop.expected()) is None:
@@ -49,7 +49,7 @@ def test_every_task_once_in_order_wherever_the_caller_stops(case: Case, data: st
 
 def test_the_caller_may_walk_the_whole_iteration() -> None:
     recorder, schedule = Recorder(), small_schedule()
-    loop = Loop(schedule, recorder)
+    loop = Loop(schedule, recorder.issue)
     reached = []
     while (expected := loop.expected()) is not None:
         reached.append(loop.reach(expected.op, expected.unit))
@@ -66,7 +66,7 @@ def test_the_caller_may_walk_the_whole_iteration() -> None:
 @pytest.mark.parametrize(("op", "unit"), [(Op.BACKWARD, "embed"), (Op.FORWARD, "head"), (Op.CLIP, "")])
 def test_a_caller_at_another_place_is_shown_where(op: Op, unit: str) -> None:
     recorder = Recorder()
-    loop = Loop(small_schedule(), recorder)
+    loop = Loop(small_schedule(), recorder.issue)
     with pytest.raises(OutOfOrderError, match=f"reached {op} {unit or 'model'}, but the plan expects forward embed;"):
         loop.reach(op, unit)
     assert recorder.issued == []  # nothing was issued for it

@@ -25,7 +25,7 @@ from planner.choices.choice import choices
 from planner.choices.request import Request, batch_of
 from planner.choices.variants import Variant, variants
 from planner.costs.model import CostModel
-from planner.decisions import BF16, Choice, Place, Sharding
+from planner.decisions import BF16, Choice, Decisions, Place, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.lowering.workspace import least_workspace_bytes
@@ -138,6 +138,21 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
 def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choices(Request(OPT, machine(devices_per_node=8), **{"num_devices": 8, **options}))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"expert_parallel": 2}, "expert_parallel 2 must divide the 1 data-parallel ranks"),
+        ({"context_exchange": "ring"}, "exchange=ring is of ranks that share sequences"),
+        ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages"),
+        ({"pipeline_order": "zero-bubble"}, "order=zero-bubble: it is of a pipeline's stages"),
+        ({"pipeline_parallel": 2, "segment_tile_sequences": 1}, "2 pipeline stages cannot compute tiles of sequences"),
+    ],
+)
+def test_decisions_keep_the_same_rules(degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Decisions(policy="test", units={}, **degrees)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from planner.schedule.tasks import Tier
 from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration, si
-from ullage.output.plans import engine_fits, engine_line, engine_setting, faster_line, mfu
+from ullage.report.plan import engine_fits, engine_line, engine_setting, faster_line, mfu
 from ullage.rivals.engines.catalogue import POLICIES
 from ullage.training.levels import MEMORY, buffer_bytes, levels_of
 

@@ -23,16 +23,16 @@ from planner.models.captured import counted
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
-from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import Interruption, SignalledError
-from ullage.commands.execute.checks import REPLAN_AFTER, check_options, check_room
+from ullage.commands.execute.checks import REPLAN_AFTER, as_planned, check_options, check_room, check_stages
 from ullage.output.console import console
 from ullage.output.formatting import si
 from ullage.report.run import comparison_section, replanned_table
 from ullage.report.terminal import Shown, answer
+from ullage.report.trace import chrome_trace, write_trace
 from ullage.this_machine.planning import Options, world_size
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
@@ -44,7 +44,6 @@ from ullage.training.models import check_machine, prepared
 from ullage.training.out_of_memory import warning_of_retries
 from ullage.training.processes import Process, is_first_process
 from ullage.training.replanning import Replanned, replan
-from ullage.training.stages import as_planned, check_stages
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
 _FIRST_STEADY = 3

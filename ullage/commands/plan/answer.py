@@ -15,9 +15,9 @@ from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError
 from planner.search import no_garbage_collection
-from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
 from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options
+from ullage.cli.request import checkpoints_of, with_pfs
 from ullage.output.formatting import si
 from ullage.output.progress import progress_bar, search_progress
 from ullage.rivals import engine_rows, make_plan
@@ -76,7 +76,7 @@ def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: I
     Then print the same for every other engine.
     """
     from ullage.cli.remedies import remedies_of  # noqa: PLC0415 - only here
-    from ullage.output.plans import engine_line  # noqa: PLC0415 - only here
+    from ullage.report.plan import engine_line  # noqa: PLC0415 - only here
 
     _print_line(f"error: {error}")
     found = []

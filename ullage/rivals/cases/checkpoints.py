@@ -18,9 +18,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hwprofiles.profile import HardwareProfile
-from planner.checkpoints.lowering import with_checkpoints
-from planner.checkpoints.reading import RunTimes, times
-from planner.checkpoints.state import Shard
+from planner.checkpoints.lowering import Shard, with_checkpoints
+from planner.checkpoints.trial import RunTimes, times
 from planner.costs.model import CostModel
 from planner.costs.resources import Price, Resource
 from planner.decisions import Sharding

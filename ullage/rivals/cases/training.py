@@ -28,7 +28,7 @@ from planner.models.quantization import Quantization
 from planner.models.registry import configuration, resolve_model
 from planner.optimizers import Optimizer
 from planner.placements import ACTIVATIONS
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Phase, Tier
 from planner.search import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
@@ -532,15 +532,15 @@ def simulated(
     phases = simulation.phases
     peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
     values = {
-        Metric.FORWARD: phases.forward_s,
-        Metric.BACKWARD: phases.backward_s,
-        Metric.UPDATE: phases.update_s,
-        Metric.ITERATION: phases.iteration_s,
+        Metric.FORWARD: phases[Phase.FORWARD],
+        Metric.BACKWARD: phases[Phase.BACKWARD],
+        Metric.UPDATE: phases[Phase.UPDATE],
+        Metric.ITERATION: simulation.iteration_s,
         Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
     }
 
     def iteration_s(machine: HardwareProfile) -> float:
-        return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).phases.iteration_s
+        return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).iteration_s
 
     lacking = tuple(shortages(case_id, peaks))
     return Outcome(values, simulation.converged, (*cost.warnings, *lacking), fits=not lacking, iteration_s=iteration_s)

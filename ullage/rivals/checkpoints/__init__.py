@@ -5,9 +5,8 @@ import functools
 from collections.abc import Sequence
 
 from planner.checkpoints.costs import CheckpointCosts
-from planner.checkpoints.lowering import MakeSaver, Saver
+from planner.checkpoints.lowering import MakeSaver, Saver, Shard, coarse
 from planner.checkpoints.policy import CHUNK_BYTES
-from planner.checkpoints.state import Shard, coarse
 from planner.costs.model import CostModel
 from planner.terms import Level
 from ullage.rivals.checkpoints.costs import EngineCosts

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from planner.checkpoints.choosing import NOT_WORTH_IT, choose_checkpoints
 from planner.checkpoints.interval import Protection
+from planner.checkpoints.lowering import coarse
 from planner.checkpoints.nesting import nest
-from planner.checkpoints.state import coarse
 from planner.checkpoints.trial import Measured, Trial
 from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest, EngineCheckpoints
 from planner.plan.document import Plan

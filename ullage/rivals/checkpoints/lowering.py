@@ -4,8 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from planner.checkpoints.lowering import Run, Saver
-from planner.checkpoints.state import Shard
+from planner.checkpoints.lowering import Run, Saver, Shard
 from planner.schedule.tasks import Lane, Op, Task, Tier
 from ullage.rivals.checkpoints.policy import CheckpointPolicy
 
