@@ -93,27 +93,15 @@ def capture_module(
     inputs: Sequence[CapturedInput | str],
     dtype: Literal["bf16", "fp32"] = "bf16",
     *,
+    example: Example = NO_EXAMPLE,
     name: str = "",
     as_on_gpu: bool = True,
 ) -> CapturedModel:
     """Capture an existing module, or one that ``make`` returns; see :func:`capture`. The module does not change.
 
-    Inputs may be texts as for ``--input-shape``.
+    Inputs may be texts as for ``--input-shape``. The ``example`` says how the module is called with them.
     """
     given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
-    return capture_called(make, given, dtype, NO_EXAMPLE, name=name, as_on_gpu=as_on_gpu)
-
-
-def capture_called(
-    make: Callable[[], nn.Module] | nn.Module,
-    given: tuple[CapturedInput, ...],
-    dtype: Literal["bf16", "fp32"],
-    example: Example,
-    *,
-    name: str = "",
-    as_on_gpu: bool,
-) -> CapturedModel:
-    """Capture as :func:`capture_module` does. The ``example`` says how the module is called with the inputs."""
     if not name:
         name = type(make).__name__ if isinstance(make, nn.Module) else f"{make.__module__}:{make.__qualname__}"
     job = _Capture(make, name, dtype, as_on_gpu, example=example)

@@ -38,7 +38,7 @@ from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.terms import AuditTime, Storage
 from ullage.capture.inputs import Example, input_of
-from ullage.capture.module import capture_called
+from ullage.capture.module import capture_module
 from ullage.capture.records import DTYPES, strided
 from ullage.cli.arguments import parse_bytes
 from ullage.output.progress import search_progress
@@ -260,7 +260,7 @@ def capture_live(
     tensors = [value for _, value in inputs]
     values = {number: value.cpu() for number, value in enumerate(tensors)}
     example = Example(args, kwargs, tensors, values, step=step)
-    found = capture_called(model, specs, dtype, example, as_on_gpu=torch.cuda.is_available())
+    found = capture_module(model, specs, dtype, example=example, as_on_gpu=torch.cuda.is_available())
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 
