@@ -79,27 +79,6 @@ class Collector:
         error = OutOfOrderError("gradients were read or changed between backward and the step")
         return self._off_plan(error, True)
 
-    def from_outside(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a gradient that has come through values which were read outside of the parameter's module.
-
-        Raises:
-            ValueError: ranks share layers or experts, or a hook of the user's wants to see the whole gradient.
-            OutOfOrderError: updates of this plan begin in backward.
-        """
-        parts = self._runtime.state.by_parameter.get(name, ())
-        if self._runtime.divides or any(parameter.shard.whole._backward_hooks for _, parameter in parts):
-            raise ValueError(
-                f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would "
-                "be lost, because ranks share layers or experts, or it has a hook (register_hook); use the optimizer's "
-                "weight_decay, or read under torch.no_grad() or from session.full_parameters()"
-            )
-        with self._backward:
-            error = OutOfOrderError(f"{name} was read outside its module, as by a penalty in the loss")
-            on_demand = self._off_plan(error, False)
-            self._enter_backward()
-            for unit, parameter in parts:
-                on_demand.collect(unit, parameter, parameter.shard.part(as_real(gradient.detach())).clone())
-
     def collect_later(self, unit: UnitState, micro_batch: int) -> None:
         """Collect the gradients of a unit that backward has left, see [Note: Zero bubble]."""
         gradients, iteration = self._runtime.actions.gradients, self._runtime.loop.iteration
@@ -156,8 +135,10 @@ class Collector:
                 task = progress.task
                 comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()
                 if (on_demand := self._on_demand()) is None and (task is None or not comes):
-                    error = f"the gradient of {parameter.name} arrived when backward was not at {unit.name}"
-                    error = f"{error}; run the model as it was planned, or plan again"
+                    error = (
+                        f"the gradient of {parameter.name} came when backward was not at {unit.name}, as that of a "
+                        "penalty on weights does"
+                    )
                     on_demand = self._off_plan(OutOfOrderError(error), False)
                 if on_demand is not None:
                     self._enter_backward()

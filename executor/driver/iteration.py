@@ -130,7 +130,7 @@ class IterationDriver:
             self.collector.edited,
             keeps=has_adapters and runtime.ranks is None,
         )
-        runtime.has_written, runtime.add_gradient = self.visibility.has_written, self.collector.from_outside
+        runtime.has_written = self.visibility.has_written
         runtime.check_hook = self.visibility.check_hook
 
     def _see(self, name: str, gradient: torch.Tensor) -> None:

@@ -145,7 +145,6 @@ class Runtime:
         self.come_to_rest: Callable[[], bool] = lambda: False
         self.has_written: Callable[[str], None] = lambda _name: None
         self.settle_state: Callable[[], None] = lambda: None
-        self.add_gradient: Callable[[str, torch.Tensor], None] = lambda _name, _gradient: None
         self.check_hook: Callable[[torch.Tensor], None] = lambda _parameter: None
         # Whether each evaluation and each read of weights needs collectives.
         self.gathers = any(not unit.is_resident and unit.is_sharded for unit in state.units.values()) or (
@@ -373,6 +372,24 @@ class Runtime:
         if self.gathers and self.ranks is not None:
             self.ranks.check_same_call(f"a read of {name}")
         return self._view(name)
+
+    def leaves(self, name: str) -> list[torch.Tensor]:
+        """See :class:`executor.module.guarded_parameters.WeightReader`."""
+        return [parameter.shard.leaf for _, parameter in self.state.by_parameter.get(name, ())]
+
+    def gradients(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`executor.module.guarded_parameters.WeightReader`.
+
+        Raises:
+            ValueError: ranks share layers or experts.
+        """
+        if self.divides:
+            raise ValueError(
+                f"{name} was read outside its module, as by a penalty in the loss, and its gradient from there would "
+                "be lost, because ranks share layers or experts; use the optimizer's weight_decay, or read under "
+                "torch.no_grad() or from session.full_parameters()"
+            )
+        return [parameter.shard.part(gradient) for _, parameter in self.state.by_parameter.get(name, ())]
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """See :class:`executor.module.guarded_parameters.WeightReader`. Each rank keeps its share of the values.

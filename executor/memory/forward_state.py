@@ -21,11 +21,13 @@ import contextlib
 import contextvars
 import copy
 import ctypes
+import io
+import itertools
 import operator
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -228,24 +230,50 @@ class ForwardState:
 
 
 @contextlib.contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
-    """Return a context after which random number generators and variables that a model uses are as before it."""
+def kept_outside(model: nn.Module, step: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Return a context after which RNGs and variables that a model uses, or a step that calls it, are as before it."""
     modules = list(model.modules())
     visit = _Visit([random, np.random])
     for module in modules:
         visit.module(module)
-    used = Used(modules)
+    used = Used(modules, step)
     for variables in used.variables:
         visit.variables(variables)
     visit.values(used.values)
     before = [(generator, _get_state(generator)) for generator in visit.generators]
     try:
-        yield
+        with as_they_were(visit.holders):
+            yield
     finally:
-        for holder, contents in visit.holders:
-            put_back(holder, contents)
         for generator, state in before:
             _set_state(generator, state)
+
+
+@contextlib.contextmanager
+def as_they_were(holders: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    """Return a context after which containers hold these contents. What is taken from iterators in them comes again."""
+    held = [contents.values() if isinstance(contents, dict) else contents for _, contents in holders]
+    found = [each for values in held if not isinstance(values, _BUFFERS) for each in values if _is_iterator(each)]
+    taken = {id(each): list[Any]() for each in found}
+    try:
+        noting = {id(each): _noting(each, taken[id(each)]) for each in found}
+        for holder, contents in holders if noting else ():
+            put_back(holder, _with(contents, noting))
+        yield
+    finally:
+        again = {id(each): itertools.chain(taken[id(each)], each) for each in found if taken[id(each)]}
+        for holder, contents in holders:
+            put_back(holder, _with(contents, again))
+
+
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def _noting(iterator: Iterator[Any], taken: list[Any]) -> Iterator[Any]:
+    for value in iterator:
+        taken.append(value)
+        yield value
 
 
 class Snapshot(NamedTuple):
@@ -406,13 +434,13 @@ def _copied(holder: Any) -> Any:
     return copied
 
 
-def _with(contents: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return contents with copies in place of the tensors that have them."""
+def _with(contents: Any, others: Mapping[int, Any]) -> Any:
+    """Return contents with others in place of what has them, by ``id``."""
     if isinstance(contents, _BUFFERS):
         return contents
     if isinstance(contents, dict):
-        return {key: copies.get(id(value), value) for key, value in contents.items()}
-    return [copies.get(id(value), value) for value in contents]
+        return {key: others.get(id(value), value) for key, value in contents.items()}
+    return [others.get(id(value), value) for value in contents]
 
 
 def _differs(holder: Any, contents: Any) -> bool:

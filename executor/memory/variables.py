@@ -81,18 +81,20 @@ def slots_of(value: object) -> Variables:
 class Used:
     """What the functions of modules use: methods, hooks, functions in attributes, and functions and classes of these.
 
+    So does a ``step``, if there is one: a function that calls the modules.
+
     Attributes:
         values: what functions are made with.
         codes: the code of all these functions.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], step: Any = None) -> None:
         self.values: list[Any] = []
         self.codes: set[types.CodeType] = set()
         self._classes: set[type] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by ``id`` of the scope or cell
-        self._left: list[Any] = []
+        self._left: list[Any] = [step]
         modules = list(modules)
         self._left += hooks_of(modules)
         for module in modules:

@@ -19,7 +19,7 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ from executor.module.tiled_segments import tile_segments
 from executor.packed import StoredParameter
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
+
+_NEVER_RUN: Final = (nn.ParameterDict, nn.ParameterList)
 
 
 def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = False) -> dict[nn.Module, str]:
@@ -93,12 +95,12 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
             running = {u.name for u in users if any(o.path == path for o in u.operators)}
             listing = {unit_of[name] for name in names if name in unit_of}
             found = running or listing or {unit.name for unit in users if owners & {*unit.shared_units}}
-        if len(found) > 1:
+        if len(found) > 1 and not isinstance(module, _NEVER_RUN):  # of which several modules may read, each its own
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found))}, but must belong to one; "
                 "plan this model again"
             )
-        if found:
+        if len(found) == 1:
             result[module] = found.pop()
     modules = dict(model.named_modules())
     order = [unit.name for unit in units]
@@ -114,7 +116,7 @@ def _readers(
 ) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules that read parameters of inner modules without calling these."""
     for path, module in modules.items():
-        if module in owners and isinstance(module, nn.ParameterDict | nn.ParameterList):
+        if module in owners and isinstance(module, _NEVER_RUN):
             yield modules[path.rpartition(".")[0]], owners[module]
     for unit in units:
         for operator in unit.operators:

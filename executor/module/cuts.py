@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor.callbacks import nodes
 from executor.distributed.shards import BindingError
@@ -52,7 +52,7 @@ def hidden_of(output: Any) -> Tensor | None:
 
 def on_meta(value: Any) -> Any:
     """Return a value with tensors on the meta device in place of its own."""
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, value)
+    return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
 
 
 def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> dict[str, Any]:

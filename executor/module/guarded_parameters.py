@@ -6,11 +6,11 @@ shape, is made as it is. Any other call reads values, and is made with the curre
 call that writes is made with copies, which then become the weights in all places that hold them. Where weights cannot
 be had, or written, the call is refused: in an iteration, say, for weights that move or are being updated.
 
-In grad mode, gradients pass through such a read to where the plan adds up the parameter's: a hook on the read values
-gives them to the reader. ``parameter.data`` and ``parameter.detach()`` are guarded too, and read current weights at
-each use. So are results that are views of weights, as ``parameter[0]``, but they cannot be used any more once weights
-may have changed by another way. When a parameter gets other data (``parameter.data = average``), what shared its
-weights keeps those of before, as in torch.
+In grad mode, gradients pass through such a read to the parameter, as in memory: autograd adds them to what comes from
+its module, and ``torch.autograd.grad`` finds them. ``parameter.data`` and ``parameter.detach()`` are guarded too, and
+read current weights at each use. So are results that are views of weights, as ``parameter[0]``, but they cannot be used
+any more once weights may have changed by another way. When a parameter gets other data (``parameter.data = average``),
+what shared its weights keeps those of before, as in torch.
 
 While its unit computes, a parameter is an ordinary one, without any overhead. A write during that time changes the
 parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`. What is taken as its
@@ -115,8 +115,11 @@ class WeightReader(Protocol):
     def write(self, name: str, values: torch.Tensor) -> None:
         """Set a parameter's weights in all places that hold them. Raises ValueError if they cannot be written now."""
 
-    def add_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        """Add a gradient that has come through values of a parameter which were read outside of its module."""
+    def leaves(self, name: str) -> list[torch.Tensor]:
+        """Return the leaves of autograd's that a parameter's gradient goes to."""
+
+    def gradients(self, name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return their gradients, given the parameter's. Raises ValueError where it would be lost."""
 
 
 class Guarded(torch.Tensor):
@@ -479,9 +482,23 @@ def _current(tensor: Guarded) -> torch.Tensor:
     with outside_transforms():
         values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            values = values.detach().requires_grad_()
-            values.register_hook(lambda gradient: reader.add_gradient(own[_NAME], gradient))  # type: ignore[no-untyped-call]
+            of = reader.leaves(own[_NAME]) or [tensor]
+            values = _Reading.apply(own, values.detach(), *of)  # type: ignore[no-untyped-call]
     return values
+
+
+class _Reading(torch.autograd.Function):
+    """Values of a parameter that were read outside of its module. Their gradient goes to the parameter's leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Mapping[str, Any], values: torch.Tensor, *_leaves: torch.Tensor) -> torch.Tensor:
+        ctx.own = own
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        reader: WeightReader = ctx.own[_READER]
+        return None, None, *(reader.gradients(ctx.own[_NAME], gradient) or [gradient])
 
 
 def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:

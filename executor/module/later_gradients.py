@@ -53,7 +53,8 @@ class LaterGradients:
         They are kept out of compiled graphs, which would keep nothing when they run again.
         """
         for module in model.modules():
-            kind, weight = type(module).__name__, getattr(module, "weight", None)
+            # Not the attribute: that of a parametrization (spectral norm) would compute, and advance buffers.
+            kind, weight = type(module).__name__, module._parameters.get("weight")
             if kind in {"Linear", "Conv1D"} and type(module).__module__ in _OWNERS and id(weight) in self._state:
                 yield replace_attribute(module, "forward", no_compile(compile_backend)(self._forward(module)))
 

@@ -62,12 +62,13 @@ def bind_quantized(model: nn.Module) -> list[Callable[[], None]]:
 
 def _keeps_for_backward(module: Any) -> bool:
     """Return whether a module is a frozen projection that keeps more than its backward needs."""
-    bias = getattr(module, "bias", None)  # recurrent modules have a flag of that name
-    if isinstance(bias, torch.Tensor) and bias.requires_grad:
+    # Not the attributes: those of a parametrization (spectral norm) would compute, and advance buffers.
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or (bias is not None and bias.requires_grad):
         return False
     if hasattr(module, "init_8bit_state"):  # of bitsandbytes
-        return bool(module.weight.dtype is torch.int8)
-    return isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight)
+        return bool(weight.dtype is torch.int8)
+    return isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(weight)
 
 
 def _backward(module: Any, gradient: torch.Tensor) -> torch.Tensor:

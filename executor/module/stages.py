@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
@@ -273,13 +273,6 @@ def _like(module: nn.Module) -> Callable[..., Any]:
         device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         with torch.no_grad():
             made = twin(*on_meta(args), **on_meta(kwargs))
-        return tree_map(
-            lambda leaf: (
-                torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            made,
-        )
+        return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
 
     return zeros

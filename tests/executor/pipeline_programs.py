@@ -27,10 +27,16 @@ def steps(task: Task, reader: int):
 
 
 def penalized(model, factor: float):
-    """Return the loss of an output, and a penalty on weights of the last layer, read outside of their module."""
-    return lambda output, _batch: (
-        output.loss + factor * model.model.layers[-1].mlp.down_proj.weight.square().sum() if factor else output.loss
-    )
+    """Return the loss of an output, and a penalty that runs a layer's last product again."""
+
+    def loss(output, _batch):
+        if not factor:
+            return output.loss
+        product = model.model.layers[-1].mlp.down_proj
+        again = product(torch.ones(1, product.in_features, device=output.loss.device))
+        return output.loss + factor * again.square().sum()
+
+    return loss
 
 
 def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, penalty: float = 0.0):

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from executor.distributed.adapters import bind_adapted_parameters
-from executor.memory.forward_state import SMALL_BYTES, kept_outside, put_back
+from executor.memory.forward_state import SMALL_BYTES, as_they_were, kept_outside
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
 from executor.module.own_checkpoints import passing_through
 from executor.module.quantized import bind_quantized
@@ -220,9 +220,9 @@ class _Capture:
             torch.autograd.set_detect_anomaly(False),  # it reads values
             torch.device("cpu"),  # where all fakes are, whatever the user's default device
             FakeTensorMode(allow_non_fake_inputs=True),
-            _faked(model, dtype, trained, example.step) as fake,
+            _faked(model, dtype, trained) as fake,
             contextlib.ExitStack() as changes,
-            kept_outside(model),
+            kept_outside(model, example.step),
             passing_through(),
             _forgotten(),
         ):
@@ -416,9 +416,7 @@ def _small(model: nn.Module) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def _faked(
-    model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str], step: Callable[..., Any] | None
-) -> Iterator[dict[int, Any]]:
+def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str]) -> Iterator[dict[int, Any]]:
     """Replace a model's tensors by fake ones, which support autograd like real ones; restore everything at the end.
 
     Yields the fake parameters and buffers, by ``id`` of the real ones.
@@ -426,10 +424,9 @@ def _faked(
     Fake parameters have the planned type, and tied parameters stay tied, also in lists that a module keeps of them.
     Other tensors keep their type; so do frozen parameters of a model that mixes types. Tensors in the memory of a
     trained parameter stay real, because reading them is refused. What forward does to attributes and containers (such
-    as a cache) is undone, and so is what a ``step`` does to those that it holds.
+    as a cache) is undone.
     """
-    held = [*map(vars, model.modules()), *(cell.cell_contents for cell in getattr(step, "__closure__", None) or ())]
-    with as_before([*held, getattr(step, "__self__", None)]):
+    with as_before(map(vars, model.modules())):
         made = _fakes_of(model, dtype)
         for module in model.modules():
             for own in (module._parameters, module._buffers):
@@ -445,13 +442,13 @@ def as_before(held: Iterable[Any]) -> Iterator[None]:
     before: list[tuple[Any, Any]] = [
         (each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)
     ]
-    try:
-        yield
-    finally:
-        for container, content in before:
-            for added in container.keys() - content.keys() if isinstance(container, dict) else ():
-                del container[added]
-            put_back(container, content)
+    with as_they_were(before):
+        try:
+            yield
+        finally:
+            for container, content in before:
+                for added in container.keys() - content.keys() if isinstance(container, dict) else ():
+                    del container[added]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import collections
 import contextlib
 import contextvars
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Callable
@@ -744,3 +745,33 @@ def backward_that_draws_and_counts(ullage) -> Trained:
 
     losses, model = loop(ullage, WithNoise)
     return [*losses, float(counts["calls"])], model
+
+
+@program
+def iterators(ullage) -> Trained:
+    """The model takes from an iterator and a generator, and so does the step that is planned, which counts too."""
+    counts, draws = [0], (1 + number % 5 for number in range(100))
+
+    class Taking(Net):
+        def __init__(self) -> None:
+            super().__init__(Block)
+            self.phases = itertools.cycle([0.5, 1.0, 2.0])
+
+        def forward(self, x):
+            return super().forward(x) * next(self.phases)
+
+    def step(model, x):
+        counts[0] += 1
+        return model(x * next(draws)).square().mean() * counts[0]
+
+    model = Taking()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, torch.ones(32, 16), step=step)
+    losses = []
+    for number in range(NUM_STEPS):
+        loss = step(model, torch.randn(32, 16, generator=seeded(number)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [*losses, float(counts[0])], model

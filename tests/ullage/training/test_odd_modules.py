@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import ullage
 from executor.options import Options
@@ -220,8 +220,28 @@ def as_buffer(layer: nn.Linear) -> nn.Module:
     return layer
 
 
+class Counted(nn.Module):
+    """A parametrization that counts how often it has run, as spectral norm goes on with what it has found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return weight * (1 + 0.01 * self.count)
+
+
+def counted(layer: nn.Linear, *, bias: bool = True) -> nn.Module:
+    if not bias:
+        layer.bias = None
+    return parametrize.register_parametrization(layer, "weight", Counted())
+
+
 MADE = {
     "weight norm": parametrizations.weight_norm,
+    "counted": counted,
+    "counted without bias": functools.partial(counted, bias=False),
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
     "buffer": as_buffer,
 }
@@ -553,3 +573,41 @@ def test_frozen_parameters_that_forward_writes_to_are_read_loaded_and_never_trai
         model.second.weight.requires_grad_(True)
         with pytest.raises(ValueError, match=r"second\.weight was frozen when the plan was made"):
             model(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scales: nn.ParameterDict | nn.ParameterList, key: Any) -> None:
+        super().__init__()
+        self.inner, self.scales, self.key = nn.Linear(64, 64), scales, key
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.inner(x)) * self.scales[self.key]
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_blocks_share_a_dictionary_of_parameters_of_which_each_reads_its_own(kind: type) -> None:
+    """As TinyLoRA does: the dictionary never runs, and its parameters belong to several units."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        values = [torch.randn(64) for _ in range(2)]
+        shared = nn.ParameterDict({"a": values[0], "b": values[1]}) if kind is dict else nn.ParameterList(values)
+        keys = ["a", "a", "b", "b"] if kind is dict else [0, 0, 1, 1]
+        return nn.Sequential(nn.Linear(16, 64), *(nn.Sequential(Scaled(shared, k), Block(64)) for k in keys))
+
+    found = []
+    for prepares in (False, True):
+        model = make()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        if prepares:
+            batch = (torch.zeros(64, 16),)
+            model, optimizer = ullage.prepare(model, optimizer, batch, hardware=PROFILE, device_memory="1.3MB")
+            assert any(unit.params == "host" for unit in optimizer.plan.decisions.units.values())
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(64, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: values.clone() for name, values in model.state_dict().items()})
+    optimizer.session.close()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

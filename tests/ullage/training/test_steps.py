@@ -1,10 +1,13 @@
 """``ullage.prepare(..., step=function)``: steps of several calls, or with gradients of gradients, are planned."""
 
 import copy
+import itertools
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,6 +184,52 @@ def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: 
     assert found == pytest.approx(expected, rel=1e-5)
     for key, weight in alone.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)
+
+
+KEPT = SimpleNamespace(count=0)
+
+
+class Loop:
+    """A loop whose step goes on with what earlier steps have left."""
+
+    def __init__(self) -> None:
+        self.count, self.losses, self.noise = 0, list[float](), torch.Generator().manual_seed(0)
+        self.scales = itertools.cycle([1.0, 0.5, 2.0])
+
+    def step(self, model: Any, batch: Any) -> torch.Tensor:
+        self.count += 1
+        x = batch["x"] + torch.randn(batch["x"].shape, generator=self.noise)
+        loss = model(x)["loss"] * self.count * next(self.scales)
+        self.losses.append(loss.item())
+        return loss
+
+
+def around_a_function() -> Step:
+    data, draws = iter([batch_of()["x"] for _ in range(9)]), np.random.default_rng(0)
+    return lambda model, _batch: model(next(data))["loss"] * draws.random()
+
+
+def global_count(model: Any, batch: Any) -> torch.Tensor:
+    KEPT.count += 1
+    return model(batch["x"])["loss"] * KEPT.count
+
+
+@pytest.mark.parametrize("kind", ["object", "around a function", "global"])
+def test_what_a_step_goes_on_with_is_not_used_up_by_the_plan(kind: str) -> None:
+    """Counters, generators and iterators, of an object, around a function, and global ones."""
+    found = []
+    for prepares in (False, True):
+        KEPT.count = 0
+        torch.manual_seed(0)
+        step: Step = {"object": Loop().step, "around a function": around_a_function(), "global": global_count}[kind]
+        model, batches = Net(), [batch_of() for _ in range(3)]
+        model, optimizer = (
+            prepared(model, step, batches[0]) if prepares else (model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        )
+        found.append(run(model, optimizer, step, batches, 1))
+    assert optimizer.session.num_left == 0
+    optimizer.session.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["encoded", "reference_before"])
