@@ -468,7 +468,8 @@ def put_back(holder: Any, contents: Any) -> None:
     elif isinstance(holder, MutableMapping):
         # Not by methods of a class made from dict: a Counter's update() adds, and others refuse or convert.
         of: Any = next((kind for kind in (collections.OrderedDict, dict) if isinstance(holder, kind)), type(holder))
-        for key in _copied(holder).keys() - contents.keys():
+        there = holder if "_parameters" in contents else _copied(holder)  # all of a module, or what forward may change
+        for key in there.keys() - contents.keys():
             of.__delitem__(holder, key)
         for key, value in contents.items():
             of.__setitem__(holder, key, value)

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -378,10 +379,9 @@ def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     return model.get_submodule(".".join(in_common(*owners)))
 
 
-def in_common(*paths: Sequence[str]) -> list[str]:
+def in_common(*paths: list[str]) -> Sequence[str]:
     """Return the names with which all paths begin."""
-    levels = zip(*paths, strict=False)
-    return [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)]
+    return os.path.commonprefix(paths)  # noqa: RUF071 - of lists of names
 
 
 def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **settings: Any) -> Any:

@@ -66,21 +66,14 @@ def compile_blocks(
     undo: list[Callable[[], None]],
 ) -> Iterable[nn.Module]:
     """Compile the modules that :func:`compiled_modules` finds, and return them; what restores them goes to ``undo``."""
-    compiled = compiled_modules(model, units, unit_of)
-    limit = max(config.recompile_limit, len(compiled) + _SPARE_VARIANTS)  # for modules that share code
+    found = compiled_modules(model, units, unit_of)
+    limit = max(config.recompile_limit, len(found) + _SPARE_VARIANTS)  # for modules that share code
     undo.append(_replaced(config, "recompile_limit", limit))
     for name, module in model.named_modules():
-        if module in compiled:
-            undo.append(replace_attribute(module, "forward", compile_module(module, name, backend)))
-    return compiled
-
-
-def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., Any]:
-    """Return a module's forward, which the given backend of ``torch.compile`` compiles at its first call.
-
-    The forward raises :class:`CompileError` if it cannot be compiled.
-    """
-    return _compiled(module.forward, f"module {name} ({type(module).__name__})", backend)
+        if module in found:
+            what = f"module {name} ({type(module).__name__})"
+            undo.append(replace_attribute(module, "forward", compile_function(module.forward, what, backend)))
+    return found
 
 
 def compile_loss(model: nn.Module, backend: str) -> Callable[[], None]:
@@ -91,8 +84,8 @@ def compile_loss(model: nn.Module, backend: str) -> Callable[[], None]:
     if not owners:
         return lambda: None
     owner = owners[0]  # those inside it have no head
-    compiled = _compiled(owner.loss_function, f"the loss of {type(owner).__name__}", backend)
-    return _replaced(owner, "loss_function", compiled)
+    loss = compile_function(owner.loss_function, f"the loss of {type(owner).__name__}", backend)
+    return _replaced(owner, "loss_function", loss)
 
 
 def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -102,13 +95,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return functools.partial(setattr, owner, name, before)
 
 
-def _compiled(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:
-    compiled = torch.compile(function, backend=backend)
+def compile_function(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:
+    """Return a function that a backend of ``torch.compile`` compiles at its first call.
+
+    It raises :class:`CompileError`, which says ``what`` it is, if it cannot be compiled.
+    """
+    compiling = torch.compile(function, backend=backend)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            return compiling(*args, **kwargs)
         except TorchDynamoException as error:
             why = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
             raise CompileError(

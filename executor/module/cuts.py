@@ -45,6 +45,16 @@ def without_values(module: nn.Module, device: torch.device = _META) -> nn.Module
     return copy.deepcopy(module, memo)
 
 
+def first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def with_first(first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with another first one."""
+    return ((first, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): first})
+
+
 def hidden_of(output: Any) -> Tensor | None:
     """Return the hidden states of what a layer returns: the first tensor."""
     return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
@@ -137,18 +147,16 @@ class _Watch:
         self.seen.append(path)
         if not (number := self._firsts.get(path)):
             return None
-        name = next(iter(kwargs), "")
-        given = args[0] if args else kwargs.get(name)
-        if not self.ended or given is not self.ended[-1]:
+        if not self.ended or first_of(args, kwargs) is not self.ended[-1]:
             raise BindingError(f"{path} is not given what the layer before it has returned, {_REMEDY}")
         self.begun[number] = leaf = self.ended[-1].detach().requires_grad_()
-        return ((leaf, *args[1:]), kwargs) if args else ((), kwargs | {name: leaf})
+        return with_first(leaf, args, kwargs)
 
     def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check what a layer returns."""
-        given = args[0] if args else next(iter(kwargs.values()), None)
         made = hidden_of(output)
-        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in (given, made)]
+        compared = first_of(args, kwargs), made
+        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in compared]
         if made is None or alike[0] != alike[1]:
             raise BindingError(
                 f"{path} does not return hidden states like those that it is given, each as its first tensor, {_REMEDY}"

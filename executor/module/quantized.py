@@ -29,11 +29,10 @@ def check_products(model: nn.Module, units: tuple[Unit, ...]) -> None:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # Elsewhere a weight is a buffer, or is made of parameters (weight norm, spectral norm, pruning): it has no name.
-    linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     layers: dict[str, Any] = {
-        names[id(module._parameters["weight"])]: module
-        for module in linear
-        if module._parameters.get("weight") is not None
+        names[id(weight)]: module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and (weight := module._parameters.get("weight")) is not None
     }
     operators = (operator for unit in units for operator in unit.operators)
     planned = {weight for operator in operators for weight in multiplied_in_fp8(operator)}

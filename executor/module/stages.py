@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from executor.callbacks import replace_attribute
 from executor.distributed.shards import BindingError
 from executor.module.binding import segment_module, unit_modules
-from executor.module.cuts import HIDDEN, Part, check_cuts, hidden_of, on_meta, without_values
+from executor.module.cuts import HIDDEN, Part, check_cuts, first_of, hidden_of, on_meta, with_first, without_values
 from executor.module.empty import give_values
 from executor.module.naming import Naming
 from planner.graph import Unit
@@ -171,8 +171,7 @@ class Stage:
 
     def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert self.receive is not None
-        name = next(iter(kwargs), "")
-        given = args[0] if args else kwargs[name]
+        given = first_of(args, kwargs)
         shape = list(given.shape)
         shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
         values = torch.empty(shape, dtype=given.dtype, device=given.device)
@@ -180,7 +179,7 @@ class Stage:
         self.gradients = []
         anchor = torch.ones(0, device="cpu", requires_grad=True)
         received = _Received.apply(anchor, values, self.gradients)  # type: ignore[no-untyped-call]
-        return ((received, *args[1:]), kwargs) if args else ((), kwargs | {name: received})
+        return with_first(received, args, kwargs)
 
     def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         self.made = hidden_of(output)
@@ -189,7 +188,7 @@ class Stage:
         """Return what stands for a layer. It returns what it is given first, in the form that the layer returns."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else next(iter(kwargs.values()))
+            hidden = first_of(args, kwargs)
             return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._forms.get(path, HIDDEN))
 
         return forward

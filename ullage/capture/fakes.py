@@ -154,7 +154,6 @@ class Fakes:
         self._trained, self._all_hold = trained, all_hold
         self._recipes: Any = WeakIdKeyDictionary()  # by storage
         self._random: Any = WeakIdKeyDictionary()  # storages of random numbers between 0 and 1
-        self._assumed: Any = WeakIdKeyDictionary()  # recipes of values that were assumed, by storage
         self.by_values: set[Any] = set()  # operators that needed values
         self.reader: str | None = None  # the first code that needed assumed values, in brackets
         for tensor, known in values:
@@ -243,7 +242,6 @@ class Fakes:
         for changed in tensors:
             self._recipes.pop(changed.untyped_storage(), None)
             self._random.pop(changed.untyped_storage(), None)
-            self._assumed.pop(changed.untyped_storage(), None)
         if after is not None:
             self._recipes[tensors[0].untyped_storage()] = after
 
@@ -325,8 +323,7 @@ class Fakes:
         if not assumes:
             return None
         whole = _all_of(storage, layout.dtype)
-        assumed: _Recipe = self._assumed.setdefault(storage, _Recipe(_assumed_values, ((whole,), {}), 0, whole))
-        return assumed if assumed.layout.dtype is layout.dtype else _Recipe(_assumed_values, ((whole,), {}), 0, whole)
+        return _Recipe(_assumed_values, ((whole,), {}), 0, whole)  # the same ones each time
 
 
 def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:

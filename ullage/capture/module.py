@@ -51,7 +51,7 @@ from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.scans import fused_scans, scans_in_words
-from ullage.capture.tiles.token_wise import TokenWise
+from ullage.capture.token_wise import TokenWise
 
 # Loggers to silence: the first logs errors that are raised here anyway, the second logs the kind of loss.
 _QUIET = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers.modeling_utils")]
@@ -443,12 +443,7 @@ def as_before(held: Iterable[Any]) -> Iterator[None]:
         (each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)
     ]
     with as_they_were(before):
-        try:
-            yield
-        finally:
-            for container, content in before:
-                for added in container.keys() - content.keys() if isinstance(container, dict) else ():
-                    del container[added]
+        yield
 
 
 @contextlib.contextmanager

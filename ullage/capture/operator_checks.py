@@ -10,6 +10,7 @@ sizes. Then the fake kernel refuses the small sizes, or the real kernel refuses 
 nothing is known about the operator, and it is assumed to run.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -138,11 +139,10 @@ class _Call:
 
     def is_possible(self) -> bool:
         """Return whether fake kernels accept the call."""
-        try:
+        with contextlib.suppress(Exception):  # whatever an operator raises
             self._run(0)
-        except Exception:  # noqa: BLE001 - whatever an operator raises
-            return False
-        return True
+            return True
+        return False
 
     def refusal(self) -> Exception | None:
         """Return the error of real kernels, or ``None``. Two values are tried, because some values are refused.

@@ -48,7 +48,7 @@ from ullage.capture.records import (
     strided,
 )
 from ullage.capture.repeats import Repeats
-from ullage.capture.tiles.token_wise import TokenWise
+from ullage.capture.token_wise import TokenWise
 
 # Operators with table look-ups: the position of the integers' argument, and the table's dimension of the first
 # argument.

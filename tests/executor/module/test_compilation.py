@@ -23,7 +23,7 @@ from training import (
 )
 
 from executor.module.binding import unit_modules
-from executor.module.compilation import CompileError, compile_loss, compile_module, compiled_modules
+from executor.module.compilation import CompileError, compile_function, compile_loss, compiled_modules
 from executor.module.tiled_layers import tile_modules
 from planner.schedule.tasks import Tier
 
@@ -43,7 +43,7 @@ def in_memory(task, backend, choose):
     decided = decide(task, choose).units
     units = tuple(unit for unit in units_of(task) if not decided[unit.name].offloads)
     for module in compiled_modules(model, units, unit_modules(model, units_of(task))):
-        module.forward = compile_module(module, "", backend)
+        module.forward = compile_function(module.forward, "", backend)
     compile_loss(model, backend)
     return train(task, model, ReferenceOptimizer(make_optimizer(task, model))), weights(model)
 
@@ -207,7 +207,7 @@ def test_compiled_blocks_compute_in_tiles():
     model = make_model(task)
     units = tuple(unit for unit in model_units(task.family) if not decide(task, mixed).units[unit.name].offloads)
     for module in compiled_modules(model, units, unit_modules(model, model_units(task.family))):
-        module.forward = compile_module(module, "", PLAIN)
+        module.forward = compile_function(module.forward, "", PLAIN)
     tile_modules([m for name, m in model.named_modules() if name.endswith(("norm", ".mlp"))], 5)
     assert_same(got, (train(task, model, ReferenceOptimizer(make_optimizer(task, model))), weights(model)))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from executor.module.compilation import compile_module
+from executor.module.compilation import compile_function
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
@@ -50,7 +50,7 @@ def small_layer(dtype: torch.dtype, *, compiled: bool) -> tuple[Any, torch.Tenso
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(SMALL))).to(dtype).model
     block, x = model.layers[1], torch.randn(2, 64, 128, dtype=dtype, requires_grad=True)
     for part in (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm) * compiled:
-        part.forward = compile_module(part, "", "aot_eager_decomp_partition")
+        part.forward = compile_function(part.forward, "", "aot_eager_decomp_partition")
     return block, x, model.rotary_emb(x, torch.arange(64)[None])
 
 
