@@ -33,7 +33,7 @@ def both(make: Callable[[], nn.Module], inputs: tuple[CapturedInput, ...]) -> tu
     """Return a model captured with copies and without, and how many copies there were."""
     with torch.device("meta"):
         model, again = make(), make()
-    num_copies = sum(not runs for runs in Repeats(again)._runs.values())
+    num_copies = sum(not runs for runs in Repeats(again).runs.values())
     job = _Capture(make, "x", "fp32", as_on_gpu=False)
     return job.of(inputs), job._recorded(model, inputs, NO_TILES, None), num_copies
 
@@ -69,7 +69,7 @@ def test_most_blocks_of_a_deep_model_are_copied() -> None:
     sizes = TINY["qwen3_next"] | {"num_hidden_layers": 24}
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3_next", **sizes))
-    runs = Repeats(model)._runs.values()
+    runs = Repeats(model).runs.values()
     assert (sum(runs), len(runs)) == (5, 24)  # two of each kind, and the last, which is the third of its kind
 
 

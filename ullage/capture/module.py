@@ -439,10 +439,8 @@ def _faked(model: nn.Module, dtype: torch.dtype, trained: Callable[[Tensor], str
 @contextlib.contextmanager
 def as_before(held: Iterable[Any]) -> Iterator[None]:
     """Undo what happens to containers, and to attributes and containers that objects hold."""
-    before: list[tuple[Any, Any]] = [
-        (each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held)
-    ]
-    with as_they_were(before):
+    before = ((each, dict(each) if isinstance(each, dict) else list(each)) for each in _containers(held))
+    with as_they_were(list(before)):
         yield
 
 

@@ -339,7 +339,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     enter = functools.partial(self._enter, path)
                     stack.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(self._leave, always_call=True, with_kwargs=True).remove)
-            for block in self._repeats.members if self._repeats else ():
+            for block in self._repeats.runs if self._repeats else ():
                 stack.callback(replace_attribute(block, "forward", functools.partial(self._run, block, block.forward)))
             yield
 

@@ -67,6 +67,7 @@ class Repeats:
         copies: copies in the order of their calls.
         begins: forward events before which blocks were called, including copies.
         most_events: forward events that may be recorded; ``None`` for any number.
+        runs: all blocks of lists with equal blocks, and whether each must run.
     """
 
     def __init__(self, model: nn.Module, most_events: int | None = None) -> None:
@@ -74,11 +75,11 @@ class Repeats:
         self.copies: list[Copy] = []
         self.begins: list[int] = []
         self._kinds: dict[nn.Module, Any] = {}
-        self._runs: dict[nn.Module, bool] = {}  # members of lists with equal blocks, and whether each must run
+        self.runs: dict[nn.Module, bool] = {}
         owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
         for members in _lists(model):
             self._join([(member, _kind(member, number, len(members), owners)) for number, member in enumerate(members)])
-        self._paths = {module: path for path, module in model.named_modules() if module in self._runs}
+        self._paths = {module: path for path, module in model.named_modules() if module in self.runs}
         self._made: dict[Any, _Made] = {}
         self._before = ""
         self._state: dict[nn.Module, tuple[ForwardState, Snapshot]] = {}  # of blocks that are running
@@ -90,18 +91,13 @@ class Repeats:
         first, last = members[0][0], members[-1][0]
         for member, kind in members:
             seen[kind] += 1
-            self._runs[member] = kind is None or count[kind] < _FEWEST or seen[kind] <= 2 or member is last
+            self.runs[member] = kind is None or count[kind] < _FEWEST or seen[kind] <= 2 or member is last
             if kind is not None:
                 self._kinds[member] = (id(first), kind)
 
-    @property
-    def members(self) -> Iterator[nn.Module]:
-        """All blocks of lists with equal blocks."""
-        return iter(self._runs)
-
     def begin(self, module: nn.Module, args: Any, kwargs: Any, position: int) -> bool:
         """Record the call of a module before forward event ``position``; return whether it is a copy."""
-        if module not in self._runs:
+        if module not in self.runs:
             return False
         self.begins.append(position)
         if self.copies and self.copies[-1].stop < 0:
@@ -109,10 +105,10 @@ class Repeats:
         path, kind = self._paths[module], self._kinds.get(module)
         before, self._before = self._before, path
         made = self._made.get(kind)
-        if kind is not None and self._runs[module]:
+        if kind is not None and self.runs[module]:
             state = ForwardState(module, path)
             self._state[module] = state, state.save()
-        if self._runs[module] or made is None or made.call != _call(args, kwargs):
+        if self.runs[module] or made is None or made.call != _call(args, kwargs):
             return False
         self.copies.append(Copy(path, made.path, before, position))
         return True
@@ -120,7 +116,7 @@ class Repeats:
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record the output of a block that ran."""
         kind = self._kinds.get(module)
-        if kind is None or not self._runs[module]:
+        if kind is None or not self.runs[module]:
             return
         state, before = self._state.pop(module)
         if state.has_set_attributes(before):
