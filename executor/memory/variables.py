@@ -95,6 +95,8 @@ class Used:
         self._functions: dict[int, types.FunctionType] = {}
         self._names: dict[int, tuple[Any, dict[str, None]]] = {}  # by ``id`` of the scope or cell
         self._left: list[Any] = [step]
+        if isinstance(step, types.FunctionType) and _package(step) in _OUR_OWN:  # of a trainer, which is the user's
+            self._made_with([cell.cell_contents for cell in step.__closure__ or ()])
         modules = list(modules)
         self._left += hooks_of(modules)
         for module in modules:
