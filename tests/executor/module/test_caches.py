@@ -15,3 +15,17 @@ def test_a_cache_is_known_by_its_class_whatever_its_name():
     copy_caches(arguments)
     arguments["cache"].update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
     assert filled.get_seq_length(0) == 2
+
+
+def test_a_copy_of_an_encoders_and_decoders_cache_shares_neither_of_its_caches():
+    filled = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
+    parts = filled.self_attention_cache, filled.cross_attention_cache
+    for part in parts:
+        part.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    arguments = {"past_key_values": filled}
+    copy_caches(arguments)
+    copy = arguments["past_key_values"]
+    for part in (copy.self_attention_cache, copy.cross_attention_cache):
+        part.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
+        assert part.get_seq_length(0) == 5
+    assert [part.get_seq_length(0) for part in parts] == [2, 2]

@@ -1,5 +1,7 @@
 """A second pass begins with what the first one began with, or is refused."""
 
+import contextvars
+
 import pytest
 import torch
 
@@ -41,3 +43,19 @@ def test_a_large_buffer_that_the_loop_changes_before_the_second_pass_is_refused_
     module.table.add_(1)
     with pytest.raises(ActivationError, match="table of it was changed in place between"), state.restored(before):
         pass
+
+
+@pytest.mark.parametrize("later", ["reset", "other"])
+def test_the_second_pass_finds_context_variables_as_they_were_around_the_first(later):
+    scale = contextvars.ContextVar("scale", default=1)
+    state = ForwardState(torch.nn.Identity(), "it")
+    token = scale.set(2)
+    before = state.save()
+    if later == "reset":
+        scale.reset(token)
+    else:
+        scale.set(3)
+    since = scale.get()
+    with state.restored(before):
+        assert scale.get() == 2
+    assert scale.get() == since
