@@ -4,7 +4,9 @@ Each has ``add_parser(subparsers)``. Its ``run(args)`` returns an exit code.
 """
 
 import argparse
+import difflib
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,6 +47,19 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options)
         # No option begins like this, so argparse passes a value such as -1GB on to its type, which refuses it.
         self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments. A command refuses unknown ones first, since what it lacks may be a word that is misspelt."""
+        words = itertools.takewhile("--".__ne__, args or ())
+        names = [word.partition("=")[0] for word in words if word.startswith("--") and " " not in word]
+        unknown = next((name for name in names if name not in self._option_string_actions), None)
+        if unknown is not None and self._subparsers is None:
+            near = difflib.get_close_matches(unknown, self._option_string_actions, n=2)
+            self.error(f"{unknown} is not an option" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        parsed, extras = super().parse_known_args(args, namespace)
+        if extras and self._subparsers is None:
+            self.error(f"{' '.join(extras)}: too many arguments")
+        return parsed, extras
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")

@@ -254,7 +254,12 @@ BAD_INPUT = {
         ],
         ["polaris-a100-40g has a pfs already"],
     ),
-    "abbreviated flag": (["plan", "--mod", "gpt2"], ["--model"]),
+    "abbreviated flag": (["plan", "--mod", "gpt2"], ["--mod is not an option", "did you mean --model"]),
+    "flag of no command": (
+        ["plan", "--model", "gpt2", "--frobnicate=1"],
+        ["--frobnicate is not", "`ullage plan --help`"],
+    ),
+    "one argument more": (["verify", "{plan}", "twice"], ["twice: too many arguments", "`ullage verify --help`"]),
     "no plan": (["simulate", "{tmp}/none.json"], ["none.json", "ullage plan"]),
     "plan of another schema": (["simulate", "{schema}"], ["schema_version 99", "again"]),
     "plan changed by hand": (["execute", "{changed}"], ["changed after it was written", "again"]),
