@@ -58,7 +58,8 @@ class Unit:
         fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
             if it also has frozen ones.
         fp8_twin: the same unit where these come in fp8, so that it does not cast them.
-        entry_bytes: what a forward that begins here, in a pipeline, makes before, and keeps for backward: rotations.
+        entry_bytes: what a forward that begins here, in a pipeline, keeps for backward beside hidden states: rotations
+            that it makes before, and what else it is sent.
     """
 
     name: str
@@ -279,6 +280,11 @@ class Unit:
     def num_modules(self) -> int:
         """The number of modules with parameters of their own that are called."""
         return 0 if self.is_unused else len({spec.name.rpartition(".")[0] for spec in (*self.parameters, *self.frozen)})
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes that a stage of a pipeline is sent which begins with its segment."""
+        return self.operators[0].given_bytes or self.activation_output_bytes
 
     @functools.cached_property
     def activation_output_bytes(self) -> int:

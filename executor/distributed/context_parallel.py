@@ -15,6 +15,7 @@ Behind the last layer, the hidden states stand for those of whole sequences
 (:class:`executor.distributed.sequences.SharedHidden`), so whatever the model or the loop does with them is right.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from executor.callbacks import forward_of, in_backward, replace_attribute, with_
 from executor.distributed.groups import Group
 from executor.distributed.ring_attention import Beside, Parts, Redirected, Ring, halves, own_tokens
 from executor.distributed.sequences import SharedHidden
-from executor.distributed.shards import BindingError
+from executor.distributed.shards import BindingError, check_outputs
 from executor.distributed.tensor_parallel import NoCompile, Undo
 from planner.graph import Operator, Unit
 
@@ -48,9 +49,8 @@ def bind_context_parallel(
     ring = Ring(group, beside) if beside else None
     sequences = _Sequences(group, ring)
     layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
-    undo: list[Undo] = [
-        model.register_forward_pre_hook(no_compile(_check_outputs), with_kwargs=True).remove,
-    ]
+    whole = functools.partial(check_outputs, "ranks share sequences", "context=1")
+    undo: list[Undo] = [model.register_forward_pre_hook(no_compile(whole), with_kwargs=True).remove]
     if embeddings := _of(operators, "embedding"):  # in the first stage of a pipeline
         embedding = model.get_submodule(embeddings[0].name)
         undo.append(embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove)
@@ -67,21 +67,6 @@ def bind_context_parallel(
         else:
             undo.append(_pass_keys(model, _parent(before.name), sequences, ring, no_compile))
     return undo
-
-
-def _check_outputs(model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse outputs of layers, which have a rank's own tokens or heads; a hook before the model.
-
-    Raises:
-        ValueError: some are wanted.
-    """
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        wanted = kwargs.get(name)
-        if wanted or (wanted is None and getattr(getattr(model, "config", None), name, False)):
-            raise ValueError(
-                f"{name} is True, but ranks share sequences, so each has its own part of what layers return; leave it "
-                "out, or plan with --parallel context=1"
-            )
 
 
 def _pass_keys(model: nn.Module, path: str, sequences: "_Sequences", ring: Ring, no_compile: NoCompile) -> Undo:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,27 @@ _FUSED = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # number of fused pa
 
 class BindingError(ValueError):
     """The model does not match the plan."""
+
+
+def check_outputs(why: str, degree: str, model: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse outputs of layers, of which each rank has its own part; a hook before the model.
+
+    Args:
+        why: what ranks share, in words.
+        degree: with which they share nothing.
+        model: the model.
+        kwargs: the keywords that it is called with.
+
+    Raises:
+        ValueError: some are wanted.
+    """
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        wanted = kwargs.get(name)
+        if wanted or (wanted is None and getattr(getattr(model, "config", None), name, False)):
+            raise ValueError(
+                f"{name} is True, but {why}, so each has its own part of what layers return; leave it out, or plan "
+                f"with --parallel {degree}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,21 +37,33 @@ class Begun(NamedTuple):
 
     Attributes:
         loss: the loss; ``None`` but in the last chunk.
-        shape, dtype: of what was made, which is sent on and then needed no more.
-        edge: what backward begins with; ``None`` in evaluation.
-        gradients: takes the gradient for the stage before; ``None`` in the first chunk.
+        made: of each tensor that was made and sent on: its shape, its type, and what backward begins with. The tensor
+            is needed no more. In evaluation, backward begins with nothing.
+        gradients: take those for the stage before; ``None`` in the first chunk.
     """
 
     loss: Tensor | None
-    shape: torch.Size
-    dtype: torch.dtype
-    edge: GradientEdge | None
-    gradients: list[Tensor] | None
+    made: list[tuple[torch.Size, torch.dtype, GradientEdge | None]]
+    gradients: list[Tensor | None] | None
 
 
-def _begun(made: Tensor, gradients: list[Tensor] | None, loss: Tensor | None = None) -> Begun:
-    edge = get_gradient_edge(made) if torch.is_grad_enabled() else None
-    return Begun(loss, made.shape, made.dtype, edge, gradients)
+def _begun(made: Sequence[Tensor], gradients: list[Tensor | None] | None, loss: Tensor | None = None) -> Begun:
+    trains = torch.is_grad_enabled()
+    edges = [(each.shape, each.dtype, get_gradient_edge(each) if trains else None) for each in made]
+    return Begun(loss, edges, gradients)
+
+
+def _without_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch for a stage that makes no loss. Decoders behind an encoder read the labels, moved by one."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    if "labels" not in batch or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return given
+    shifted: Callable[..., Tensor] | None = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shifted is None:
+        return dict(batch)
+    if not given.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+        given["decoder_input_ids"] = shifted(labels=batch["labels"])
+    return given
 
 
 _ALONE = (
@@ -112,7 +124,6 @@ class Pipeline:
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
-        self.stage.check(batches[0])
         begun: dict[tuple[int, int], Begun] = {}
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns_of(self._decisions):
@@ -149,29 +160,29 @@ class Pipeline:
     def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> Begun:
         """Run the forward of a micro-batch, of so many, in a round."""
         stage, links = self.stage, self._ranks.forward
-        stage.gradients = stage.made = None
+        stage.check(batch)
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:
             with stage.in_round(turn):
                 if self._is_last(turn):
-                    made = loss(self._model(**batch), batch) / count
-                    return _begun(made, stage.gradients, loss=made.detach())
-                self._model(**{name: value for name, value in batch.items() if name != "labels"})
+                    made = loss(stage.output(self._model(**batch)), batch) / count
+                    return _begun([made], stage.gradients, loss=made.detach())
+                self._model(**_without_loss(self._model, batch))
+                sent = stage.made()
         finally:
             stage.receive = None
-        assert stage.made is not None
-        made, stage.made = stage.made, None
-        self._send(Lane.SEND, links[self._number], made.detach(), 0)
-        return _begun(made, stage.gradients)
+        for each in sent:
+            self._send(Lane.SEND, links[self._number], each.detach(), 0)
+        return _begun(sent, stage.gradients)
 
     def _backward(self, turn: int, begun: Begun) -> None:
-        gradient = torch.ones(begun.shape, dtype=begun.dtype, device=self._backend.device)
+        gradients = [torch.ones(shape, dtype=dtype, device=self._backend.device) for shape, dtype, _ in begun.made]
         if not self._is_last(turn):
-            self._receive(self._ranks.back[self._number], gradient, 1)
-        assert begun.edge is not None
-        torch.autograd.backward(begun.edge, gradient)
-        if begun.gradients is not None:
-            (received,) = begun.gradients
+            for gradient in gradients:
+                self._receive(self._ranks.back[self._number], gradient, 1)
+        torch.autograd.backward([edge for _, _, edge in begun.made if edge is not None], gradients)
+        for received in begun.gradients or ():
+            assert received is not None
             self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received, 1)
 
     def _own(self, values: Tensor) -> Tensor:

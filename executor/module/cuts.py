@@ -1,15 +1,15 @@
-"""Checks where a model of the user's own is cut into the stages of a pipeline, on a copy that has no values.
+"""What crosses the cuts of a model of the user's own, from stage to stage of a pipeline.
 
 A stage runs the model's own forward, in which all but its own layers hand on what they are given
-(:mod:`executor.module.stages`). That is right where the output of one layer is the input of the next, and is all that
-crosses a cut. The copy's tensors are fake, so that models which look at values, as for masks, see that they are traced.
-Its graph begins anew at each cut: whatever later layers or losses still reach of an earlier stage crosses beside it.
-What a forward computes without gradients is not seen.
+(:mod:`executor.module.stages`). At a cut, it gets what the first layer behind it is given, and what else later layers
+are given of earlier stages, such as the output of an encoder. All of it is found on a copy that has no values. The
+copy's tensors are fake, so that models which look at values, as for masks, see that they are traced. Its graph begins
+anew at each cut, with the arguments of layers: whatever later layers or losses still reach of an earlier stage crosses
+in another way, and the model is refused. What a forward computes without gradients is not seen.
 """
 
 import copy
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from executor.callbacks import nodes
 from executor.distributed.shards import BindingError
@@ -36,6 +36,51 @@ class Part(NamedTuple):
     parameters: frozenset[str]
 
 
+class Crossing(NamedTuple):
+    """A tensor that crosses a cut.
+
+    Attributes:
+        layer, leaf: the first layer behind the cut that is given it, and its position among the leaves of
+            ``(args, kwargs)``.
+        passed_on: its position among what crosses the cut before, if it crosses that too.
+        like: a tensor of its shape and type, without values.
+    """
+
+    layer: str
+    leaf: int
+    passed_on: int | None = None
+    like: Tensor | None = None
+
+
+Given = dict[str, dict[int, int]]
+"""For paths of layers, and leaves of their arguments: which of the tensors that cross a cut it is.
+
+Likewise for leaves of the model's output, at the path :data:`OUTPUT`.
+"""
+OUTPUT: Final = ""
+
+
+class Cuts(NamedTuple):
+    """What crosses the cuts of a model.
+
+    Attributes:
+        crossing: of the cut before each chunk; nothing crosses before the first one.
+        given: of each chunk, which of these its layers are given, and the model's output has.
+        forms: what each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in
+            place of any other tensor.
+    """
+
+    crossing: list[list[Crossing]]
+    given: list[Given]
+    forms: Mapping[str, Any]
+
+
+def hidden_alone(parts: Sequence[Part]) -> Cuts:
+    """Return the cuts of a model whose layers hand on hidden states alone."""
+    crossing = [[Crossing(part.layers[0], 0)] if number else [] for number, part in enumerate(parts)]
+    return Cuts(crossing, [{each.layer: {each.leaf: 0} for each in cut} for cut in crossing], {})
+
+
 def without_values(module: nn.Module, device: torch.device = _META) -> nn.Module:
     """Return a copy on the meta device, or on another one in a fake mode, whose parameters all get gradients."""
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device=device) for each in module.buffers()}
@@ -50,9 +95,14 @@ def first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
-def with_first(first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with another first one."""
-    return ((first, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): first})
+def exchanged(value: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """Return a value, such as ``(args, kwargs)``, with other tensors at some positions among its leaves."""
+    if not tensors:
+        return value
+    leaves, structure = tree_flatten(value)
+    for position, tensor in tensors.items():
+        leaves[position] = tensor
+    return tree_unflatten(leaves, structure)
 
 
 def hidden_of(output: Any) -> Tensor | None:
@@ -65,17 +115,13 @@ def on_meta(value: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
 
 
-def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Check that one tensor crosses each cut, and nothing else.
+def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> Cuts:
+    """Return what crosses the cuts.
 
     Args:
         twin: the model, see :func:`without_values`.
         parts: its chunks, in order.
         batch: keyword arguments of the model.
-
-    Returns:
-        What each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in place
-        of any other tensor.
 
     Raises:
         BindingError: naming what cannot be cut.
@@ -91,28 +137,31 @@ def check_cuts(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any])
         layer.register_forward_hook(functools.partial(watch.end, path), with_kwargs=True)
     try:
         with torch.enable_grad(), mode, _AnyType():  # type: ignore[no-untyped-call]
-            output = faked(**given)
+            output = watch.finish(faked(**given))
     except BindingError:
         raise
     except Exception as error:
         raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
     if watch.seen != [path for part in parts for path in part.layers]:
         raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
-    ends = [[watch.ended[count - 1]] for count in itertools.accumulate(len(part.layers) for part in parts)]
-    ends[-1] = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    ends = [
+        [tensor for tensor, each in zip(whole, cut, strict=True) if each.passed_on is None]
+        for whole, cut in zip(watch.whole[1:], watch.crossing[1:], strict=True)
+    ]
+    ends.append([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
     names: dict[int, set[str]] = {}
     for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    for number, (part, roots) in enumerate(zip(parts, ends, strict=True)):
+    for part, roots, begun in zip(parts, ends, watch.begun, strict=True):
         leaves = [getattr(node, "variable", None) for node in nodes(*(root.grad_fn for root in roots))]
-        for leaf in (leaf for leaf in leaves if leaf is not None and leaf is not watch.begun.get(number)):
+        for leaf in (leaf for leaf in leaves if leaf is not None and not any(leaf is each for each in begun)):
             found = names.get(id(leaf), {"a tensor"})
             if not part.parameters & found:
                 raise BindingError(
                     f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
-                    f"beside what the layer before {part.layers[0]} returns, {_REMEDY}"
+                    f"beside what layers from {part.layers[0]} on are given, {_REMEDY}"
                 )
-    return watch.forms
+    return Cuts(watch.crossing, watch.given, watch.forms)
 
 
 class _AnyType(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,27 +179,65 @@ class _Watch:
 
     Attributes:
         seen: paths of the layers that have run.
-        begun: by chunk, the tensor with which its graph begins.
-        ended: the tensor that each layer has returned.
-        forms: see :func:`check_cuts`.
+        crossing, given, forms: see :class:`Cuts`.
+        whole: by chunk, the tensors that cross the cut before it, with their graphs.
+        begun: by chunk, the tensors with which its graph begins, in the same order.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.seen: list[str] = []
-        self.begun: dict[int, Tensor] = {}
-        self.ended: list[Tensor] = []
         self.forms: dict[str, Any] = {}
+        self.crossing: list[list[Crossing]] = [[] for _ in parts]
+        self.given: list[Given] = [{} for _ in parts]
+        self.whole: list[list[Tensor]] = [[] for _ in parts]
+        self.begun: list[list[Tensor]] = [[] for _ in parts]
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
+        self._numbers = [0] * len(parts)  # autograd's next number at each cut
+        self._chunk = 0
 
     def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a graph, if a chunk begins with this layer."""
+        """Begin a graph where a tensor of an earlier chunk is given to this layer."""
         self.seen.append(path)
-        if not (number := self._firsts.get(path)):
+        if path in self._firsts:
+            self._chunk = self._firsts[path]
+            self._numbers[self._chunk] = torch._C._autograd._get_sequence_nr()
+        if not self._chunk:
             return None
-        if not self.ended or first_of(args, kwargs) is not self.ended[-1]:
-            raise BindingError(f"{path} is not given what the layer before it has returned, {_REMEDY}")
-        self.begun[number] = leaf = self.ended[-1].detach().requires_grad_()
-        return with_first(leaf, args, kwargs)
+        tensors = dict[int, Tensor]()
+        for leaf, tensor in enumerate(tree_leaves((args, kwargs))):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                at = self._crossed(self._chunk, path, leaf, tensor)
+                if at is not None:
+                    self.given[self._chunk].setdefault(path, {})[leaf] = at
+                    tensors[leaf] = self.begun[self._chunk][at]
+        if path in self._firsts and 0 not in tensors:
+            raise BindingError(f"{path} is not given hidden states of the layers before it first, {_REMEDY}")
+        return exchanged((args, kwargs), tensors)
+
+    def finish(self, output: Any) -> Any:
+        """Return the model's output, with the tensors that cross the last cut as they are behind it."""
+        known, leaves = self._known(self._chunk), enumerate(tree_leaves(output))
+        found = {leaf: known[id(tensor)] for leaf, tensor in leaves if id(tensor) in known}
+        self.given[self._chunk][OUTPUT] = found
+        return exchanged(output, {leaf: self.begun[self._chunk][at] for leaf, at in found.items()})
+
+    def _known(self, chunk: int) -> dict[int, int]:
+        """Return the positions of tensors among what crosses the cut before a chunk, by ``id``."""
+        return {id(each): at for both in (self.whole, self.begun) for at, each in enumerate(both[chunk])}
+
+    def _crossed(self, chunk: int, path: str, leaf: int, tensor: Tensor) -> int | None:
+        """Return which of what crosses the cut before a chunk a tensor is; ``None``: the chunk has made it."""
+        made = tensor.grad_fn
+        if not chunk or (made is not None and made._sequence_nr() >= self._numbers[chunk]):
+            return None
+        at = self._known(chunk).get(id(tensor))
+        if at is None:
+            before = self._crossed(chunk - 1, path, leaf, tensor)
+            at = len(self.whole[chunk])
+            self.whole[chunk].append(tensor)
+            self.begun[chunk].append(tensor.detach().requires_grad_())
+            self.crossing[chunk].append(Crossing(path, leaf, before, tensor.detach()))
+        return at
 
     def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check what a layer returns."""
@@ -161,5 +248,4 @@ class _Watch:
             raise BindingError(
                 f"{path} does not return hidden states like those that it is given, each as its first tensor, {_REMEDY}"
             )
-        self.ended.append(made)
         self.forms[path] = tree_map_only(Tensor, lambda leaf: HIDDEN if leaf is made else None, output)

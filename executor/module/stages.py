@@ -3,10 +3,12 @@
 Every process makes the whole model, and keeps the weights of its own stage. The modules of other stages stay where they
 are, without weights: layers hand their input on, all else returns zeros. So the model's own forward runs, and makes
 masks, positions and rotations of the batch as it does in one process. In place of its input, the stage's first layer
-gets the hidden states of the stage before; what its last layer makes is sent on.
+gets the hidden states of the stage before; what the next stage's first layer is given is sent on. Whatever else layers
+are given of earlier stages, such as the output of an encoder, is sent beside it (:mod:`executor.module.cuts`).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -15,15 +17,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from executor.callbacks import replace_attribute
-from executor.distributed.shards import BindingError
+from executor.distributed.shards import BindingError, check_outputs
 from executor.module.binding import segment_module, unit_modules
-from executor.module.cuts import HIDDEN, Part, check_cuts, first_of, hidden_of, on_meta, with_first, without_values
+from executor.module.cuts import (
+    HIDDEN,
+    OUTPUT,
+    Crossing,
+    Cuts,
+    Part,
+    cuts_of,
+    exchanged,
+    first_of,
+    hidden_alone,
+    on_meta,
+    without_values,
+)
 from executor.module.empty import give_values
 from executor.module.naming import Naming
 from planner.graph import Unit
 
 Receive = Callable[[Tensor], None]
-"""Fills a tensor with the hidden states of the stage before."""
+"""Fills a tensor with what the stage before sends next."""
 
 
 @final
@@ -39,9 +53,8 @@ class Stage:
         is_captured: whether the model may be any, so that :meth:`check` says whether it can be cut.
 
     Attributes:
-        gradients: of the hidden states that the latest forward began with, when its backward has ended; ``None`` if it
-            began with the batch.
-        made: what the stage's last layer made in the latest forward; ``None`` if the model's output follows.
+        gradients: of what the latest forward was sent, in order, when its backward has ended; ``None`` if it began
+            with the batch.
         receive: see :data:`Receive`. Set it before a forward.
         homes: all of the model's parameters, each with its shape, and the first stage that has it. Those that this
             process does not have are empty, once they are dropped.
@@ -60,12 +73,13 @@ class Stage:
         num_sharing: int = 1,
         is_captured: bool = False,
     ) -> None:
-        self.gradients: list[Tensor] | None = None
-        self.made: Tensor | None = None
+        self.gradients: list[Tensor | None] | None = None
         self.receive: Receive | None = None
         self._num_sharing = num_sharing
         self._model, self._undo = model, list[Callable[[], None]]()
-        self._forms: dict[str, Any] = {}
+        self._number, self._num_stages, self._chunk = number, num_stages, number
+        self._received, self._sent = list[Tensor](), dict[int, Tensor]()
+        self._device: torch.device | None = None  # of the batch
         paths = {module: path for path, module in model.named_modules()}
         self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         chunk_of = {unit.name: chunk for chunk, parts in enumerate(chunks) for part in parts for unit in part}
@@ -80,7 +94,9 @@ class Stage:
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
-        self._twin = (without_values(model), [_part(parts, model) for parts in chunks]) if is_captured else None
+        self._parts = [_part(parts, model) for parts in chunks]
+        self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
+        self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
         around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
@@ -96,9 +112,9 @@ class Stage:
         for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
             self._take(module, name, parameter)
         for module in (layers | around).keys() - own.keys():
-            self._replace(module, self._through(paths[module]) if module in layers else _like(module))
+            self._replace(module, self._through(paths[module]) if module in layers else self._like(module))
         stand_ins = {
-            module: _StandIn(module, self._through(paths[module]) if module in layers else _like(module))
+            module: _StandIn(module, self._through(paths[module]) if module in layers else self._like(module))
             for module in own
             if len(chunks) > num_stages
         }
@@ -109,23 +125,36 @@ class Stage:
             if child in stand_ins
         ]
         for chunk in range(number, len(chunks), num_stages):
-            there = [layer for layer, its in layers.items() if its == chunk]
-            if chunk > 0:
-                self._undo.append(there[0].register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-            if chunk < len(chunks) - 1:
-                self._undo.append(there[-1].register_forward_hook(self._end).remove)
+            there = [layer for layer, its in layers.items() if its == chunk] if chunk else []
+            for layer in there if is_captured else there[:1]:
+                give = functools.partial(self._give, paths[layer])
+                self._undo.append(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
+        if not is_captured:
+            whole = functools.partial(check_outputs, "ranks share layers", "pipeline=1")
+            self._undo.append(model.register_forward_pre_hook(whole, with_kwargs=True).remove)
         self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """Check once that a captured model can be cut, see :func:`executor.module.cuts.check_cuts`."""
-        if self._twin is not None:
-            self._forms = check_cuts(*self._twin, batch)
+        """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.
+
+        Where hidden states alone do, that is the same for all batches.
+        """
+        self._device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), None)
+        if self._twin is None:
+            return
+        key = tuple((name, leaf.shape) for name, leaf in batch.items() if isinstance(leaf, Tensor))
+        if key not in self._known:
+            self._known[key] = cuts_of(self._twin, self._parts, batch)
+        self._cuts = self._known[key]
+        if all(len(cut) < 2 for cut in self._cuts.crossing):
             self._twin = None
 
     @contextlib.contextmanager
     def in_round(self, turn: int) -> Iterator[None]:
         """Return a context in which the model computes what the stage has in a round, and hands the rest on."""
+        self._chunk = self._number + turn * self._num_stages
+        self.gradients = None
         for modules, name, _, stand_in, its in self._places:
             if its != turn:
                 modules[name] = stand_in
@@ -134,6 +163,15 @@ class Stage:
         finally:
             for modules, name, module, _, _ in self._places:
                 modules[name] = module
+            self._received, self._sent = [], {}
+
+    def made(self) -> list[Tensor]:
+        """Return what the next chunk is to be sent, when the model's forward has ended in the stage's round."""
+        crossing = self._cuts.crossing[self._chunk + 1]
+        return [
+            self._sent[at] if each.passed_on is None else self._received[each.passed_on]
+            for at, each in enumerate(crossing)
+        ]
 
     def drop(self) -> None:
         """Free the weights of other stages."""
@@ -169,27 +207,59 @@ class Stage:
         vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
         self._taken.append((module, name, parameter))
 
-    def _begin(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        assert self.receive is not None
-        given = first_of(args, kwargs)
-        shape = list(given.shape)
-        shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
-        values = torch.empty(shape, dtype=given.dtype, device=given.device)
-        self.receive(values)
-        self.gradients = []
-        anchor = torch.ones(0, device="cpu", requires_grad=True)
-        received = _Received.apply(anchor, values, self.gradients)  # type: ignore[no-untyped-call]
-        return with_first(received, args, kwargs)
+    def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
+        crossing = self._cuts.crossing[self._chunk]
+        if path == self._parts[self._chunk].layers[0]:
+            self.gradients = [None] * len(crossing)
+            self._received = [self._receive(at, each, first_of(args, kwargs)) for at, each in enumerate(crossing)]
+        return self._with_received(path, (args, kwargs))
 
-    def _end(self, _layer: nn.Module, _args: Any, output: Any) -> None:
-        self.made = hidden_of(output)
+    def _with_received(self, path: str, value: Any) -> Any:
+        given = self._cuts.given[self._chunk].get(path, {})
+        return exchanged(value, {leaf: self._received[at] for leaf, at in given.items()})
+
+    def _like(self, module: nn.Module) -> Callable[..., Any]:
+        """Return what stands for any module: zeros of the shapes of its outputs, which take no memory."""
+        twin = without_values(module)
+
+        def zeros(*args: Any, **kwargs: Any) -> Any:
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            device = next((leaf.device for leaf in tensors), self._device)
+            with torch.no_grad():
+                made = twin(*on_meta(args), **on_meta(kwargs))
+            return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
+
+        return zeros
+
+    def output(self, output: Any) -> Any:
+        """Return the model's output, with the tensors that earlier stages have made of it."""
+        return self._with_received(OUTPUT, output)
+
+    def _receive(self, at: int, crossing: Crossing, hidden: Tensor) -> Tensor:
+        assert self.receive is not None
+        like = hidden if crossing.like is None or at == 0 else crossing.like
+        shape = list(like.shape)
+        shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
+        values = torch.empty(shape, dtype=like.dtype, device=hidden.device)
+        self.receive(values)
+        anchor = torch.ones(0, device="cpu", requires_grad=True)
+        received: Tensor = _Received.apply(anchor, values, self.gradients, at)  # type: ignore[no-untyped-call]
+        return received
 
     def _through(self, path: str) -> Callable[..., Any]:
-        """Return what stands for a layer. It returns what it is given first, in the form that the layer returns."""
+        """Return what stands for a layer. It returns what it is given first, in the form that the layer returns.
+
+        What the next chunk is to be given here is kept, to be sent.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            behind = self._chunk + 1
+            for at, each in enumerate(self._cuts.crossing[behind] if behind < len(self._parts) else ()):
+                if each.layer == path and each.passed_on is None:
+                    self._sent[at] = tree_leaves((args, kwargs))[each.leaf]
             hidden = first_of(args, kwargs)
-            return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._forms.get(path, HIDDEN))
+            return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._cuts.forms.get(path, HIDDEN))
 
         return forward
 
@@ -220,14 +290,14 @@ class _Received(torch.autograd.Function):
     """Begins a graph with what was received. It keeps the gradient alone, so that the values may leave the device."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor]) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor | None], at: int) -> Tensor:
+        ctx.gradients, ctx.at = gradients, at
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.gradients.append(gradient)
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients[ctx.at] = gradient
+        return None, None, None, None
 
 
 class _StandIn(nn.Module):
@@ -262,16 +332,3 @@ def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     names = {spec.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
     names.update(name for unit in units for name in unit.shared_parameters)
     return Part([paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names))
-
-
-def _like(module: nn.Module) -> Callable[..., Any]:
-    """Return what stands for any module: zeros of the shapes of its outputs, which take no memory."""
-    twin = without_values(module)
-
-    def zeros(*args: Any, **kwargs: Any) -> Any:
-        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        with torch.no_grad():
-            made = twin(*on_meta(args), **on_meta(kwargs))
-        return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
-
-    return zeros

@@ -64,7 +64,7 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
     own, before, behind = chunks[number::num_stages], chunks[:number], chunks[len(chunks) - num_stages + number + 1 :]
     segments = [segment for chunk in own for segment in chunk]
     total = load_of(on, segments)
-    _sent(on, total, segments, number, len(own))
+    _sent(on, total, chunks, number)
     own_s, after_s = _later_s(on, own), 0.0
     if number:  # some of its own may come at last, and the first stage's do
         after_s = min(number + 1, count) * own_s - _later_s(on, chunks[:1])
@@ -89,14 +89,16 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
         on.program.at_least(name, Sum((TIME, 1.0)), needs.plus(rest))
 
 
-def _sent(on: Placement, total: Load, segments: Chunk, number: int, num_rounds: int) -> None:
-    """Add what a stage sends to others."""
-    count, last = on.given.num_micro_batches, on.given.pipeline_parallel - 1
-    layer = next(segment[0] for segment in segments if segment[0].in_layer)
-    num_bytes = -(-layer.activation_output_bytes // on.given.tensor_parallel)
-    for lane, end in ((Lane.SEND, last), (Lane.SEND_BACK, 0)):
-        send = Task(0, lane, Op.SEND, Phase.FORWARD, stage=number, num_bytes=num_bytes)
-        on.loads.charge(total, send, Sum(("", float(count * (num_rounds - (number == end))))))
+def _sent(on: Placement, total: Load, chunks: Sequence[Chunk], number: int) -> None:
+    """Add what a stage sends to others: forward what the next chunk is given, and back the gradients of its own."""
+    own = range(number, len(chunks), on.given.pipeline_parallel)
+    for lane, given in (
+        (Lane.SEND, [chunk + 1 for chunk in own if chunk + 1 < len(chunks)]),
+        (Lane.SEND_BACK, [chunk for chunk in own if chunk]),
+    ):
+        for num_bytes in (-(-chunks[chunk][0][0].given_bytes // on.given.tensor_parallel) for chunk in given):
+            send = Task(0, lane, Op.SEND, Phase.FORWARD, stage=number, num_bytes=num_bytes)
+            on.loads.charge(total, send, Sum(("", float(on.given.num_micro_batches))))
 
 
 def _later_s(on: Placement, chunks: Iterable[Chunk]) -> float:

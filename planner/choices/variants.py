@@ -226,5 +226,5 @@ def _check_cut(units: tuple[Unit, ...], choice: Choice) -> None:
             if homes[unit.name] != homes[other] and {homes[unit.name], homes[other]} != ends:
                 raise ModelConfigError(
                     f"{unit.name} and {other} share weights, but would be in stages {homes[unit.name]} and "
-                    f"{homes[other]}; only the first and the last stage can: choose a pipeline_parallel of 1"
+                    f"{homes[other]}; only the first and the last stage can: choose a smaller pipeline_parallel"
                 )

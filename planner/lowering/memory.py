@@ -339,7 +339,9 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
     first = segment[0]
     if first.unit.entry_bytes:
         begin, end = first.forwards[first.there(micro_batch)], first.backwards[first.back(micro_batch, 0)]
-        program.hold_while(MemoryClass.ACTIVATIONS, first.unit.entry_bytes, "rotations", begin, end)
+        program.hold_while(
+            MemoryClass.ACTIVATIONS, first.unit.entry_bytes, f"beside {first.unit.segment} input", begin, end
+        )
     if first.moved_bytes is not None:
         _offloaded(program, segment, micro_batch)
         return

@@ -24,7 +24,7 @@ There are fewer bubbles: ``p - 1`` chunks wait, not ``p - 1`` stages.
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
@@ -32,7 +32,7 @@ from planner.lowering.compute import turns
 from planner.lowering.program import Held, Program, numbered
 from planner.lowering.snapshots import snapshots
 from planner.models.choice import Choice
-from planner.models.operators import weight_of
+from planner.models.operators import Operator, weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -88,21 +88,25 @@ def stage_of(
     dealt = of_stages(units, decisions)
     of_stage = [[unit for chunk in chunks for segment in chunk for unit in segment] for chunks in dealt]
     specs = {spec.name: spec for unit in units for spec in (*unit.parameters, *unit.frozen)}
-    owners = ((number, unit) for number, own in enumerate(of_stage) for unit in own)
+    owners = [(number, unit) for number, own in enumerate(of_stage) for unit in own]
     homes = {spec.name: number for number, unit in owners for spec in (*unit.parameters, *unit.frozen)}
     rotations = sum(o.saved_bytes for unit in units for o in unit.operators if o.kind == "rotary")
     entries = {chunk[0][0].name for chunk in dealt[stage]} - {units[0].name}
-    tied, own = {}, list[Unit]()
-    for number, unit in ((number, unit) for number, mine in enumerate(of_stage) for unit in mine):
+    unit_of = {spec.name: unit.name for unit in of_stage[stage] for spec in (*unit.parameters, *unit.frozen)}
+    tied, own, chosen = dict[str, str](), list[Unit](), dict[str, UnitDecision]()
+    for number, unit in owners:
         for operator in unit.operators:
             for name in operator.shared_parameters:
                 if homes[name] != number and stage in {homes[name], number}:
-                    tied[name] = name if stage == homes[name] else weight_of(operator)
+                    here = tied.setdefault(name, name if stage == homes[name] else weight_of(operator))
+                    if number == stage:
+                        unit_of.setdefault(here, unit.name)
         if number == stage:
-            made = _owning(unit, {name: specs[name] for name in tied if homes[name] != stage})
-            own.append(dataclasses.replace(made, entry_bytes=rotations) if unit.name in entries else made)
+            made = _owning(unit, {name: (specs[name], tied[name]) for name in tied if homes[name] != stage}, unit_of)
+            chosen[unit.name] = _placed(made, decisions, unit.shared_units)
+            beside = rotations + unit.given_bytes - unit.activation_output_bytes
+            own.append(dataclasses.replace(made, entry_bytes=beside) if unit.name in entries else made)
     splits = any(unit.weight_gradients for unit in own)
-    chosen = {unit.name: _placed(unit, decisions) for unit in own}
     ahead = min(num_stages - stage, decisions.num_micro_batches)
     more = {
         "units": chosen,
@@ -117,32 +121,43 @@ def stage_of(
     return tuple(own), decisions.model_copy(update=more), tied
 
 
-def _placed(unit: Unit, decisions: Decisions) -> UnitDecision:
-    """Return the decision for a stage's unit. Copied weights are updated where its last subgroup is."""
+def _placed(unit: Unit, decisions: Decisions, sharing: Sequence[str]) -> UnitDecision:
+    """Return the decision for a stage's unit. Copied weights are updated where its last subgroup is.
+
+    If it had none, that is where those are of the unit with which it shares them.
+    """
     decided, count = decisions.units[unit.name], len(decisions.piece_params(unit))
     if len(decided.update) == count:
         return decided
-    return decided.model_copy(update={"update": (*decided.update, *[decided.update[-1]] * count)[:count]})
+    last = next(update[-1] for name in (unit.name, *sharing) if (update := decisions.units[name].update))
+    return decided.model_copy(update={"update": (*decided.update, *[last] * count)[:count]})
 
 
-def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
-    """Return a unit that has weights of its own in place of those that it shares with another stage."""
+def _owning(unit: Unit, copied: dict[str, tuple[ParameterSpec, str]], unit_of: Mapping[str, str]) -> Unit:
+    """Return a unit of a stage, with weights of its own in place of those that it shares with another stage.
+
+    Args:
+        unit: the unit.
+        copied: weights of another stage, each with the name that the stage gives its own.
+        unit_of: the unit that has a weight: the first one in the stage that uses it.
+    """
     if not copied.keys() & {*unit.shared_parameters}:
         return unit
-    operators = [
-        dataclasses.replace(
-            operator,
-            parameters=operator.parameters
-            + tuple(dataclasses.replace(copied[n], name=weight_of(operator)) for n in operator.shared_parameters),
-            shared_parameters=(),
-        )
-        if copied.keys() & {*operator.shared_parameters}
-        else operator
-        for operator in unit.operators
-    ]
+    operators, sharing = list[Operator](), dict[str, None]()
+    for operator in unit.operators:
+        names = [copied[name][1] if name in copied else name for name in operator.shared_parameters]
+        shared = [name for name in names if unit_of[name] != unit.name]
+        sharing |= dict.fromkeys(unit_of[name] for name in shared)
+        specs = [copied[name][0] for name in operator.shared_parameters if name in copied]
+        made = (dataclasses.replace(spec, name=copied[spec.name][1]) for spec in specs)
+        own = tuple(spec for spec in made if spec.name == weight_of(operator) and unit_of[spec.name] == unit.name)
+        parameters = operator.parameters + own
+        operators.append(dataclasses.replace(operator, parameters=parameters, shared_parameters=tuple(shared)))
     owned = [spec for operator in operators for spec in operator.parameters]
     trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-    return dataclasses.replace(unit, operators=tuple(operators), parameters=trained, frozen=frozen, shared_units=())
+    return dataclasses.replace(
+        unit, operators=tuple(operators), parameters=trained, frozen=frozen, shared_units=tuple(sharing)
+    )
 
 
 def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
@@ -198,7 +213,8 @@ def lower_stages(
         programs.append(program)
         held += program.held
     parts = [_parts(program) for program in programs]
-    order, num_sends = _with_sends(programs, parts, decisions, first)
+    given = [chunk[0][0].given_bytes for chunk in deal(units, num_stages, decisions.pipeline_rounds)]
+    order, num_sends = _with_sends(programs, parts, decisions, given, first)
     exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
     _wait_for_all(programs, exchanges)
     order += _tail(programs, parts, exchanges)
@@ -207,7 +223,7 @@ def lower_stages(
 
 
 def _with_sends(
-    programs: Sequence[Program], parts: Sequence[_Parts], decisions: Decisions, first: int
+    programs: Sequence[Program], parts: Sequence[_Parts], decisions: Decisions, given: Sequence[int], first: int
 ) -> tuple[list[Task], int]:
     """Bring the stages into one order, and send what each micro-batch has become to the next stage.
 
@@ -215,6 +231,7 @@ def _with_sends(
         programs: of all stages.
         parts: their tasks, from which all are taken but those after the last backward.
         decisions: what is lowered.
+        given: bytes that each chunk is sent of a micro-batch.
         first: the key of the first send.
 
     Returns:
@@ -240,8 +257,7 @@ def _with_sends(
             lane = Lane.SEND if forward else Lane.SEND_BACK
             last, key = computing[-1], first + len(sent)
             send = Task(key, lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,))
-            layer = next(unit.unit for unit in programs[stage].units if unit.unit.in_layer)
-            send.num_bytes = -(-layer.activation_output_bytes // decisions.tensor_parallel)
+            send.num_bytes = -(-given[max(chunk, chunk + step)] // decisions.tensor_parallel)
             sent[op, chunk, micro_batch] = send
             order.append(send)
     return order, len(sent)

@@ -123,12 +123,15 @@ class CapturedSegment(Frozen):
         block: index of its block.
         call: the call of the model that runs it, from 2 on; ``None``: the first one.
         evaluates: whether that call is without gradients.
+        given_bytes: what it and later blocks are given of earlier ones, with gradients, where that is more than one
+            tensor: a stage of a pipeline that begins with it is sent all of it.
     """
 
     path: str
     block: Count
     call: int | None = None
     evaluates: Literal[True] | None = None
+    given_bytes: Count | None = None
 
 
 NO_TILES: Final = Batch(1, 1)
@@ -491,6 +494,7 @@ def _operator(
         evaluates=bool(segment.evaluates),
         stays=stays,
         writes=any(spec.is_trained and join(path, spec.name) in written for spec in captured.parameters),
+        given_bytes=segment.given_bytes or 0,
     )
 
 

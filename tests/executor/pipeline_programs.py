@@ -98,8 +98,9 @@ class Block(torch.nn.Module):
         self.mix = Linear(width, width, bias=False)  # used twice
         self.scale = torch.nn.Parameter(torch.ones(width))
 
-    def forward(self, x, mask):
-        return x + self.scale * self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
+    def forward(self, x, mask, memory=None):
+        made = self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
+        return x + self.scale * made * (1 if memory is None else memory)
 
 
 class Own(torch.nn.Module):
@@ -118,7 +119,7 @@ class Own(torch.nn.Module):
         first = x = self.patch(signal).transpose(1, 2) + self.positions
         mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
         for number, block in enumerate(self.blocks):
-            x = block(x, mask)
+            x = block(x, mask, memory=first if self.crosses == "memory" and number in {1, 4} else None)
             if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
                 x = x + first if number == 2 else 2 * x
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
@@ -148,6 +149,7 @@ def planned_orders(_rank: int, size: int) -> list[str | None]:
 
 _SIZES = training._LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_OF_BOTH = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
 OTHERS = {
     "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
     "two rotations": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4),
@@ -158,6 +160,12 @@ OTHERS = {
     "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
     "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
     "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
+    "an encoder's output": lambda: transformers.BartConfig(
+        **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
+    ),
+    "scores that layers share": lambda: transformers.T5Config(
+        **_OF_BOTH, d_kv=8, d_ff=64, num_heads=4, num_layers=3, num_decoder_layers=1, dropout_rate=0
+    ),
 }
 
 
@@ -178,6 +186,8 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         return {"input_ids": ids, "labels": ids}
 
     def make():
+        if config.is_encoder_decoder:
+            return transformers.AutoModelForSeq2SeqLM.from_config(config)
         model = transformers.AutoModelForCausalLM.from_config(config)
         if kind != "adapters":
             return model
@@ -189,6 +199,18 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
     return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
 
 
+def _counted(pipeline) -> list[int]:
+    """Return a list that gets the bytes of each tensor which a process sends to another stage."""
+    found, send = [], pipeline._send
+
+    def counted(lane, group, values, sender):
+        found.append(pipeline._own(values.reshape(-1)).nbytes)
+        send(lane, group, values, sender)
+
+    pipeline._send = counted
+    return found
+
+
 def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tuple:
     torch.manual_seed(5)
     plain, model = make(), make()
@@ -197,7 +219,7 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
     theirs, ours = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model))
     given = {"hardware": "epyc-turin-2c", "num_micro_batches": 3, "pipeline": size, "audit": "off"}
     model, ours = ullage.prepare(model, ours, steps[0][0], **given, **options)
-    losses, wanted_losses = [], []
+    losses, wanted_losses, sent = [], [], _counted(ours.pipeline)
     with ours.session:
         for batches in steps:
             losses += ours.forward_backward(batches, loss)
@@ -212,27 +234,20 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
         theirs.step()
         theirs.zero_grad()
     found = {name: values.detach().clone() for name, values in model.named_parameters()}
-    return losses, wanted_losses, found, {name: values.detach() for name, values in plain.named_parameters()}, ours.plan
+    weights = {name: values.detach() for name, values in plain.named_parameters()}
+    return losses, wanted_losses, found, weights, ours.plan, sum(sent) // len(steps)
 
 
 def sent_bytes(_rank: int, _size: int, task: Task, decisions: Decisions) -> int:
     """Return what this process sends to other stages in a step."""
     _model, optimizer = prepare(task, decisions)
-    found = 0
     with optimizer.session:
-        send = optimizer.pipeline._send
-
-        def counted(lane, group, values, sender):
-            nonlocal found
-            found += optimizer.pipeline._own(values.reshape(-1)).nbytes
-            send(lane, group, values, sender)
-
-        optimizer.pipeline._send = counted
+        found = _counted(optimizer.pipeline)
         for micro_batches in steps(task, 0):
             optimizer.forward_backward(micro_batches)
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return sum(found)
 
 
 def train(optimizer, micro_batches):
@@ -327,6 +342,7 @@ REFUSED = {
     "count": "1 micro-batches were given, but the plan has 2",
     "norm": "clip with optimizer.clip_grad_norm_()",
     "state": "call session.close() before model.state_dict()",
+    "outputs": "output_hidden_states is True, but ranks share layers",
 }
 
 
@@ -339,5 +355,6 @@ def refused(_rank: int, _size: int, task: Task, decisions: Decisions, kind: str)
             model(**micro_batches[0])
         if kind == "state":
             model.state_dict()
+        model.config.output_hidden_states = kind == "outputs"
         optimizer.forward_backward(micro_batches[: 1 if kind == "count" else 2])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

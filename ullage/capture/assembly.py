@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import networkx as nx
@@ -76,6 +76,8 @@ def assemble(
     segments, several, num_unused = [], places[-1].call > 1, len(unused)
     outside: dict[int, dict[str, int]] = defaultdict(dict)  # for each call, the number of operators outside segments
 
+    layers = {place.segment for place in places if place.segment}
+
     def place_of(number: int) -> tuple[Block, bool]:
         return places[number].block, several and number < num_unused
 
@@ -86,7 +88,9 @@ def assemble(
         number = blocks.setdefault(block, len(blocks))
         visits = [recording.visits[index] for unit in units for index in places[unit].visits]
         evaluates = True if several and not is_unused and all(visit.evaluates for visit in visits) else None
-        segments.append(CapturedSegment(path=path, block=number, call=call if call > 1 else None, evaluates=evaluates))
+        given = _given_bytes(recording, path, layers) if path and call == 1 else None
+        of_call = call if call > 1 else None
+        segments.append(CapturedSegment(path=path, block=number, call=of_call, evaluates=evaluates, given_bytes=given))
     return CapturedModel(
         **about,
         loss=recording.loss,
@@ -97,6 +101,15 @@ def assemble(
         second_order=recording.second_order or None,
         written=tuple(sorted(recording.rewrites)) or None,
     )
+
+
+def _given_bytes(recording: Recording, layer: str, layers: Collection[str]) -> int | None:
+    """Return the bytes of what layers from this one on are given of before, if it is more than one tensor."""
+    cut = next((visit.first for visit in recording.visits if visit.path == layer), len(recording.forward))
+    behind = (visit for visit in recording.visits if visit.path in layers and visit.first >= cut)
+    given = {number for visit in behind for number in visit.inputs if recording.storages[number].born < cut}
+    crossing = [each for each in map(recording.storages.__getitem__, given) if not each.owner]
+    return sum(each.num_bytes for each in crossing) if len(crossing) > 1 else None
 
 
 def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
@@ -125,7 +138,8 @@ def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
         ):
             raise UnequalError(copy.path)
         block_of[copy.path] = block_of[copy.of]
-        segments.insert(after[-1] + 1, CapturedSegment(path=copy.path, block=block_of[copy.path]))
+        like = next(segment for segment in segments if segment.path == copy.of)
+        segments.insert(after[-1] + 1, like.model_copy(update={"path": copy.path}))
     return captured.model_copy(update={"segments": tuple(segments)})
 
 

@@ -185,16 +185,31 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize(("size", "options"), [(2, {}), (3, {"device_memory": "250kB"})], ids=["kept", "offloaded"])
-def test_a_model_of_the_users_own_trains_in_stages(processes, size, options):
-    for losses, wanted, found, weights, plan in processes.call(size, own_model, "", options, timeout_s=100.0):
+@pytest.mark.parametrize(
+    ("size", "crosses", "options"),
+    [(2, "", {}), (3, "memory", {}), (3, "", {"device_memory": "250kB"}), (3, "scaled", {})],
+    ids=["kept", "given later", "offloaded", "changed at a cut"],
+)
+def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
+    for *both, plan, _ in (ranks := processes.call(size, own_model, crosses, options, timeout_s=100.0)):
         assert plan.decisions.pipeline_parallel == size
         updates = {place for unit in plan.decisions.units.values() for place in unit.update}
         assert ("cpu" in updates) == bool(options)
-        assert losses == pytest.approx(wanted, rel=1e-5)
-        assert found.keys() == weights.keys()
-        for name, values in weights.items():
-            assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+        assert_same(*both)
+    assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
+
+
+def assert_same(losses, wanted, found, weights):
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert found.keys() == weights.keys()
+    for name, values in weights.items():
+        assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+
+
+def planned_bytes(plan) -> int:
+    """Return what a plan's stages send each other."""
+    tasks = lower(plan.units(), plan.decisions, asynchronous=False).tasks
+    return sum(task.num_bytes for task in tasks if task.op is Op.SEND and task.lane is not Lane.COLLECTIVE)
 
 
 def test_stages_of_compiled_blocks_make_all_gradients_in_backward(processes):
@@ -205,18 +220,16 @@ def test_stages_of_compiled_blocks_make_all_gradients_in_backward(processes):
 @pytest.mark.part(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
-    for losses, wanted, found, weights, _ in processes.call(2, model_of_transformers, kind, timeout_s=100.0):
-        assert losses == pytest.approx(wanted, rel=1e-5)
-        for name, values in weights.items():
-            assert torch.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
+    for *both, _, _ in (ranks := processes.call(2, model_of_transformers, kind, timeout_s=100.0)):
+        assert_same(*both)
+    assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
 
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("crosses", "message"),
     [
-        ("skip", "depends on positions of another stage, beside what the layer before blocks.2 returns"),
-        ("scaled", "blocks.4 is not given what the layer before it has returned"),
+        ("skip", "depends on positions of another stage, beside what layers from blocks.2 on are given"),
         ("weights", "share weights, but would be in stages"),
     ],
 )
