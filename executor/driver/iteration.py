@@ -392,8 +392,6 @@ class IterationDriver:
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
-        if self._depth > 1:  # its forward calls the model, as a step of Lightning does
-            return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between
         if (

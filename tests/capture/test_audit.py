@@ -1,5 +1,6 @@
 """Audits: what plans compute is compared with plain PyTorch, and what differs stops the training before the step."""
 
+import contextvars
 import itertools
 import os
 import random
@@ -37,13 +38,14 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.router.register_forward_hook(lambda _module, _args, output: COLLECTED.append(output))
+        self.router.register_forward_hook(lambda _module, _args, output: COLLECTED.get().append(output))
 
     def forward(self, x):
         return self.linear(x) * self.router(x).sigmoid()
 
 
-COLLECTED: list[torch.Tensor] = []
+COLLECTED: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("collected")  # as in transformers
+COLLECTED.set([])
 
 
 class Net(nn.Module):
@@ -96,10 +98,10 @@ def prepared(make, activations: Activations = "recompute", audit="first", micro_
 def test_what_a_hook_takes_from_inside_a_module_is_another_output(activations: Activations) -> None:
     model, optimizer, lines = prepared(Routed, activations)
     with optimizer.session:
-        COLLECTED.clear()
+        COLLECTED.get().clear()
         loss = model(torch.randn(BATCH, LENGTH, WIDTH))
-        (loss + sum(logits.square().mean() for logits in COLLECTED)).backward()
-        COLLECTED.clear()
+        (loss + sum(logits.square().mean() for logits in COLLECTED.get())).backward()
+        COLLECTED.get().clear()
         optimizer.step()
         assert optimizer.session.audit.result.kinds == ("first", "blocks.2", "last")
     assert "bit for bit (" in lines[0]
@@ -113,7 +115,7 @@ def test_later_micro_batches_take_no_weight_from_what_is_compared() -> None:
             model(torch.randn(BATCH, LENGTH, WIDTH)).backward()
         assert {case.path: case.exclusive for case in session.audit._all} == before
         assert all(before.values())
-        COLLECTED.clear()
+        COLLECTED.get().clear()
 
 
 def step(model, optimizer, micro_batches=1) -> None:

@@ -232,6 +232,25 @@ def test_reads_after_backward_are_those_of_the_iteration_or_refused(place, start
         optimizer.step()
 
 
+def test_weights_can_be_read_between_clipping_and_step():
+    """None is added to gradients then, and they are scaled in the step, in fp32, as without a read."""
+    task = dataclasses.replace(TASK, dtype=torch.bfloat16, max_norm=0.5)
+    trained = []
+    for reads in (False, True):
+        model, optimizer = prepare(task, decide(task, uniform(*PLANS["fetched"])))
+        with optimizer.session as session:
+            for number in range(2):
+                for tokens in batches(task)[number]:
+                    model(input_ids=tokens, labels=tokens).loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), task.max_norm)
+                if reads:
+                    read("clone", model)
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(session.model.state_dict())
+    assert all(torch.equal(values, trained[1][name]) for name, values in trained[0].items())
+
+
 @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:torch.asarray")
 def test_memory_that_is_read_without_asking_holds_no_other_weights(started):
     """Neither old ones nor those of another unit: NaN, or what is right while its unit computes."""

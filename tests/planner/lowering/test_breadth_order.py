@@ -111,6 +111,25 @@ def test_less_is_held_inside_a_layer() -> None:
     assert peaks[1] < 0.6 * peaks[0]
 
 
+@settings(SLOW, max_examples=examples(60))
+@given(TILED)
+def test_outputs_of_tiles_wait_for_the_last_one_in_both_passes(case: Case) -> None:
+    """With gradients of the input beside those of the output; when all are there, they are put together."""
+    buffers, tasks = case.schedule.buffers, case.schedule.tasks
+    for segment in (segment for segment in segments(case.units) if segment[0].num_tiles > 1):
+        one, count = segment[0].activation_output_bytes, segment[0].num_tiles
+        held = Counter(
+            (b.num_bytes, tasks[b.first].op, b.first == b.last) for b in buffers if b.label == around(segment)
+        )
+        for op, num_bytes in ((Op.FORWARD, one * (count - 1)), (Op.BACKWARD, 2 * one * (count - 1))):
+            assert held[num_bytes, op, False] >= case.decisions.num_micro_batches
+            assert held[one * count, op, True] == case.decisions.num_micro_batches
+
+
+def around(segment) -> str:
+    return f"{segment[0].segment} around tiles"
+
+
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_tile_divides_the_micro_batch(size: int) -> None:
     with pytest.raises(ModelConfigError, match=f"segment_tile_sequences is {size}, but must divide the micro-batch"):
