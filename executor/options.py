@@ -42,6 +42,7 @@ class Options:
         report: gets a line about each audit.
         is_captured: whether the model may be any, so that a pipeline checks where it is cut.
         num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
+        sharing: those that share weights.
         as_buffers: names of frozen parameters that are in no unit, because forward writes to them; see
             [Note: Written weights] in :mod:`planner.setup`.
         copies: weights that an earlier stage has too, and whose state it saves: the name there, by the name here.
@@ -63,6 +64,7 @@ class Options:
     report: Callable[[str], None] = _say_nothing
     is_captured: bool = False
     num_stages: int = 1
+    sharing: tuple[int, ...] = ()
     as_buffers: frozenset[str] = frozenset()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -44,7 +44,7 @@ from executor.packed import StoredParameter, as_real
 from executor.session import Session
 from planner.decisions import DEGREES, Decisions
 from planner.graph import Unit
-from planner.lowering.stages import deal, stage_of
+from planner.lowering.stages import deal, sharing_stages, stage_of
 from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
@@ -149,7 +149,8 @@ def _of_stage(
             failing.callback(group.update, params=group["params"])
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in there]
         copies = {here: there for there, here in tied.items() if here != there}
-        options = dataclasses.replace(options, num_stages=num_stages, copies=copies, audit="off")
+        sharing = sharing_stages(units, decisions)
+        options = dataclasses.replace(options, num_stages=num_stages, sharing=sharing, copies=copies, audit="off")
         made = OffloadedOptimizer(optimizer, model, own, decided, options)
         failing.pop_all()
     stage.drop()

@@ -95,7 +95,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self._pipeline: Pipeline | None = None
         self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
         backend = backend_of(options)
-        self._ranks = ranks = Ranks.of(decisions, backend.device, options.num_stages)
+        self._ranks = ranks = Ranks.of(decisions, backend.device, options.num_stages, options.sharing)
         self.collectives = HostCollectives(ranks)
         with (
             contextlib.ExitStack() as failing,

@@ -56,6 +56,7 @@ class Ranks:
         shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
         num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees``, and the attributes before
             ``process``, are those of this process's stage.
+        sharing: stages that share weights.
         is_ring: whether the last stage sends to the first one, too.
 
     Attributes:
@@ -73,7 +74,8 @@ class Ranks:
         everybody: group of all processes over host memory, in all stages.
         stage: number of this process's stage.
         stages: group of the ranks with this number in all stages, over host memory.
-        ends: group of those in the first and the last stage, if this process is in one of them.
+        sharing: group of those in the stages that share weights, if this process is in one of them; the first one's
+            weights are the model's.
         forward, back: groups of this rank and that of the stage before or behind it, by the stage that sends hidden
             states: one for these, one for their gradients.
 
@@ -90,6 +92,7 @@ class Ranks:
         silence_s: float = SILENCE_S,
         shares_matrices: bool = False,
         num_stages: int = 1,
+        sharing: Sequence[int] = (),
         is_ring: bool = False,
     ) -> None:
         size = degrees.num_devices
@@ -129,19 +132,29 @@ class Ranks:
                 parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
             }
             if num_stages > 1:
-                self._connect_stages(is_ring=is_ring)
+                self._connect_stages(sharing, is_ring=is_ring)
         atexit.register(self._at_exit)
 
     @classmethod
-    def of(cls, decisions: Decisions, device: torch.device, num_stages: int = 1) -> Self | None:
-        """Return all ranks of a plan; ``None`` if there is one. For errors, see the class."""
+    def of(
+        cls, decisions: Decisions, device: torch.device, num_stages: int = 1, sharing: Sequence[int] = ()
+    ) -> Self | None:
+        """Return all ranks of a plan, of which some stages share weights; ``None`` if there is one rank.
+
+        For errors, see the class.
+        """
         if decisions.num_devices == num_stages == 1:
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
         casts = decisions.fp8_weights is not None
-        is_ring = bool(decisions.round_starts)
         return cls(
-            decisions, device, casts=casts, shares_matrices=shares_matrices, num_stages=num_stages, is_ring=is_ring
+            decisions,
+            device,
+            casts=casts,
+            shares_matrices=shares_matrices,
+            num_stages=num_stages,
+            sharing=sharing,
+            is_ring=bool(decisions.round_starts),
         )
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
@@ -287,13 +300,13 @@ class Ranks:
             sys.stderr.flush()
             os._exit(1)
 
-    def _connect_stages(self, *, is_ring: bool) -> None:
+    def _connect_stages(self, sharing: Sequence[int], *, is_ring: bool) -> None:
         """Make the groups that stages share."""
         self.everybody = self._made([tuple(range(self.size * self._num_stages))], is_everybody=True)[0]
         columns = [range(rank, self.size * self._num_stages, self.size) for rank in range(self.size)]
         self.stages = self._made([tuple(column) for column in columns], on_hosts=True)[0]
-        ends = self._made([(column[0], column[-1]) for column in columns])
-        self.ends = ends[0] if ends else self.stages
+        groups = self._made([tuple(column[stage] for stage in sharing) for column in columns]) if sharing else ()
+        self.sharing = groups[0] if groups else self.stages
         pairs = [pair for column in columns for pair in itertools.pairwise(column)]
         pairs += [(column[-1], column[0]) for column in columns if is_ring]
         self.forward, self.back = ({group.first // self.size: group for group in self._made(pairs)} for _ in range(2))

@@ -212,7 +212,8 @@ class Pipeline:
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
-        tied = self._decisions.tied_weights if self._number else ()  # the first stage counts them
+        is_first = self._ranks.sharing.rank == 0  # the first of the stages that share weights counts them
+        tied = () if is_first else self._decisions.tied_weights
         again = {id(self._model.get_parameter(name)) for name in tied}
         self._driver.gradients.refusal = ""
         try:

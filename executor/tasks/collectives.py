@@ -115,10 +115,10 @@ class ScheduleCollectives:
         unit.flushing[micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
     def exchange(self, unit: UnitState, values: torch.Tensor) -> None:
-        """Add up this rank's part of a gradient, zeros elsewhere, over the shards of ranks and over two stages."""
+        """Add up this rank's part of a gradient, zeros elsewhere, over the shards of ranks and over stages."""
         if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
             unit.group.all_reduce(values)
-        self._ranks.ends.all_reduce(values)
+        self._ranks.sharing.all_reduce(values)
 
     def first_summed(self, task: Task) -> int:
         """Return the first micro-batch whose gradient a ``SCATTER`` task reduces. The last one is the task's own."""

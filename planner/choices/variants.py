@@ -20,7 +20,7 @@ from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
-from planner.lowering.stages import of_stages
+from planner.lowering.stages import sharing_stages
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
@@ -211,20 +211,11 @@ def _check_cut(units: tuple[Unit, ...], choice: Choice) -> None:
     """Check that a captured model can be cut into stages, as far as its units show.
 
     Raises:
-        ModelConfigError: there are too few layers, or stages other than the first and the last share weights.
+        ModelConfigError: there are too few layers, or some weights are shared by other stages than others.
     """
     if choice.pipeline_parallel == 1:
         return
     try:
-        dealt = of_stages(units, choice)
+        sharing_stages(units, choice)
     except ValueError as error:
         raise ModelConfigError(str(error)) from None
-    homes = {unit.name: number for number, own in enumerate(dealt) for chunk in own for part in chunk for unit in part}
-    ends = {0, choice.pipeline_parallel - 1}
-    for unit in units:
-        for other in unit.shared_units:
-            if homes[unit.name] != homes[other] and {homes[unit.name], homes[other]} != ends:
-                raise ModelConfigError(
-                    f"{unit.name} and {other} share weights, but would be in stages {homes[unit.name]} and "
-                    f"{homes[other]}; only the first and the last stage can: choose a smaller pipeline_parallel"
-                )

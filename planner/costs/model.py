@@ -377,11 +377,11 @@ class CostModel:
     def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage.
 
-        On the lane of collectives, the outer stages add up the gradient of tied weights: a rank brings it together from
-        the host, and from the shards of other ranks, and returns the sum to where it was.
+        On the lane of collectives, stages add up the gradient of tied weights, as two outer ones would: a rank brings
+        it together from the host, and from the shards of other ranks, and returns the sum to where it was.
         """
-        count = self.layout.pipeline
-        to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, count - 1 - task.stage) % count
+        count, other = self.layout.pipeline, 0 if task.stage else -1
+        to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, other) % count
         fabric = self._fabrics.between(task.stage, to)
         rate = fabric.bytes_per_s.value
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]

@@ -70,6 +70,27 @@ def of_stages(units: tuple[Unit, ...], choice: Choice) -> list[list[list[list[Un
     return [chunks[stage :: choice.pipeline_parallel] for stage in range(choice.pipeline_parallel)]
 
 
+def sharing_stages(units: tuple[Unit, ...], choice: Choice) -> tuple[int, ...]:
+    """Return the stages that share weights, whose gradients they add up together; empty if none do.
+
+    Raises:
+        ValueError: some weights are shared by other stages than others.
+    """
+    stages_of: dict[str, set[int]] = {}
+    for number, chunks in enumerate(of_stages(units, choice)):
+        for unit in (unit for chunk in chunks for segment in chunk for unit in segment):
+            for name in (*(spec.name for spec in (*unit.parameters, *unit.frozen)), *unit.shared_parameters):
+                stages_of.setdefault(name, set()).add(number)
+    shared = {tuple(sorted(stages)): name for name, stages in stages_of.items() if len(stages) > 1}
+    if len(shared) > 1:
+        (some, one), (others, other), *_ = shared.items()
+        raise ValueError(
+            f"stages {list(some)} share {one}, but {list(others)} share {other}, and gradients of shared weights are "
+            "added up by the same stages; choose another pipeline_parallel"
+        )
+    return next(iter(shared), ())
+
+
 def stage_of(
     units: tuple[Unit, ...], decisions: Decisions, stage: int
 ) -> tuple[tuple[Unit, ...], Decisions, dict[str, str]]:

@@ -187,8 +187,8 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("size", "crosses", "options"),
-    [(2, "", {}), (3, "memory", {}), (3, "", {"device_memory": "250kB"}), (3, "scaled", {})],
-    ids=["kept", "given later", "offloaded", "changed at a cut"],
+    [(2, "", {}), (3, "memory", {}), (3, "", {"device_memory": "250kB"}), (3, "scaled", {}), (3, "weights", {})],
+    ids=["kept", "given later", "offloaded", "changed at a cut", "weights that stages share"],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
     for *both, plan, _ in (ranks := processes.call(size, own_model, crosses, options, timeout_s=100.0)):
@@ -220,22 +220,16 @@ def test_stages_of_compiled_blocks_make_all_gradients_in_backward(processes):
 @pytest.mark.part(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
-    for *both, _, _ in (ranks := processes.call(2, model_of_transformers, kind, timeout_s=100.0)):
+    size = 3 if kind == "scores that layers share" else 2  # with an embedding that three stages share
+    for *both, _, _ in (ranks := processes.call(size, model_of_transformers, kind, timeout_s=100.0)):
         assert_same(*both)
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
 
 
-@pytest.mark.part(2)
-@pytest.mark.parametrize(
-    ("crosses", "message"),
-    [
-        ("skip", "depends on positions of another stage, beside what layers from blocks.2 on are given"),
-        ("weights", "share weights, but would be in stages"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_is_refused(processes, crosses, message):
-    processes.begin(3, own_model, crosses, {})
-    assert [str(e) for e in processes.results(3) if message not in str(e)] == []
+def test_a_model_that_cannot_be_cut_is_refused(processes):
+    processes.begin(3, own_model, "skip", {})
+    message = "depends on positions of another stage, beside what layers from blocks.2 on are given"
+    assert [str(error) for error in processes.results(3) if message not in str(error)] == []
 
 
 def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
