@@ -103,7 +103,7 @@ def stage_of(
 
     Returns:
         The stage's units, the decisions for them, and its weights that another stage has too: the name of each in the
-        whole model, and what this stage calls it. The last stage has a copy of weights that its head shares.
+        whole model, and what this stage calls it. A stage has a copy of what it shares with an earlier one.
     """
     num_stages = decisions.pipeline_parallel
     dealt = of_stages(units, decisions)
