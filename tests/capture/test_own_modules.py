@@ -20,6 +20,7 @@ from planner.models.kernels import Attention, flop
 from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
+from ullage.capture.records import CaptureError
 
 aten = torch.ops.aten
 FUSED = {
@@ -290,6 +291,8 @@ def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
     class Queue(nn.Module):
         """Momentum and a place in a queue, as in MoCo."""
 
+        resizes = False
+
         def __init__(self) -> None:
             super().__init__()
             self.own, self.other = nn.Linear(16, 4), nn.Linear(16, 4).requires_grad_(False)
@@ -298,11 +301,17 @@ def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.place[0] = (int(self.place) + len(x)) % 64
             self.other.weight.data = self.other.weight.data * 0.9 + self.own.weight.data * 0.1
-            return self.own(x) + self.other(x)
+            made = self.own(x) + self.other(x)
+            if self.resizes:
+                self.own.bias.data = torch.zeros(3)
+            return made
 
     found = capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
     assert found.written == ("other.weight",)
     assert "other.weight" not in {spec.name for operator in found.operators() for spec in operator.parameters}
+    Queue.resizes = True
+    with pytest.raises(CaptureError, match="gives the parameter own.bias other data"):
+        capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
 
 
 @pytest.mark.parametrize("number", [1, 2])  # the second function is made after a capture has looked for them

@@ -208,8 +208,7 @@ def _assign_parameters(recording: Recording, places: list[UnitVisits], drafts: l
     unit_of: dict[str, int] = {}  # unit of each module, and of each tied parameter
     for name, number in uses:
         unit_of.setdefault(home(name), drafts[number].unit)
-    # Of parameters that nothing uses: a module that reads none, as dropout, may also run in another unit.
-    last = {draft.unit: number for number, draft in enumerate(drafts)} | {drafts[n].unit: n for _, n in uses}
+    last = {draft.unit: number for number, draft in enumerate(drafts)}
     readers = {drafts[number].path: drafts[number].unit for _, number in reversed(uses)}
     _place_unused(recording, places, unit_of, readers)
     for name in recording.parameters:
