@@ -114,13 +114,20 @@ def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num
 
 
 def system_of(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> FluidSystem:
-    """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources."""
+    """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources.
+
+    Raises:
+        ValueError: a task would take for ever.
+    """
     arrays, count, stages = schedule.arrays, schedule.num_tasks, range(schedule.num_stages)
     # Tasks of one kind have one price, and there are few kinds.
     identities = np.fromiter(map(id, prices), np.int64, count)
     _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
     kinds = [prices[first] for first in firsts.tolist()]
     amounts = np.array([(p.latency_s, p.duration_s, p.weight) for p in kinds]).reshape(-1, 3)[price]
+    if not np.isfinite(amounts).all():
+        task = schedule.tasks[int(np.argmin(np.isfinite(amounts).all(axis=1)))]
+        raise ValueError(f"{task.name} on lane {task.lane} would take for ever; correct the profile of the machine")
     num_uses, uses = _uses(kinds, price)
     stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
     pred_ptr, pred = _predecessors(schedule, num_iterations)
