@@ -10,9 +10,9 @@ from planner.models.choice import Choice
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import experts, float8, kernel_sets
 from planner.models.formulas.ends import embedding_operators, head_operators
-from planner.models.formulas.layers import Part, layer_operators, layer_parts
+from planner.models.formulas.layers import layer_parts, placed
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.operators import UNUSED, Batch, Operator, weight_of
+from planner.models.operators import UNUSED, Batch, Operator, by_module, weight_of
 from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
 from planner.models.sharding import share
@@ -319,16 +319,18 @@ def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
     float8.check(config, batch)
     kernel_sets.check(config, batch)
     own = share(config, batch)
-    specs = {spec.name: spec for spec in parameters(own)}
-    ways = (batch, dataclasses.replace(batch, casts_weights=False)) if batch.fp8_products else (batch,)
-    return assemble(
-        own,
-        config,
-        batch,
-        embedding_operators(own, batch, specs),
-        lambda layer: [layer_parts(own, way, layer) for way in ways],
-        head_operators(own, batch, specs),
-    )
+    owned = by_module(parameters(own))
+    first, last = embedding_operators(own, batch, owned), head_operators(own, batch, owned)
+    return assemble(own, batch, first, lambda layer: _layer(own, config, batch, layer), last)
+
+
+def _layer(config: ModelConfig, whole: ModelConfig, batch: Batch, layer: int) -> tuple[Operator, ...]:
+    parts = layer_parts(config, whole, batch, layer)
+    if not batch.fp8_products:
+        return parts
+    twins = layer_parts(config, whole, dataclasses.replace(batch, casts_weights=False), layer)
+    pairs = zip(parts, twins, strict=True)
+    return tuple(dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs)
 
 
 def _in_segment_tiles(config: Model, batch: Batch, tile: int) -> Iterator[Operator]:
@@ -361,20 +363,18 @@ def _in_segment_tiles(config: Model, batch: Batch, tile: int) -> Iterator[Operat
 
 def assemble(
     config: ModelConfig,
-    whole: ModelConfig,
     batch: Batch,
     first: Iterable[Operator],
-    parts_of: Callable[[int], list[tuple[Part, ...]]],
+    parts_of: Callable[[int], tuple[Operator, ...]],
     last: Iterable[Operator],
 ) -> tuple[Operator, ...]:
     """Return a model's operators in order of execution.
 
     Args:
         config: sizes of one rank's share of the model.
-        whole: sizes of the model.
         batch: the batch.
         first: operators before the layers.
-        parts_of: from a layer, its parts; a second list, if there is one, has them without casts of weights.
+        parts_of: from a layer, its operators with names relative to it.
         last: operators behind the layers.
 
     Raises:
@@ -386,23 +386,13 @@ def assemble(
             "learned; shorten the sequence or choose another model"
         )
     operators = sorted(first, key=lambda operator: operator.kind == "rotary")
-    parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
+    parts: dict[tuple[object, ...], tuple[Operator, ...]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
         if kind not in parts:
             parts[kind] = parts_of(layer)
-        operators += _layer(config, whole, layer, parts[kind])
+        operators += (placed(part, config, layer) for part in parts[kind])
     return (*operators, *last)
-
-
-def _layer(config: ModelConfig, whole: ModelConfig, layer: int, ways: list[tuple[Part, ...]]) -> list[Operator]:
-    """Return a layer's operators; the second way, if there is one, has their parts without casts of weights."""
-    parts, *without = ways
-    operators = layer_operators(config, whole, layer, parts)
-    for others in without:
-        pairs = zip(operators, layer_operators(config, whole, layer, others), strict=True)
-        operators = [dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs]
-    return operators
 
 
 def units(operators: Collection[Operator]) -> tuple[Unit, ...]:
