@@ -140,9 +140,7 @@ def _owning(unit: Unit, copied: dict[str, ParameterSpec]) -> Unit:
         else operator
         for operator in unit.operators
     ]
-    owned = [spec for operator in operators for spec in operator.parameters]
-    trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-    return dataclasses.replace(unit, operators=tuple(operators), parameters=trained, frozen=frozen, shared_units=())
+    return dataclasses.replace(unit, operators=tuple(operators), shared_units=())
 
 
 def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:

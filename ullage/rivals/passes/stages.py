@@ -13,7 +13,7 @@ from planner.graph import Unit
 from planner.lowering.program import Program
 from planner.lowering.stages import deal, issue_order
 from planner.models.kernels import Collective, Kernels, Work
-from planner.models.operators import Operator, operator_of
+from planner.models.operators import operator_of
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -90,18 +90,14 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
     used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
     parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
     work = Work(forward, backward, saved_bytes, workspace_bytes)
-    return _unit(operator_of({}, name, name, "stage", Pattern.SHARD, work, hidden_bytes, parameters=parameters))
-
-
-def _unit(operator: Operator) -> Unit:
-    trained, frozen = (tuple(s for s in operator.parameters if s.is_trained is wanted) for wanted in (True, False))
-    return Unit(operator.unit, operator.segment, (operator,), trained, frozen=frozen)
+    merged = operator_of({}, name, name, "stage", Pattern.SHARD, work, hidden_bytes, parameters=parameters)
+    return Unit(name, name, (merged,))
 
 
 def _experts(stage: int, parts: list[list[Unit]]) -> Unit:
     """Return the experts of a stage as a unit that computes nothing: its kernels are the stage's."""
     name, parameters = f"stage{stage}.experts", _expert_parameters(parts)
-    return _unit(operator_of({}, name, name, "experts", Pattern.EXPERT, Work(), 0, parameters=parameters))
+    return Unit(name, name, (operator_of({}, name, name, "experts", Pattern.EXPERT, Work(), 0, parameters=parameters),))
 
 
 def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:
