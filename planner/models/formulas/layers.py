@@ -116,16 +116,24 @@ def linear(
     beside: Iterable[int] = (),
     found: float8.Found = None,
 ) -> Work:
-    """Return a projection of every token; see :func:`planner.models.formulas.work.linear`.
+    """Return a projection of every token, with products in fp8 if these are asked for and possible.
 
-    ``beside``: outputs of the projections that read its input before it.
+    See :func:`planner.models.formulas.work.linear`.
+
+    Args:
+        batch: the batch.
+        inputs: width of its input.
+        outputs: width of its output.
+        bias: whether it has a bias.
+        beside: outputs of the projections that read its input before it, of which one in fp8 has cast that.
+        found: the tensor of which a cast knows the largest value.
     """
     rows, e = batch.num_tokens, batch.dtype_bytes
-    fp8, casts_weights = batch.fp8_products, batch.casts_weights
-    shares = any(float8.fits(inputs, others) for others in beside)
-    return work.linear(
-        rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights, shares=shares, found=found
-    )
+    if not _in_fp8(batch, inputs, outputs):
+        return work.linear(rows, inputs, outputs, e, bias=bias)
+    shares, emulated = any(float8.fits(inputs, others) for others in beside), batch.fp8_products == "emulated"
+    given = {"bias": bias, "emulated": emulated, "casts_weights": batch.casts_weights, "shares": shares}
+    return float8.float8_linear(rows, inputs, outputs, e, **given, found=found)
 
 
 def _in_fp8(batch: Batch, inputs: int, outputs: int) -> bool:
