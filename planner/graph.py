@@ -10,9 +10,9 @@ from planner.models.choice import Choice
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import experts, float8, kernel_sets
 from planner.models.formulas.ends import embedding_operators, head_operators
-from planner.models.formulas.layers import Part, layer_operators, layer_parts
+from planner.models.formulas.layers import layer_parts, placed
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
-from planner.models.operators import UNUSED, Batch, Operator, weight_of
+from planner.models.operators import UNUSED, Batch, Operator, by_module, weight_of
 from planner.models.parameters import ParameterSpec, parameters
 from planner.models.patterns import Pattern
 from planner.models.sharding import share
@@ -47,17 +47,11 @@ class Unit:
         segment: the decoder layer, which is recomputed as a whole. ``embed`` and ``head`` are segments of their own and
             are never recomputed.
         operators: in forward order.
-        parameters: those that are trained, in order of use, weights of products in fp8 behind all others. They have
-            gradients and optimizer state, are cut into subgroups, and their number is ``num_params``.
         shared_units: other units whose parameters it uses (tied embeddings).
         is_first: whether its segment begins with it.
-        frozen: parameters that only move with the others.
         can_swap: whether its segment's activations can be recomputed or offloaded. All units of the segment belong to
             a layer, and backward goes through it: not where nothing in or before it is trained. A unit may have no
             kernel of its own to run again.
-        fp8_parameters: the last of ``parameters``: those that products in fp8 cast, each with a scale of its own. Empty
-            if it also has frozen ones.
-        fp8_twin: the same unit where these come in fp8, so that it does not cast them.
         entry_bytes: what a forward that begins here, in a pipeline, keeps for backward beside hidden states: rotations
             that it makes before, and what else it is sent.
     """
@@ -65,14 +59,42 @@ class Unit:
     name: str
     segment: str
     operators: tuple[Operator, ...]
-    parameters: tuple[ParameterSpec, ...]
     shared_units: tuple[str, ...] = ()
     is_first: bool = False
-    frozen: tuple[ParameterSpec, ...] = ()
     can_swap: bool = False
-    fp8_parameters: tuple[ParameterSpec, ...] = ()
-    fp8_twin: "Unit | None" = dataclasses.field(default=None, compare=False, repr=False)
     entry_bytes: int = 0
+
+    @functools.cached_property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those that are trained, in order of use, :attr:`fp8_parameters` behind all others.
+
+        They have gradients and optimizer state, are cut into subgroups, and their number is :attr:`num_params`.
+        """
+        trained = [spec for operator in self.operators for spec in operator.parameters if spec.is_trained]
+        return (*(spec for spec in trained if spec not in self.fp8_parameters), *self.fp8_parameters)
+
+    @functools.cached_property
+    def frozen(self) -> tuple[ParameterSpec, ...]:
+        """Parameters that only move with the others."""
+        return tuple(spec for operator in self.operators for spec in operator.parameters if not spec.is_trained)
+
+    @functools.cached_property
+    def fp8_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Those that products in fp8 cast, each with a scale of its own. Empty if one of them is frozen."""
+        names = {weight for operator in self.operators for weight in multiplied_in_fp8(operator)}
+        found = [spec for operator in self.operators for spec in operator.parameters if spec.name in names]
+        return tuple(found) if all(spec.is_trained for spec in found) else ()
+
+    @functools.cached_property
+    def fp8_twin(self) -> "Unit | None":
+        """The same unit where these come in fp8, so that it does not cast them."""
+        if not self.fp8_parameters:
+            return None
+        operators = (
+            dataclasses.replace(operator.fp8_twin, parameters=operator.parameters) if operator.fp8_twin else operator
+            for operator in self.operators
+        )
+        return dataclasses.replace(self, operators=tuple(operators))
 
     @property
     def call(self) -> int:
@@ -325,16 +347,18 @@ def build_graph(config: Model, batch: Batch) -> tuple[Operator, ...]:
     float8.check(config, batch)
     kernel_sets.check(config, batch)
     own = share(config, batch)
-    specs = {spec.name: spec for spec in parameters(own)}
-    ways = (batch, dataclasses.replace(batch, casts_weights=False)) if batch.fp8_products else (batch,)
-    return assemble(
-        own,
-        config,
-        batch,
-        embedding_operators(own, batch, specs),
-        lambda layer: [layer_parts(own, way, layer) for way in ways],
-        head_operators(own, batch, specs),
-    )
+    owned = by_module(parameters(own))
+    first, last = embedding_operators(own, batch, owned), head_operators(own, batch, owned)
+    return assemble(own, batch, first, lambda layer: _layer(own, config, batch, layer), last)
+
+
+def _layer(config: ModelConfig, whole: ModelConfig, batch: Batch, layer: int) -> tuple[Operator, ...]:
+    parts = layer_parts(config, whole, batch, layer)
+    if not batch.fp8_products:
+        return parts
+    twins = layer_parts(config, whole, dataclasses.replace(batch, casts_weights=False), layer)
+    pairs = zip(parts, twins, strict=True)
+    return tuple(dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs)
 
 
 def _in_segment_tiles(config: Model, batch: Batch, tile: int) -> Iterator[Operator]:
@@ -367,20 +391,18 @@ def _in_segment_tiles(config: Model, batch: Batch, tile: int) -> Iterator[Operat
 
 def assemble(
     config: ModelConfig,
-    whole: ModelConfig,
     batch: Batch,
     first: Iterable[Operator],
-    parts_of: Callable[[int], list[tuple[Part, ...]]],
+    parts_of: Callable[[int], tuple[Operator, ...]],
     last: Iterable[Operator],
 ) -> tuple[Operator, ...]:
     """Return a model's operators in order of execution.
 
     Args:
         config: sizes of one rank's share of the model.
-        whole: sizes of the model.
         batch: the batch.
         first: operators before the layers.
-        parts_of: from a layer, its parts; a second list, if there is one, has them without casts of weights.
+        parts_of: from a layer, its operators with names relative to it.
         last: operators behind the layers.
 
     Raises:
@@ -392,23 +414,13 @@ def assemble(
             "learned; shorten the sequence or choose another model"
         )
     operators = sorted(first, key=lambda operator: operator.kind == "rotary")
-    parts: dict[tuple[object, ...], list[tuple[Part, ...]]] = {}  # equal layers share their kernels
+    parts: dict[tuple[object, ...], tuple[Operator, ...]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
         if kind not in parts:
             parts[kind] = parts_of(layer)
-        operators += _layer(config, whole, layer, parts[kind])
+        operators += (placed(part, config, layer) for part in parts[kind])
     return (*operators, *last)
-
-
-def _layer(config: ModelConfig, whole: ModelConfig, layer: int, ways: list[tuple[Part, ...]]) -> list[Operator]:
-    """Return a layer's operators; the second way, if there is one, has their parts without casts of weights."""
-    parts, *without = ways
-    operators = layer_operators(config, whole, layer, parts)
-    for others in without:
-        pairs = zip(operators, layer_operators(config, whole, layer, others), strict=True)
-        operators = [dataclasses.replace(o, fp8_twin=twin) if o.forward != twin.forward else o for o, twin in pairs]
-    return operators
 
 
 def units(operators: Collection[Operator]) -> tuple[Unit, ...]:
@@ -419,16 +431,9 @@ def units(operators: Collection[Operator]) -> tuple[Unit, ...]:
     for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):
         members = tuple(group)
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
-        owned = tuple(spec for operator in members for spec in operator.parameters)
-        trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-        names = {weight for operator in members for weight in multiplied_in_fp8(operator)}
-        narrow = tuple(spec for spec in owned if spec.name in names)
-        narrow = narrow if all(spec.is_trained for spec in narrow) else ()
-        trained = (*(spec for spec in trained if spec not in narrow), *narrow)
         segment = members[0].segment
         is_first = not result or result[-1].segment != segment
-        unit = Unit(name, segment, members, trained, tuple(shared), is_first, frozen, segment in swapped, narrow)
-        result.append(dataclasses.replace(unit, fp8_twin=_without_casts(unit)) if narrow else unit)
+        result.append(Unit(name, segment, members, tuple(shared), is_first, segment in swapped))
     return tuple(result)
 
 
@@ -446,15 +451,6 @@ def multiplied_in_fp8(operator: Operator) -> set[str]:
     if operator.measured:  # what runs in one captured module may be the first to see another's parameters
         return {weight_of(operator)} if shapes else set()
     return {spec.name for spec in operator.parameters if spec.shape in shapes}
-
-
-def _without_casts(unit: Unit) -> Unit:
-    """Return a unit whose weights of products in fp8 come in fp8."""
-    operators = (
-        dataclasses.replace(operator.fp8_twin, parameters=operator.parameters) if operator.fp8_twin else operator
-        for operator in unit.operators
-    )
-    return dataclasses.replace(unit, operators=tuple(operators))
 
 
 def segments(units: Iterable[Unit]) -> list[list[Unit]]:

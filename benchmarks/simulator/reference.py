@@ -4,11 +4,10 @@ See [Note: Fluid sharing] in :mod:`planner.simulate.system`.
 """
 
 import itertools
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,19 +36,12 @@ class FluidTask(NamedTuple):
     weight: float = 1.0
 
 
-def built(
-    tasks: Iterable[FluidTask], capacity: Sequence[Capacity] = (), *, resource_names: Sequence[str] = (), **names: Any
-) -> FluidSystem:
+def built(tasks: Iterable[FluidTask], capacity: Sequence[Capacity] = ()) -> FluidSystem:
     """Return a system of Python objects.
 
     Args:
         tasks: in issue order.
         capacity: of each resource.
-        resource_names: names for messages; may be empty.
-        names: the other names of :class:`planner.simulate.system.FluidSystem`.
-
-    Raises:
-        ValueError: see the class.
     """
     listed = list(tasks)
     uses = [sorted((r, rate) for r, rate in task.uses.items() if rate != 0) for task in listed]
@@ -64,10 +56,20 @@ def built(
         use_ptr=pointers([len(use) for use in uses]),
         use_resource=np.array([r for r, _ in flat], dtype=np.int32),
         use_rate=np.array([rate for _, rate in flat]),
-        capacity=capacity_rows(capacity, resource_names),
-        resource_names=resource_names,
-        **names,
+        capacity=capacity_rows(capacity),
     )
+
+
+def predecessors(system: FluidSystem, task: int) -> list[int]:
+    """Return the indices of a task's predecessors."""
+    found: list[int] = system.pred[system.pred_ptr[task] : system.pred_ptr[task + 1]].tolist()
+    return found
+
+
+def uses_of(system: FluidSystem, task: int) -> dict[int, float]:
+    """Return a task's use of each resource, in amount per second at full speed."""
+    part = slice(system.use_ptr[task], system.use_ptr[task + 1])
+    return dict(zip(system.use_resource[part].tolist(), system.use_rate[part].tolist(), strict=True))
 
 
 def max_min_speeds(
@@ -109,12 +111,9 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
     Args:
         system: the system to simulate.
         number: type to calculate with: ``float``, or ``Fraction`` for exact times (rounded only when returned).
-
-    Raises:
-        ValueError: a task can never end; see :meth:`FluidSystem.never_ends`.
     """
-    after = [system.predecessors(i) for i in range(system.num_tasks)]
-    uses = [{r: number(a) for r, a in system.uses(i).items()} for i in range(system.num_tasks)]
+    after = [predecessors(system, i) for i in range(system.num_tasks)]
+    uses = [{r: number(a) for r, a in uses_of(system, i).items()} for i in range(system.num_tasks)]
     capacity = [[number(c) for c in row] for row in system.capacity.tolist()]
     weights = [number(w) for w in system.weight.tolist()]
     latency_left = [number(x) for x in system.latency_s.tolist()]
@@ -144,8 +143,6 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
         speed = dict(zip(running, speeds, strict=True))
         left = {i: _time_left(latency_left[i], work_left[i], speed.get(i)) for i in started}
         step = min(left.values())
-        if step == math.inf:
-            raise system.never_ends(min(left))
         now += step
         for i in started:
             if i in speed:
@@ -164,7 +161,7 @@ def _queues(system: FluidSystem) -> list[deque[int]]:
 def _time_left(latency_left: Number, work_left: Number, speed: Number | None) -> Number:
     if speed is None:
         return latency_left
-    return work_left / speed if speed > 0 else math.inf
+    return work_left / speed
 
 
 def _array(times: Mapping[int, Number]) -> Floats:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.origin import origin, write_result
-from benchmarks.simulator.reference import FluidTask, built, simulate_reference
+from benchmarks.simulator.reference import FluidTask, built, predecessors, simulate_reference, uses_of
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
@@ -112,7 +112,7 @@ def training_graph(num_layers: int, seed: int = 0) -> list[FluidTask]:
 
 def fluid_system(tasks: Sequence[FluidTask], link_capacity: float) -> FluidSystem:
     """Return our form of a graph: exclusive lanes, and a link that both copy lanes cross."""
-    return built(tasks, [*[1.0] * len(LANES), link_capacity], lane_names=LANES)
+    return built(tasks, [*[1.0] * len(LANES), link_capacity])
 
 
 def full_model() -> tuple[Schedule, list[Price], dict[Resource, float]]:
@@ -223,7 +223,7 @@ def compare(
     checked = {
         "simpy_resources": lambda: simpy_resources(tasks),
         "simpy_lanes": lambda: simpy_lanes(tasks),
-        "kernel": lambda: simulate(wide).end_s,
+        "kernel": lambda: simulate(wide)[1],
     }
     if len(tasks) <= reference_limit:
         checked["reference"] = lambda: simulate_reference(wide)[1]
@@ -264,8 +264,8 @@ def measure_layers(num_layers: int, repeats: int, reference_limit: int) -> dict[
     wide = fluid_system(tasks, link_capacity=2.0)
     build_s = time.perf_counter() - begin_s
     contended = fluid_system(tasks, link_capacity=1.0)
-    assert simulate(contended).makespan_s > simulate(wide).makespan_s
-    further = {"kernel_contended": lambda: simulate(contended).end_s}
+    assert simulate(contended)[1].max() > simulate(wide)[1].max()
+    further = {"kernel_contended": lambda: simulate(contended)[1]}
     compared = compare(tasks, wide, further, repeats, reference_limit)
     return {"num_layers": num_layers, "build_s": build_s, **compared}
 
@@ -277,13 +277,13 @@ def measure_full_model(repeats: int, reference_limit: int) -> dict[str, Any]:
     # Wide enough for all tasks of all lanes at once.
     wide = dataclasses.replace(contended, capacity=np.full((len(capacities), 1), 1e3 * contended.use_rate.max()))
     tasks = [
-        FluidTask(int(lane), float(duration_s), float(latency_s), contended.predecessors(i), contended.uses(i))
+        FluidTask(int(lane), float(duration_s), float(latency_s), predecessors(contended, i), uses_of(contended, i))
         for i, (lane, duration_s, latency_s) in enumerate(
             zip(contended.lane, contended.duration_s, contended.latency_s, strict=True)
         )
     ]
     further = {
-        "kernel_contended": lambda: simulate(contended).end_s,
+        "kernel_contended": lambda: simulate(contended)[1],
         "schedule_to_timeline": lambda: simulate_iterations(schedule, prices, capacities, 1),
     }
     compared = compare(tasks, wide, further, repeats, reference_limit)
@@ -299,9 +299,9 @@ def measure_pipeline(num_tasks: int, repeats: int) -> dict[str, Any]:
     times_s = []
     for _ in range(repeats):
         begin_s = time.perf_counter()
-        simulation = simulate(system)
+        start_s, end_s = simulate(system)
         times_s.append(time.perf_counter() - begin_s)
-    busy_lanes = float((simulation.end_s - simulation.start_s).sum() / simulation.makespan_s)
+    busy_lanes = float((end_s - start_s).sum() / end_s.max())
     return {
         "num_tasks": system.num_tasks,
         "num_lanes": NUM_STAGES * LANES_PER_STAGE,

@@ -15,9 +15,9 @@ from planner.choices.tiles import (
     tile_of,
     with_tiles,
 )
-from planner.costs.fabrics import Fabrics
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
+from planner.costs.rank import RankHardware
 from planner.decisions import Choice, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering.stages import sharing_stages
@@ -70,14 +70,14 @@ def _with_collectives(request: Request, choice: Choice) -> Choice:
         ValueError: they are to go through the host, but ranks are on several nodes.
     """
     profile, wanted = request.hardware, request.collectives
-    layout = Layout(choice.data_parallel, choice.tensor_parallel, choice.pipeline_parallel, profile.devices_per_node)
-    fabrics, group = Fabrics(profile, layout), layout.replicas(1)
+    layout = Layout.of(choice, profile)
+    group = layout.replicas(1)
     if wanted == "host" and group.nodes > 1:
         raise ValueError(
             f"collectives are to go through host memory, but {choice.data_parallel} data-parallel ranks are on "
             f"{group.nodes} nodes; leave --parallel collectives=host out"
         )
-    if wanted == "host" or (wanted is None and fabrics.prefers_host(group)):
+    if wanted == "host" or (wanted is None and RankHardware(profile, layout).prefers_host(group)):
         return choice.model_copy(update={"collectives": "host" if group.per_node > 1 else None})
     return choice
 

@@ -6,9 +6,8 @@ from typing import Final
 
 from hwprofiles.profile import Dtype, HardwareProfile, ProductType
 from hwprofiles.quantity import Curve
-from planner.costs.fabrics import Fabrics
-from planner.costs.layout import Layout
-from planner.costs.resources import RankHardware, Resource
+from planner.costs.rank import RankHardware
+from planner.costs.resources import Resource
 from planner.decisions import Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel
 from planner.models.kernels import Collective
@@ -28,13 +27,11 @@ class KernelCosts:
 
     Args:
         rank: the rank that has the device.
-        layout: where the other ranks of collectives inside a unit are.
-        fabrics: the fabrics between ranks.
         precision: types of weights and activations.
     """
 
-    def __init__(self, rank: RankHardware, layout: Layout, fabrics: Fabrics, precision: Precision) -> None:
-        self._rank, self._layout, self._fabrics = rank, layout, fabrics
+    def __init__(self, rank: RankHardware, precision: Precision) -> None:
+        self._rank = rank
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
@@ -133,11 +130,10 @@ class KernelCosts:
             is_hidden = self._rank.profile.device.kind == "gpu"  # a host that computes does one after the other
             return max(alone_s - is_hidden * self.time_and_bytes(kernel.behind)[0] / num_steps, 0.0)
         if kernel.kind != "ring":
-            group = self._layout.parts(kernel.num_ranks, over_tensor=kernel.over_tensor)
+            group = self._rank.layout.parts(kernel.num_ranks, over_tensor=kernel.over_tensor)
             is_pass = kernel.kind == "pass"
-            return (self._fabrics.pass_s if is_pass else self._fabrics.all_to_all_s)(group, kernel.num_bytes)
-        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes, kernel.num_passes)
-        return sum(ring.latency_s for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
+            return (self._rank.pass_s if is_pass else self._rank.all_to_all_s)(group, kernel.num_bytes)
+        return self._rank.collective(self._rank.layout.tensor_group, kernel.num_bytes, kernel.num_passes).alone_s
 
 
 def no_products(profile: HardwareProfile, dtype: ProductType) -> str:

@@ -7,8 +7,10 @@ those of a data group are ``tensor`` apart, and a stage is a block of ``tensor *
 
 import dataclasses
 from collections import Counter
+from typing import Self
 
 from hwprofiles.profile import HardwareProfile
+from planner.decisions import Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Layout:
     pipeline: int
     devices_per_node: int
 
+    @classmethod
+    def of(cls, choice: Choice, profile: HardwareProfile) -> Self:
+        """Return the layout of a choice's ranks on a machine."""
+        return cls(choice.data_parallel, choice.tensor_parallel, choice.pipeline_parallel, profile.devices_per_node)
+
     @property
     def num_ranks(self) -> int:
         """All ranks, each with one device."""
@@ -42,10 +49,6 @@ class Layout:
     def ranks_per_node(self) -> int:
         """Ranks on a full node."""
         return min(self.num_ranks, self.devices_per_node)
-
-    def ranks_per_uplink(self, profile: HardwareProfile) -> int:
-        """Return the ranks behind one switch; they copy at the same time, so all their bytes cross its uplink."""
-        return min(self.ranks_per_node, profile.devices_per_uplink())
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""

@@ -11,10 +11,10 @@ from typing import Literal, Self
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Quantity
-from planner.costs.fabrics import Fabrics
 from planner.costs.kernels import KernelCosts
 from planner.costs.layout import Layout
-from planner.costs.resources import Price, RankHardware, Resource
+from planner.costs.rank import RankHardware
+from planner.costs.resources import Price, Resource
 from planner.decisions import BF16, Decisions, Sharding
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
 from planner.graph import Kernel, Unit
@@ -65,18 +65,15 @@ class CostModel:
         self._dtype_bytes = precision.weight_bytes
         self._optimizer = given.optimizer
         self._given = given
-        self.layout = Layout(
-            given.data_parallel, given.tensor_parallel, given.pipeline_parallel, profile.devices_per_node
-        )
-        self._fabrics = Fabrics(profile, self.layout)
+        self.layout = Layout.of(given, profile)
         self.num_ranks = self.layout.num_ranks
         self.ranks_per_node = self.layout.ranks_per_node
         self.stages_on_nodes = self.layout.stages_on_nodes()
         self._rank = RankHardware(profile, self.layout)
-        self._kernels = KernelCosts(self._rank, self.layout, self._fabrics, precision)
+        self._kernels = KernelCosts(self._rank, precision)
         # Muon's products are in bf16, whatever the type of weights.
         in_bf16 = precision.weights != "bf16" and "bf16" in profile.device.gemm
-        self._products = KernelCosts(self._rank, self.layout, self._fabrics, BF16) if in_bf16 else self._kernels
+        self._products = KernelCosts(self._rank, BF16) if in_bf16 else self._kernels
         self._prices: dict[Hashable, Price] = {}  # by kind
         self._same: dict[Price, Price] = {}
 
@@ -199,7 +196,7 @@ class CostModel:
         device = self.profile.device
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
-        products_s += self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
+        products_s += self._rank.exchanges_s(self.layout.tensor_group, task.num_bytes)
         state = self.precision.optimizer_state(self._kind(task))
         update_bytes = self._update_bytes(task)
         if device.kind == "gpu" and not (state.fuses and device.fuses_updates is not False):
@@ -253,7 +250,7 @@ class CostModel:
         """
         device, host, ranks = self.profile.device, self.profile.host, self.ranks_per_node
         kernels = [kernel for shape in task.matrices for kernel in newton_schulz(*shape)]
-        exchanges_s = self._fabrics.exchanges_s(self.layout.tensor_group, task.num_bytes)
+        exchanges_s = self._rank.exchanges_s(self.layout.tensor_group, task.num_bytes)
         if device.kind == "host":
             return exchanges_s + self._products.compute_s(kernels) * device.num_cores * ranks / host.num_optimizer_cores
         if kernels:
@@ -319,7 +316,7 @@ class CostModel:
             else:
                 duration_s += self._rank.read_s(norm, task.num_params, "gradient norm")
         rate = task.num_bytes / duration_s
-        uses = self._copying(0.0 if down else rate, rate if down else 0.0, num_passes)
+        uses = self._rank.copying(0.0 if down else rate, rate if down else 0.0, num_passes)
         if task.stalls:
             uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
@@ -349,30 +346,12 @@ class CostModel:
         if task.op is Op.GATHER and task.num_params:  # the shard is cast first, with scales that ranks agree on
             num_bytes = (2 * self._dtype_bytes + 1) * task.num_params
             cast_s = self._rank.read_s(self.profile.device.elementwise, num_bytes, "elementwise")
-            agreed_s = sum(ring.latency_s for ring in self._fabrics.rings(group, 0, num_rounds=2))
+            agreed_s = self._rank.collective(group, 0, num_rounds=2).latency_s
         if task.through_host:
-            path = self._fabrics.through_host(group, task.num_bytes, sums=task.op is not Op.GATHER)
-            duration_s, latency_s = path.time_s + cast_s, path.latency_s + agreed_s
-            up, down = (num_bytes / duration_s if duration_s else 0.0 for num_bytes in (path.up_bytes, path.down_bytes))
-            num_passes = 2 if self.profile.host_link.num_cores_per_copy.value else 1
-            return Price(latency_s, duration_s, tuple(sorted(self._copying(up, down, num_passes))))
-        uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
-        rings = self._fabrics.rings(group, task.num_bytes)
-        duration_s = max((ring.time_s for ring in rings), default=0.0) + cast_s
-        latency_s = sum(ring.latency_s for ring in rings) + agreed_s
-        for ring in rings:
-            if ring.fabric.via_host_link and ring.time_s > 0:
-                best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
-                uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
-        return Price(latency_s, duration_s, tuple(sorted(uses)))
-
-    def _copying(self, up_rate: float, down_rate: float, num_passes: int) -> list[tuple[Resource, float]]:
-        """Return what copies over the link use at these bytes per second, with so many passes over DRAM."""
-        ways = ((Resource.LINK_UP, up_rate), (Resource.LINK_DOWN, down_rate))
-        rate, num_cores = up_rate + down_rate, self.profile.host_link.num_cores_per_copy.value
-        dram = self._rank.at_most_dram(rate * num_passes)
-        uses = [*(way for way in ways if way[1]), (Resource.LINK, rate), (Resource.DRAM, dram)]
-        return [*uses, (Resource.CORES, num_cores)] if num_cores else uses
+            price = self._rank.through_host(group, task.num_bytes, sums=task.op is not Op.GATHER, more_s=cast_s)
+        else:
+            price = self._rank.collective(group, task.num_bytes, more_s=cast_s)
+        return dataclasses.replace(price, latency_s=price.latency_s + agreed_s)
 
     def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage.
@@ -382,12 +361,8 @@ class CostModel:
         """
         count, other = self.layout.pipeline, 0 if task.stage else -1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, other) % count
-        fabric = self._fabrics.between(task.stage, to)
+        fabric = self._rank.between(task.stage, to)
         rate = fabric.bytes_per_s.value
-        uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
-        if fabric.via_host_link:
-            best = self.profile.host_link.down.best_rate_per_s() / self._rank.ranks_per_uplink
-            uses.append((Resource.LINK_DOWN, min(rate, best)))
         duration_s = task.num_bytes / rate
         if task.lane is Lane.COLLECTIVE:
             if self._given.zero_stage:
@@ -395,7 +370,8 @@ class CostModel:
             moved_bytes = self._dtype_bytes * task.num_params
             copies = (Task(0, lane, Op.FLUSH, task.phase, num_bytes=moved_bytes) for lane in (Lane.H2D, Lane.D2H))
             duration_s += sum(self._copy(copy).duration_s for copy in copies)
-        return Price(fabric.latency_s.value, duration_s, tuple(sorted(uses)))
+        uses = tuple(sorted([(Resource.FABRIC, 1.0), *self._rank.crossing(fabric, rate)]))
+        return Price(fabric.latency_s.value, duration_s, uses)
 
 
 def _seconds(quantity: Quantity | None) -> float:

@@ -51,8 +51,8 @@ def replayed(schedule: Schedule) -> Callable[[Seconds], float]:
     system = system_of(schedule, free, dict.fromkeys(Resource, 1.0), _NUM)
 
     def period_s(durations_s: Seconds) -> float:
-        result = simulate(dataclasses.replace(system, duration_s=np.tile(durations_s, _NUM)))
-        timeline = Timeline(schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
+        start_s, end_s = simulate(dataclasses.replace(system, duration_s=np.tile(durations_s, _NUM)))
+        timeline = Timeline(schedule, start_s.reshape(shape), end_s.reshape(shape))
         return (timeline.begin_s(_NUM - 1) - timeline.begin_s(_FIRST)) / (_NUM - 1 - _FIRST)
 
     return period_s

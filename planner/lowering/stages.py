@@ -174,11 +174,7 @@ def _owning(unit: Unit, copied: dict[str, tuple[ParameterSpec, str]], unit_of: M
         own = tuple(spec for spec in made if spec.name == weight_of(operator) and unit_of[spec.name] == unit.name)
         parameters = operator.parameters + own
         operators.append(dataclasses.replace(operator, parameters=parameters, shared_parameters=tuple(shared)))
-    owned = [spec for operator in operators for spec in operator.parameters]
-    trained, frozen = (tuple(spec for spec in owned if spec.is_trained is wanted) for wanted in (True, False))
-    return dataclasses.replace(
-        unit, operators=tuple(operators), parameters=trained, frozen=frozen, shared_units=tuple(sharing)
-    )
+    return dataclasses.replace(unit, operators=tuple(operators), shared_units=tuple(sharing))
 
 
 def units_apart(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:

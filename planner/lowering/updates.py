@@ -10,7 +10,7 @@ from planner.lowering.storage import Ring, spilled_bytes
 from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
-class Subgroup(NamedTuple):
+class LoweredSubgroup(NamedTuple):
     """A subgroup whose update is lowered.
 
     Attributes:
@@ -30,7 +30,7 @@ class Subgroup(NamedTuple):
     ring: Ring
 
 
-Way = Callable[[Program, Subgroup], list[Task]]
+Way = Callable[[Program, LoweredSubgroup], list[Task]]
 """Adds the tasks of one subgroup's update, and returns those that its unit waits for."""
 
 
@@ -54,7 +54,7 @@ def updates(program: Program, ways: Mapping[Place, Way] | None = None) -> None:
         done: list[Task] = []
         for piece, (num_params, place) in enumerate(unit.amounts.pieces):
             ring = through_nvme if place is Place.NVME else streamed
-            subgroup = Subgroup(unit, piece, num_params, position, ready(program, unit, place), ring)
+            subgroup = LoweredSubgroup(unit, piece, num_params, position, ready(program, unit, place), ring)
             done += known[place](program, subgroup)
         if done and unit.amounts.fetched and (fp8 := unit.amounts.fp8):
             cast = add(program, unit, -1, Lane.CPU, Op.CAST, tuple(draft.index for draft in done))
@@ -100,21 +100,21 @@ def add_update(program: Program, unit: LoweredUnit, piece: int, lane: Lane, num_
     return update
 
 
-def _on_device(program: Program, subgroup: Subgroup) -> list[Task]:
+def _on_device(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     unit, piece, num_params, _, after, _ = subgroup
     updated = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, after)
     unit.changes.append(updated)
     return [updated]
 
 
-def _on_host(program: Program, subgroup: Subgroup) -> list[Task]:
+def _on_host(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     unit, piece, num_params, _, after, _ = subgroup
     updated = add_update(program, unit, piece, Lane.CPU, num_params, after)
     unit.changes.append(updated)
     return [upload(program, subgroup, updated) or updated]
 
 
-def upload(program: Program, subgroup: Subgroup, updated: Task) -> Task | None:
+def upload(program: Program, subgroup: LoweredSubgroup, updated: Task) -> Task | None:
     """Copy parameters that the host updated to the device, unless the unit is fetched into a slot anyway."""
     unit = subgroup.unit
     if unit.amounts.fetched:
@@ -131,7 +131,7 @@ def upload(program: Program, subgroup: Subgroup, updated: Task) -> Task | None:
     return draft
 
 
-def _through_nvme(program: Program, subgroup: Subgroup) -> list[Task]:
+def _through_nvme(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     """Read a subgroup's state into a host buffer, update it, write it back.
 
     See [Note: Host buffers] in :mod:`planner.lowering.storage`.
@@ -148,7 +148,7 @@ def _through_nvme(program: Program, subgroup: Subgroup) -> list[Task]:
     return [uploaded or updated] + ([] if program.decisions.overlap_next_forward else [swap_out])
 
 
-def add_swap_in(program: Program, subgroup: Subgroup) -> Task:
+def add_swap_in(program: Program, subgroup: LoweredSubgroup) -> Task:
     """Add the read of a subgroup's state from NVMe. It waits for the gradient only if it reads the gradient too."""
     unit, piece, num_params, _, after, ring = subgroup
     spilled = spilled_bytes(program.decisions)
@@ -158,7 +158,7 @@ def add_swap_in(program: Program, subgroup: Subgroup) -> Task:
     return swap_in
 
 
-def add_swap_out(program: Program, subgroup: Subgroup, written: Task) -> Task:
+def add_swap_out(program: Program, subgroup: LoweredSubgroup, written: Task) -> Task:
     """Add the write of a subgroup's state to NVMe after a task."""
     unit, piece = subgroup.unit, subgroup.piece
     swap_out = add(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.index,))
@@ -168,7 +168,7 @@ def add_swap_out(program: Program, subgroup: Subgroup, written: Task) -> Task:
     return swap_out
 
 
-def _streamed(program: Program, subgroup: Subgroup) -> list[Task]:
+def _streamed(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     """Copy a subgroup's state to the next slot, update it there, copy it back."""
     unit, piece, num_params, _, after, ring = subgroup
     decisions = program.decisions

@@ -471,25 +471,19 @@ def _operator(
 ) -> Operator:
     path, call = segment.path, f"@{segment.call}" if segment.call else ""
     unit = join(path, captured.unit)
+    others = (join(path, name[1:]) if name.startswith(".") else name for name in captured.shared_parameters)
+    placed = {
+        "name": join(path, captured.name) + call,
+        "unit": unit + call,
+        "parameters": tuple(dataclasses.replace(spec, name=join(path, spec.name)) for spec in captured.parameters),
+        "shared_parameters": tuple(others),
+        "changed_inputs": captured.changed_inputs or (),
+    }
     return Operator(
-        join(path, captured.name) + call,
-        captured.kind,
-        unit + call,
-        (path or unit) + call,
-        tuple(dataclasses.replace(spec, name=join(path, spec.name)) for spec in captured.parameters),
-        Pattern.REPLICATE,
-        captured.forward,
-        captured.backward,
-        captured.saved_bytes,
-        captured.output_bytes,
-        captured.workspace_bytes,
-        tuple(join(path, name[1:]) if name.startswith(".") else name for name in captured.shared_parameters),
-        captured.num_skipped,
-        captured.product_bytes,
-        captured.copies_input,
+        **dict(captured) | placed,
+        segment=(path or unit) + call,
+        pattern=Pattern.REPLICATE,
         measured=True,
-        in_tiles=captured.in_tiles,
-        changed_inputs=captured.changed_inputs or (),
         call=segment.call or 1,
         evaluates=bool(segment.evaluates),
         stays=stays,

@@ -8,7 +8,7 @@ per token and head are left out, and so is the accumulation of gradients over mi
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal, Self
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Work:
     workspace_bytes: int = 0
     copies_input: bool = False
 
-    def __add__(self, other: Self) -> "Work":
+    def __add__(self, other: "Work") -> "Work":
         """Return this work followed by ``other``; backward runs the other way round."""
         return Work(
             self.forward + other.forward,

@@ -1,7 +1,8 @@
 """A model's batch, and its operators."""
 
 import dataclasses
-from typing import Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 from planner.models.kernels import Kernels, Work
 from planner.models.parameters import ParameterSpec
@@ -86,9 +87,9 @@ class Batch:
         return self.expert_units > 1 or self.expert_parallel > 1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operator:
-    """One operator of a model's forward, with its backward.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operator(Work):
+    """One operator of a model's forward, with its backward: work, and where it is in the model.
 
     Attributes:
         name: path of the module in ``transformers``; joint operators such as ``self_attn.qkv_proj`` have a path of
@@ -97,7 +98,6 @@ class Operator:
             ``mlp``, ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
         unit, segment: names of its unit and its segment; a segment is recomputed as a whole.
         parameters: in order of use.
-        forward, backward, saved_bytes, workspace_bytes, copies_input: see :class:`planner.models.kernels.Work`.
         output_bytes: bytes of its output.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: number of kernels at the end of ``forward`` that recomputation leaves out.
@@ -128,15 +128,10 @@ class Operator:
     segment: str
     parameters: tuple[ParameterSpec, ...]
     pattern: Pattern
-    forward: Kernels
-    backward: Kernels
-    saved_bytes: int
     output_bytes: int
-    workspace_bytes: int
     shared_parameters: tuple[str, ...] = ()
     num_skipped: int = 0
     product_bytes: int = 0
-    copies_input: bool = False
     measured: bool = False
     in_tiles: bool = False
     differentiates: bool = False
@@ -151,20 +146,9 @@ class Operator:
     weight_gradients: Kernels = ()
     kept_bytes: int = 0
 
-    @property
-    def work(self) -> Work:
-        """What it does."""
-        return Work(self.forward, self.backward, self.saved_bytes, self.workspace_bytes, self.copies_input)
-
     def doing(self, work: Work) -> "Operator":
         """Return the same operator with other kernels and memory."""
-        return dataclasses.replace(
-            self,
-            forward=work.forward,
-            backward=work.backward,
-            saved_bytes=work.saved_bytes,
-            workspace_bytes=work.workspace_bytes,
-        )
+        return dataclasses.replace(self, **{name: getattr(work, name) for name in Work.__slots__})
 
     @property
     def path(self) -> str:
@@ -180,6 +164,40 @@ class Operator:
     def parameter_names(self) -> tuple[str, ...]:
         """Names of its own parameters, in order of use, and of those that it shares."""
         return (*(spec.name for spec in self.parameters), *self.shared_parameters)
+
+
+Owned = Mapping[str, Sequence[ParameterSpec]]
+"""Parameters by the path of the module that has them."""
+
+
+def by_module(parameters: Iterable[ParameterSpec]) -> Owned:
+    """Return parameters by the path of the module that has them."""
+    found: dict[str, list[ParameterSpec]] = {}
+    for spec in parameters:
+        found.setdefault(spec.name.rpartition(".")[0], []).append(spec)
+    return found
+
+
+def operator_of(
+    owned: Owned,
+    unit: str,
+    name: str,
+    kind: str,
+    pattern: Pattern,
+    work: Work,
+    output_bytes: int,
+    *modules: str,
+    **more: Any,
+) -> Operator:
+    """Return an operator of a unit that is its own segment.
+
+    It has the parameters of ``modules``, or of the module with its ``name`` if there is one; ``more`` are other fields.
+    """
+    parameters = tuple(spec for module in modules for spec in owned[module]) or tuple(owned.get(name, ()))
+    made = Operator(
+        name=name, kind=kind, unit=unit, segment=unit, parameters=parameters, pattern=pattern, output_bytes=output_bytes
+    )
+    return dataclasses.replace(made.doing(work), **more)
 
 
 def weight_of(operator: Operator) -> str:

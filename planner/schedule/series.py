@@ -126,7 +126,7 @@ def _rates(timeline: Timeline, iteration: int, amount_of: Sequence[tuple[_Key | 
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
     flows: dict[tuple[_Key, int], list[Flow]] = defaultdict(list)
     for span in timeline.of_iteration(iteration):
-        (key, amount), length_s = amount_of[span.task], span.end_s - span.start_s
+        (key, amount), length_s = amount_of[span.task], span.length_s
         if key is not None and amount and length_s > 0:  # a task that takes no time has no rate
             stage = timeline.schedule.tasks[span.task].stage
             flows[key, stage].append((span.start_s, span.end_s, amount / length_s))

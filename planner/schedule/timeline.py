@@ -35,6 +35,11 @@ class Span:
     start_s: float
     end_s: float
 
+    @property
+    def length_s(self) -> float:
+        """How long it took, in seconds."""
+        return self.end_s - self.start_s
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
@@ -125,7 +130,7 @@ class Timeline:
         tasks = self.schedule.tasks
         spans = [s for s in self.of_iteration(iteration) if not tasks[s.task].stage]
         compute = [(_COMPUTE[op], s) for s in spans if (op := tasks[s.task].op) in _COMPUTE]
-        loop_s = sum(s.end_s - s.start_s for s in spans if tasks[s.task].phase is Phase.LOOP)
+        loop_s = sum(s.length_s for s in spans if tasks[s.task].phase is Phase.LOOP)
         groups = [(phase, list(group)) for phase, group in itertools.groupby(compute, key=lambda item: item[0])]
         result: list[Stretch] = []
         for (phase, group), following in itertools.zip_longest(groups, groups[1:]):

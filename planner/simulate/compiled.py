@@ -332,7 +332,7 @@ def _solve(state: State, now_s: float, moment: int) -> None:
 
 
 @_jit
-def _run(state: State) -> int:
+def _run(state: State) -> None:
     tasks, lanes, _, counts = state
     _reset(state)
     _link_lanes(tasks, lanes)
@@ -345,7 +345,7 @@ def _run(state: State) -> int:
         _start(state, now_s, moment)
         _solve(state, now_s, moment)
         if counts[HEAP] == 0 or lanes.event_s[lanes.heap[0]] == np.inf:
-            return moment
+            return
         now_s = lanes.event_s[lanes.heap[0]]
         moment += 1
         while counts[HEAP] > 0 and lanes.event_s[lanes.heap[0]] <= now_s:
@@ -357,24 +357,11 @@ def _run(state: State) -> int:
                 _end_head(lane, state, now_s)
 
 
-@_jit
-def _run_heads(state: State) -> None:
-    _reset(state)
-    for lane in range(len(state.lanes.head)):
-        _run_head(lane, state, 0.0, 0)
-    _solve(state, 0.0, 0)
-
-
-def kernel(state: State, only_heads: int) -> int:
-    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of events.
-
-    Tasks that can never end keep an ``end_s`` of -1. With ``only_heads``, write to ``speed`` the speeds of all heads
-    while they alone run, and return 0.
-    """
-    if only_heads:
-        _run_heads(state)
-        return 0
-    return _run(state)
+def kernel(state: State) -> int:
+    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of those that have ended."""
+    _run(state)
+    num_ended: int = state.counts[ENDED]
+    return num_ended
 
 
 def compile_kernel(state: State) -> tuple[str, bytes]:
@@ -386,7 +373,7 @@ def compile_kernel(state: State) -> tuple[str, bytes]:
     # Without a Python wrapper, the code refers to nothing of Python's or numba's.
     alone: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     dispatcher = numba.njit(**_OPTIONS, **alone)(kernel)
-    signature = (numba.typeof(state), numba.int64)  # type: ignore[no-untyped-call]
+    signature = (numba.typeof(state),)  # type: ignore[no-untyped-call]
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     *_, (code, _) = compiled.library.serialize_using_object_code()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase
-from planner.schedule.timeline import Timeline
+from planner.schedule.timeline import Span, Timeline
 
 _Key = tuple[int, int]  # iteration, task
 _Share = Callable[[Resource, int, float, float], float]
@@ -27,27 +27,16 @@ _ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """One task of the chain; only its part within the iteration.
+class Step(Span):
+    """One task of the chain; only its part within the iteration, in seconds since that began.
 
     Attributes:
-        iteration, task: the execution.
-        start_s, end_s: in seconds since the iteration began.
         slowed_s: the part of its time that is due to sharing.
         shared: the resource that slowed it, if any.
     """
 
-    iteration: int
-    task: int
-    start_s: float
-    end_s: float
     slowed_s: float = 0.0
     shared: Resource | None = None
-
-    @property
-    def length_s(self) -> float:
-        """Its share of the iteration, in seconds."""
-        return self.end_s - self.start_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

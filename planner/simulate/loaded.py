@@ -48,10 +48,10 @@ class Kernel:
         kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * num_arguments)
         self._function = kind(self._engine.get_function_address(symbol))
 
-    def __call__(self, state: State, *, only_heads: bool = False) -> int:
+    def __call__(self, state: State) -> int:
         """Call the kernel."""
         value, exception = ctypes.c_int64(), ctypes.c_void_p()
-        status = self._function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state), only_heads)
+        status = self._function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state))
         assert status == 0, "the kernel raises nothing"
         return value.value
 
@@ -65,7 +65,7 @@ def kernel_for(state: State) -> Kernel:
     with _LOCK:
         if _kernel is None:
             symbol, code = _read() or _compile(state)
-            _kernel = Kernel(symbol, code, sum(1 for _ in _flattened(state)) + 1)
+            _kernel = Kernel(symbol, code, sum(1 for _ in _flattened(state)))
     return _kernel
 
 

@@ -59,7 +59,6 @@ def _reach(timeline: Timeline) -> int:
 
 Capacities = Mapping[Resource, Capacity]
 
-_RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
 # Iterations to simulate in search of a cycle: at first, and at most.
 _FIRST_ITERATIONS, _MAX_ITERATIONS = 4, 64
 
@@ -109,19 +108,26 @@ def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num
         capacities: the capacity of each resource.
         num_iterations: how many.
     """
-    result = simulate(system_of(schedule, prices, capacities, num_iterations))
+    start_s, end_s = simulate(system_of(schedule, prices, capacities, num_iterations))
     shape = (num_iterations, schedule.num_tasks)
-    return Timeline(schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
+    return Timeline(schedule, start_s.reshape(shape), end_s.reshape(shape))
 
 
 def system_of(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> FluidSystem:
-    """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources."""
+    """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources.
+
+    Raises:
+        ValueError: a task would take for ever.
+    """
     arrays, count, stages = schedule.arrays, schedule.num_tasks, range(schedule.num_stages)
     # Tasks of one kind have one price, and there are few kinds.
     identities = np.fromiter(map(id, prices), np.int64, count)
     _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
     kinds = [prices[first] for first in firsts.tolist()]
     amounts = np.array([(p.latency_s, p.duration_s, p.weight) for p in kinds]).reshape(-1, 3)[price]
+    if not np.isfinite(amounts).all():
+        task = schedule.tasks[int(np.argmin(np.isfinite(amounts).all(axis=1)))]
+        raise ValueError(f"{task.name} on lane {task.lane} would take for ever; correct the profile of the machine")
     num_uses, uses = _uses(kinds, price)
     stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
     pred_ptr, pred = _predecessors(schedule, num_iterations)
@@ -135,12 +141,7 @@ def system_of(schedule: Schedule, prices: Sequence[Price], capacities: Capacitie
         use_ptr=pointers(np.tile(num_uses, num_iterations)),
         use_resource=np.tile((stage_of_use * len(Resource) + uses[:, 0]).astype(np.int32), num_iterations),
         use_rate=np.tile(uses[:, 1], num_iterations),
-        capacity=capacity_rows(
-            [capacities[resource] for _ in stages for resource in Resource], _RESOURCE_NAMES * len(stages)
-        ),
-        lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in LANES),
-        resource_names=_RESOURCE_NAMES * len(stages),
-        task_name=lambda i: schedule.tasks[i % count].name,
+        capacity=capacity_rows([capacities[resource] for _ in stages for resource in Resource]),
     )
 
 

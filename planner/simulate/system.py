@@ -20,7 +20,7 @@ start at different times, or compete with a task that exists only once.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -46,12 +46,7 @@ class FluidSystem:
         use_ptr, use_resource, use_rate: int64[n + 1], int32[...] and float64[...]; the resources of a task ascend, and
             rates (amount per second at full speed) are positive.
         capacity: float64[r, k], amount per second of each resource when 1, 2, ..., k running tasks use it; the last
-            column also holds for more.
-        lane_names, resource_names: names for messages; may be empty.
-        task_name: the name of a task from its index, for messages.
-
-    Raises:
-        ValueError: a rule above is broken; the message names the first task (or resource) that breaks it.
+            column also holds for more. Positive.
     """
 
     lane: npt.NDArray[np.int32]
@@ -64,19 +59,13 @@ class FluidSystem:
     use_resource: npt.NDArray[np.int32]
     use_rate: Floats
     capacity: Floats
-    lane_names: Sequence[str] = ()
-    resource_names: Sequence[str] = ()
-    task_name: Callable[[int], str] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in dtypes_of(FluidSystem).items():
             view: npt.NDArray[Any] = np.ascontiguousarray(getattr(self, name), dtype=dtype).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
-        self._check_capacity()
-        self._check_tasks()
-        self._check_predecessors()
-        self._check_uses()
+        self._check()
 
     @property
     def num_tasks(self) -> int:
@@ -93,116 +82,40 @@ class FluidSystem:
         """The largest number of resources of a task."""
         return int(np.diff(self.use_ptr).max(initial=0))
 
-    def predecessors(self, task: int) -> list[int]:
-        """Return the indices of a task's predecessors."""
-        return [int(p) for p in self.pred[self.pred_ptr[task] : self.pred_ptr[task + 1]]]
-
-    def uses(self, task: int) -> dict[int, float]:
-        """Return a task's use of each resource, in amount per second at full speed."""
-        part = slice(self.use_ptr[task], self.use_ptr[task + 1])
-        return {int(r): float(a) for r, a in zip(self.use_resource[part], self.use_rate[part], strict=True)}
-
-    def describe(self, task: int) -> str:
-        """Return a task's name for messages, such as ``task 3 (fetch layers.0) on lane h2d``."""
-        lane = int(self.lane[task])
-        lane_name = self.lane_names[lane] if 0 <= lane < len(self.lane_names) else str(lane)
-        name = f" ({self.task_name(task)})" if self.task_name else ""
-        return f"task {task}{name} on lane {lane_name}"
-
-    def describe_resource(self, resource: int) -> str:
-        """Return a resource's name for messages, such as ``resource link_down``."""
-        named = 0 <= resource < len(self.resource_names)
-        return f"resource {self.resource_names[resource] if named else resource}"
-
-    def never_ends(self, task: int) -> ValueError:
-        """Return the error for a started task that can never end."""
-        empty = [self.describe_resource(r) for r in self.uses(task) if not self.capacity[r].any()]
-        reason = f"{empty[0]} has no capacity; give it some" if empty else "it hardly moves; give its resources more"
-        return ValueError(f"{self.describe(task)} can never end: {reason}")
-
-    def _check_capacity(self) -> None:
-        if self.capacity.ndim != 2 or (len(self.capacity) and not self.capacity.shape[1]):
-            raise ValueError(f"capacity has shape {self.capacity.shape}; it needs one row per resource, with columns")
-        if (r := _first(~(np.isfinite(self.capacity) & (self.capacity >= 0)).all(axis=1))) is not None:
-            raise ValueError(
-                f"{self.describe_resource(r)} has capacity {self.capacity[r].tolist()}; give finite numbers, 0 or more"
-            )
-        positive = self.capacity > 0
-        if (r := _first(positive.any(axis=1) & ~positive.all(axis=1))) is not None:
-            raise ValueError(
-                f"{self.describe_resource(r)} has capacity {self.capacity[r].tolist()}: its users would block one "
-                "another for ever; make it positive for every number of users"
-            )
-
-    def _check_tasks(self) -> None:
-        count = self.num_tasks
+    def _check(self) -> None:
+        """Check the rules above: the kernel, which is machine code, looks at no index twice."""
         for name in ("lane", "latency_s", "duration_s", "weight"):
-            if getattr(self, name).shape != (count,):
-                raise ValueError(f"{name} has shape {getattr(self, name).shape}; expected ({count},), one per task")
-        if (task := _first(self.lane < 0)) is not None:
-            raise ValueError(f"{self.describe(task)}: number lanes from 0")
-        for name in ("latency_s", "duration_s"):
-            values = getattr(self, name)
-            if (task := _first(~(np.isfinite(values) & (values >= 0)))) is not None:
-                raise ValueError(f"{self.describe(task)} has {name} {values[task]}; give a finite number, 0 or more")
-        if (task := _first(~(np.isfinite(self.weight) & (self.weight > 0)))) is not None:
-            raise ValueError(f"{self.describe(task)} has weight {self.weight[task]}; give a finite number above 0")
+            assert getattr(self, name).shape == (self.num_tasks,), name
+        for name, least in (("lane", 0), ("latency_s", 0), ("duration_s", 0)):
+            assert _holds(getattr(self, name), least), name
+        for name in ("weight", "use_rate", "capacity"):
+            assert _holds(getattr(self, name), np.nextafter(0, 1)), name
+        assert self.capacity.ndim == 2
+        assert self.use_rate.shape == self.use_resource.shape
+        # Predecessors are issued earlier. With lanes in issue order, this alone rules out cycles, also through a lane.
+        assert ((self.pred >= 0) & (self.pred < self._owners(self.pred_ptr, self.pred))).all(), "pred"
+        owner = self._owners(self.use_ptr, self.use_resource)
+        assert ((self.use_resource >= 0) & (self.use_resource < len(self.capacity))).all(), "use_resource"
+        assert ((np.diff(self.use_resource) > 0) | (np.diff(owner) > 0)).all(), "use_resource ascends"
 
-    def _check_predecessors(self) -> None:
-        owner = self._owners("pred_ptr", self.pred)
-        # Predecessors are earlier tasks. With lanes in issue order, this alone rules out cycles, also those through a
-        # lane.
-        if (k := _first((self.pred < 0) | (self.pred >= owner))) is not None:
-            p = int(self.pred[k])
-            later = owner[k] <= p < self.num_tasks
-            wrong = (
-                f"{self.describe(p)}, which is issued later: a cycle" if later else f"task {p}, which does not exist"
-            )
-            raise ValueError(f"{self.describe(int(owner[k]))} comes after {wrong}; name tasks issued earlier")
-
-    def _check_uses(self) -> None:
-        owner = self._owners("use_ptr", self.use_resource)
-        if self.use_rate.shape != self.use_resource.shape:
-            raise ValueError(f"use_rate has shape {self.use_rate.shape}; expected {self.use_resource.shape}")
-        if (k := _first((self.use_resource < 0) | (self.use_resource >= len(self.capacity)))) is not None:
-            raise ValueError(
-                f"{self.describe(int(owner[k]))} uses resource {self.use_resource[k]}, but there are "
-                f"{len(self.capacity)}; give it a capacity"
-            )
-        if (k := _first(~(np.isfinite(self.use_rate) & (self.use_rate > 0)))) is not None:
-            raise ValueError(
-                f"{self.describe(int(owner[k]))} uses {self.use_rate[k]} of "
-                f"{self.describe_resource(int(self.use_resource[k]))}; give a finite positive rate, or leave it out"
-            )
-        if (k := _first((np.diff(self.use_resource) <= 0) & (np.diff(owner) == 0))) is not None:
-            raise ValueError(
-                f"{self.describe(int(owner[k]))} does not list its resources in ascending order, each once"
-            )
-
-    def _owners(self, pointer_name: str, values: npt.NDArray[Any]) -> Ints:
-        """Check pointers, and return the task of each entry of the array that they point into."""
-        pointers: Ints = getattr(self, pointer_name)
+    def _owners(self, pointers: Ints, values: npt.NDArray[Any]) -> Ints:
+        """Return the task of each entry of the array that checked pointers point into."""
         sizes = np.diff(pointers)
-        if (
-            pointers.shape != (self.num_tasks + 1,)
-            or pointers[0] != 0
-            or pointers[-1] != len(values)
-            or (sizes < 0).any()
-        ):
-            raise ValueError(f"{pointer_name} must ascend from 0 to {len(values)} in {self.num_tasks + 1} entries")
+        assert pointers.shape == (self.num_tasks + 1,)
+        assert pointers[0] == 0
+        assert pointers[-1] == len(values)
+        assert (sizes >= 0).all()
         return np.repeat(np.arange(self.num_tasks), sizes)
 
 
-def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = ()) -> Floats:
-    """Return capacities in the form of :class:`FluidSystem`, float64[r, k].
+def _holds(values: npt.NDArray[Any], least: float) -> bool:
+    """Return whether all values are finite, and at least so large."""
+    return bool((np.isfinite(values) & (values >= least)).all())
 
-    Raises:
-        ValueError: a resource has no number at all.
-    """
+
+def capacity_rows(capacity: Sequence[Capacity]) -> Floats:
+    """Return capacities in the form of :class:`FluidSystem`, float64[r, k]."""
     rows = [list(row) if isinstance(row, Sequence) else [row] for row in capacity]
-    if empty := [r for r, row in enumerate(rows) if not row]:
-        name = resource_names[empty[0]] if resource_names else empty[0]
-        raise ValueError(f"resource {name} has no capacity at all; give one number, or one per number of users")
     width = max((len(row) for row in rows), default=1)
     return np.array([row + row[-1:] * (width - len(row)) for row in rows], np.float64).reshape(len(rows), width)
 
@@ -217,8 +130,3 @@ def dtypes_of(kind: type) -> dict[str, type[np.generic]]:
     """Return the types of a class's arrays, by the names of their fields."""
     arrays = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is np.ndarray}
     return {name: get_args(get_args(hint)[1])[0] for name, hint in arrays.items()}
-
-
-def _first(mask: Any) -> int | None:
-    """Return the index of the first true entry of a boolean array."""
-    return int(np.argmax(mask)) if mask.any() else None

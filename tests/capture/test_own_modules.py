@@ -310,7 +310,7 @@ def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
     assert found.written == ("other.weight",)
     assert "other.weight" not in {spec.name for operator in found.operators() for spec in operator.parameters}
     Queue.resizes = True
-    with pytest.raises(CaptureError, match="gives the parameter own.bias other data"):
+    with pytest.raises(CaptureError, match=r"gives the parameter own\.bias other data"):
         capture_module(Queue, ["x=8x16:float"], "fp32", as_on_gpu=False)
 
 

@@ -170,7 +170,7 @@ def _compute(views: Sequence[View], cost: CostModel) -> tuple[Chart, ...]:
             points = []
             for span in view.timeline.of_iteration(view.iteration):
                 task = view.timeline.schedule.tasks[span.task]
-                length_s = span.end_s - span.start_s
+                length_s = span.length_s
                 if task.lane is not Lane.COMPUTE or task.op is not op or length_s <= 0:
                     continue
                 flop, num_bytes = cost.work(task)
@@ -205,7 +205,7 @@ def _sizes(views: Sequence[View], of: _Lane) -> Chart | None:
         points = []
         for span in view.timeline.of_iteration(view.iteration):
             task = view.timeline.schedule.tasks[span.task]
-            amount, length_s = of.amount(task), span.end_s - span.start_s
+            amount, length_s = of.amount(task), span.length_s
             if task.lane is of.lane and amount and length_s > 0:
                 points.append((amount, amount / length_s, f"{task.name}: {si(length_s, 's')}"))
         if points:

@@ -2,63 +2,43 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import context, tiled, work
 from planner.models.formulas.kernel_sets import KERNEL_SETS, kernel_set, liger_tile, loss_with_gradient
 from planner.models.formulas.layers import has_learned_positions, norm_work, sum_input_gradient
 from planner.models.kernels import Gemm, Work, all_reduce, each
-from planner.models.operators import Batch, Operator
-from planner.models.parameters import ParameterSpec, root
+from planner.models.operators import Batch, Operator, Owned, operator_of
+from planner.models.parameters import root
 from planner.models.patterns import Pattern
 
-_Specs = Mapping[str, ParameterSpec]
 
-
-def _operator(
-    unit: str,
-    specs: _Specs,
-    name: str,
-    kind: str,
-    pattern: Pattern,
-    effort: Work,
-    output_bytes: int,
-    *owned: str,
-    shared: str = "",
-) -> Operator:
-    """Return an operator of a unit that is its own segment; ``specs`` are the model's parameters by name."""
-    parameters, others = tuple(specs[parameter] for parameter in owned), (shared,) if shared else ()
-    made = Operator(name, kind, unit, unit, parameters, pattern, (), (), 0, output_bytes, 0, others)
-    return made.doing(effort)
-
-
-def embedding_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Operator]:
+def embedding_operators(config: ModelConfig, batch: Batch, owned: Owned) -> list[Operator]:
     """Return token embedding and positions; the hidden state comes from the last operator that is not ``rotary``."""
     rows, e, path = batch.num_read_tokens, batch.dtype_bytes, root(config)
     hidden, width = config.hidden_size, config.word_embed_proj_dim
-    make = functools.partial(_operator, "embed", specs)
+    make = functools.partial(operator_of, owned, "embed")
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
     look_up += Work(all_reduce(rows * width * e, batch.tensor_parallel))
     if batch.tensor_parallel > 1:  # a copy of the gradient, without other ranks' rows
         look_up = work.with_memory(look_up, 0, 2 * rows * width * e)
-    weight = _token_weight(config)
     operators = [
-        make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),
-        _positions(config, batch, specs),
+        make(_token_embedding(config), "embedding", Pattern.ROW, look_up, rows * width * e),
+        _positions(config, batch, owned),
     ]
     if width != hidden:
         name = f"{path}.project_in"
         project = work.with_memory(work.linear(rows, width, hidden, e, bias=False), rows * width * e)
-        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * hidden * e, f"{name}.weight"))
-    operators[-1] = operators[-1].doing(operators[-1].work + context.cut(batch, hidden))
+        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * hidden * e))
+    operators[-1] = operators[-1].doing(operators[-1] + context.cut(batch, hidden))
     return operators
 
 
-def _positions(config: ModelConfig, batch: Batch, specs: _Specs) -> Operator:
-    make = functools.partial(_operator, "embed", specs)
+def _positions(config: ModelConfig, batch: Batch, owned: Owned) -> Operator:
+    make = functools.partial(operator_of, owned, "embed")
     rows, hidden, e, path = batch.num_read_tokens, config.hidden_size, batch.dtype_bytes, root(config)
     if not has_learned_positions(config):
         factors = batch.seq_len * config.head_dim
@@ -66,30 +46,28 @@ def _positions(config: ModelConfig, batch: Batch, specs: _Specs) -> Operator:
         return make(f"{path}.rotary_emb", "rotary", Pattern.REPLICATE, turn, 2 * factors * e)
     once = config.family == "gpt2"  # GPT-2 looks positions up once for all sequences
     name = f"{path}.{'wpe' if once else 'embed_positions'}"
-    weight = f"{name}.weight"
-    place = work.embedding(batch.seq_len if once else rows, specs[weight].shape[0], hidden, e)
+    place = work.embedding(batch.seq_len if once else rows, owned[name][0].shape[0], hidden, e)
     place += Work(each(rows * hidden, 3 * e), each(rows * hidden, e) if once else ())
-    return make(name, "embedding", Pattern.REPLICATE, place, rows * hidden * e, weight)
+    return make(name, "embedding", Pattern.REPLICATE, place, rows * hidden * e)
 
 
-def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Operator]:
+def head_operators(config: ModelConfig, batch: Batch, owned: Owned) -> list[Operator]:
     """Return final norm, head and loss."""
     rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
     hidden, width, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
-    make, kernels = functools.partial(_operator, "head", specs), kernel_set(batch, outside=True)
+    make, kernels = functools.partial(operator_of, owned, "head"), kernel_set(batch, outside=True)
     operators = []
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
-        owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
         normalize = norm_work(config, batch, around=False)
         if (tile := batch.layer_tile_tokens) is not None:
             normalize = tiled.rms_norm(rows, hidden, e, tile)
-        made = make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned)
-        operators.append(dataclasses.replace(made, in_tiles=tile is not None))
+        is_tiled = tile is not None
+        operators.append(make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, in_tiles=is_tiled))
     if width != hidden:
         name = f"{path}.project_out"
         project = work.with_memory(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
-        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
+        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e))
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
     # The gradient of the logits, in their type, stays until the gradient of the hidden state is complete.
     logits = work.with_memory(logits, rows * width * e, rows * (vocab + width) * e)
@@ -99,11 +77,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: _Specs) -> list[Ope
     elif kernels.loss_tile:
         logits, loss = with_gradients(rows, width, vocab, e)
     loss += context.gather_losses(batch)
-    if config.tied_embeddings:
-        owned, shared = [], _token_weight(config)
-    else:
-        owned, shared = ["lm_head.weight"], ""
-    head = make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared)
+    shared = (f"{_token_embedding(config)}.weight",) if config.tied_embeddings else ()
+    head = make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, shared_parameters=shared)
     operators.append(dataclasses.replace(head, differentiates=batch.loss_tile_tokens is not None))
     operators.append(make("loss", "loss", Pattern.SHARD, loss, 4))
     return operators
@@ -179,5 +154,5 @@ def tiled_logit_bytes(tensor_parallel: int, dtype_bytes: int) -> int:
     return dtype_bytes + 12
 
 
-def _token_weight(config: ModelConfig) -> str:
-    return f"{root(config)}.{'wte' if config.family == 'gpt2' else 'embed_tokens'}.weight"
+def _token_embedding(config: ModelConfig) -> str:
+    return f"{root(config)}.{'wte' if config.family == 'gpt2' else 'embed_tokens'}"

@@ -233,7 +233,7 @@ def in_liger_modules(operators: Iterable["Operator"], e: int) -> Iterator["Opera
         elif any(isinstance(kernel, Attention) for kernel in operator.forward):
             (forward,), (backward,) = _in_runs([operator.forward]), _in_runs([operator.backward])
             made = dataclasses.replace(operator, forward=forward, backward=backward)
-        yield made
+        yield dataclasses.replace(made, copies_input=operator.copies_input)
 
 
 def _in_runs(lists: Sequence[Kernels]) -> list[Kernels]:

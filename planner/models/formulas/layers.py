@@ -1,106 +1,83 @@
 """The operators of a decoder layer, with kernels and bytes, from a model's configuration and a batch."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import context, experts, float8, tiled, work
 from planner.models.formulas.kernel_sets import RESIDUAL, kernel_set
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
-from planner.models.operators import Batch, Operator
+from planner.models.operators import Batch, Operator, Owned, by_module, operator_of
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
 from planner.models.patterns import Pattern
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """An operator of a layer, before the layer's number is known.
-
-    Attributes:
-        name: path within the layer.
-        unit: ``attn``, ``mlp`` or ``experts.3``.
-        modules: modules that own its parameters, in order of use.
-        experts: the first expert whose parameters it owns, and the number of them, out of those in its modules.
-        in_tiles: whether it computes a tile of tokens at a time.
-    """
-
-    name: str
-    kind: str
-    unit: str
-    pattern: Pattern
-    work: Work
-    output_bytes: int
-    modules: tuple[str, ...]
-    num_skipped: int = 0
-    product_bytes: int = 0
-    experts: tuple[int, int] | None = None
-    in_tiles: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Names:
-    first_norm: str
-    qkv: str
-    qkv_modules: tuple[str, ...]
-    core: str
-    output: str
-    second_norm: str
-    up: str
-    up_modules: tuple[str, ...]
-    activation: str
-    down: str
-
-
-def _names(config: ModelConfig) -> _Names:
+def _names(config: ModelConfig) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return the paths of a dense layer's operators within it, and the modules that some of them join."""
     if config.family == "gpt2":
-        joint, up = "attn.c_attn", "mlp.c_fc"
-        return _Names("ln_1", joint, (joint,), "attn.core", "attn.c_proj", "ln_2", up, (up,), "mlp.act", "mlp.c_proj")
-    attention = "self_attn"
+        names = {
+            "first": "ln_1", "qkv": "attn.c_attn", "core": "attn.core", "output": "attn.c_proj",
+            "second": "ln_2", "up": "mlp.c_fc", "activation": "mlp.act", "down": "mlp.c_proj",
+        }  # fmt: skip
+        return names, {}
+    names = {"qkv": "self_attn.qkv_proj", "core": "self_attn.core"}
     if config.family == "opt":
-        modules = tuple(f"{attention}.{side}_proj" for side in "qkv")
-        core, output, norms = f"{attention}.core", f"{attention}.out_proj", ("self_attn_layer_norm", "final_layer_norm")
-        return _Names(
-            norms[0], f"{attention}.qkv_proj", modules, core, output, norms[1], "fc1", ("fc1",), "activation_fn", "fc2"
-        )
+        names |= {
+            "first": "self_attn_layer_norm", "output": "self_attn.out_proj",
+            "second": "final_layer_norm", "up": "fc1", "activation": "activation_fn", "down": "fc2",
+        }  # fmt: skip
+        return names, {"qkv": tuple(f"self_attn.{side}_proj" for side in "qkv")}
+    names |= {
+        "first": "input_layernorm", "output": "self_attn.o_proj",
+        "second": "post_attention_layernorm", "up": "mlp.gate_up_proj", "activation": "mlp.act_fn",
+        "down": "mlp.down_proj",
+    }  # fmt: skip
     order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj") if config.qk_norm else ("q_proj", "k_proj", "v_proj")
-    return _Names(
-        "input_layernorm",
-        f"{attention}.qkv_proj",
-        tuple(f"{attention}.{module}" for module in order),
-        f"{attention}.core",
-        f"{attention}.o_proj",
-        "post_attention_layernorm",
-        "mlp.gate_up_proj",
-        ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.act_fn",
-        "mlp.down_proj",
+    joined = {"qkv": tuple(f"self_attn.{module}" for module in order), "up": ("mlp.gate_proj", "mlp.up_proj")}
+    return names, joined
+
+
+def layer_parameters(config: ModelConfig, whole: ModelConfig, layer: int) -> Owned:
+    """Return what one rank, whose share of the model ``whole`` is ``config``, has of a layer's parameters."""
+    return by_module(
+        ParameterSpec(name, shape, whole_shape=None if of_all == shape else of_all)
+        for (name, shape), (_, of_all) in zip(layer_shapes(config, layer), layer_shapes(whole, layer), strict=True)
     )
 
 
-def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
-    """Return the operators of one decoder layer in order of execution."""
-    names, hidden_bytes = _names(config), batch.num_tokens * config.hidden_size * batch.dtype_bytes
+def layer_parts(config: ModelConfig, whole: ModelConfig, batch: Batch, layer: int) -> tuple[Operator, ...]:
+    """Return the operators of one decoder layer in order of execution, with names relative to it.
+
+    Args:
+        config: sizes of one rank's share of the model.
+        whole: sizes of the model.
+        batch: the batch.
+        layer: the layer.
+    """
+    owned, (names, _) = layer_parameters(config, whole, layer), _names(config)
+    hidden_bytes = batch.num_tokens * config.hidden_size * batch.dtype_bytes
     before = config.norm_before
 
-    def norm(name: str, unit: str) -> Part:
+    def norm(name: str, unit: str) -> Operator:
         effort, in_tiles = norm_work(config, batch), batch.layer_tile_tokens is not None
         if batch.layer_tile_tokens is not None:
             effort = tiled.rms_norm(batch.num_tokens, config.hidden_size, batch.dtype_bytes, batch.layer_tile_tokens)
-        return Part(name, "norm", unit, Pattern.REPLICATE, effort, hidden_bytes, (name,), in_tiles=in_tiles)
+        return operator_of(owned, unit, name, "norm", Pattern.REPLICATE, effort, hidden_bytes, in_tiles=in_tiles)
 
-    parts: list[Part] = []
+    parts: list[Operator] = []
     if before:
-        parts.append(norm(names.first_norm, "attn"))
-    parts += _attention_parts(config, batch, names)
+        parts.append(norm(names["first"], "attn"))
+    parts += _attention_parts(config, batch, owned)
     if not before:
-        parts.append(norm(names.first_norm, "attn"))
+        parts.append(norm(names["first"], "attn"))
     else:
         separate_experts = config.has_experts(layer) and batch.separate_experts
-        parts.append(norm(names.second_norm, "attn" if separate_experts else "mlp"))
+        parts.append(norm(names["second"], "attn" if separate_experts else "mlp"))
     has_experts = config.has_experts(layer)
-    parts += _expert_parts(config, batch, layer) if has_experts else _mlp_parts(config, batch, names)
+    parts += _expert_parts(config, batch, owned, layer) if has_experts else _mlp_parts(config, batch, owned)
     if not before:
-        parts.append(norm(names.second_norm, "mlp"))
+        parts.append(norm(names["second"], "mlp"))
     else:
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
@@ -108,14 +85,14 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
     return tuple(parts)
 
 
-def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
+def _num_skipped(config: ModelConfig, batch: Batch, part: Operator) -> int:
     if part.kind in {"down", "mlp"}:
         # The last product of OPT is in no module that is compiled, and that of tensor-parallel ranks in no graph.
         if kernel_set(batch).runs_last and config.family != "opt" and batch.tensor_parallel == 1:
             return 1
         # A product in fp8 saves what it has cast when it ends; then come its bias and the residual.
         is_narrow = part.kind == "down" and _in_fp8(batch, config.ffn_hidden_size, config.hidden_size)
-        return 1 + config.mlp_bias if is_narrow else len(part.work.forward)
+        return 1 + config.mlp_bias if is_narrow else len(part.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
     # gather in token order, sum over experts, (cast, sum over ranks,) residual
     return 3 + converts + (batch.tensor_parallel > 1)
@@ -139,16 +116,24 @@ def linear(
     beside: Iterable[int] = (),
     found: float8.Found = None,
 ) -> Work:
-    """Return a projection of every token; see :func:`planner.models.formulas.work.linear`.
+    """Return a projection of every token, with products in fp8 if these are asked for and possible.
 
-    ``beside``: outputs of the projections that read its input before it.
+    See :func:`planner.models.formulas.work.linear`.
+
+    Args:
+        batch: the batch.
+        inputs: width of its input.
+        outputs: width of its output.
+        bias: whether it has a bias.
+        beside: outputs of the projections that read its input before it, of which one in fp8 has cast that.
+        found: the tensor of which a cast knows the largest value.
     """
     rows, e = batch.num_tokens, batch.dtype_bytes
-    fp8, casts_weights = batch.fp8_products, batch.casts_weights
-    shares = any(float8.fits(inputs, others) for others in beside)
-    return work.linear(
-        rows, inputs, outputs, e, bias=bias, fp8=fp8, casts_weights=casts_weights, shares=shares, found=found
-    )
+    if not _in_fp8(batch, inputs, outputs):
+        return work.linear(rows, inputs, outputs, e, bias=bias)
+    shares, emulated = any(float8.fits(inputs, others) for others in beside), batch.fp8_products == "emulated"
+    given = {"bias": bias, "emulated": emulated, "casts_weights": batch.casts_weights, "shares": shares}
+    return float8.float8_linear(rows, inputs, outputs, e, **given, found=found)
 
 
 def _in_fp8(batch: Batch, inputs: int, outputs: int) -> bool:
@@ -226,44 +211,35 @@ def _residual(batch: Batch, width: int) -> Work:
     return RESIDUAL.work(batch.num_tokens * width, batch.dtype_bytes)
 
 
-def _attention_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Part]:
+def _attention_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterable[Operator]:
+    make = functools.partial(operator_of, owned, "attn")
+    names, joined = _names(config)
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key = config.query_size, config.key_value_size
-    yield Part(
-        names.qkv,
+    yield make(
+        names["qkv"],
         "qkv",
-        "attn",
         Pattern.COLUMN,
         _qkv_work(config, batch),
         rows * (query + 2 * key) * e,
-        names.qkv_modules,
+        *joined.get("qkv", ()),
         product_bytes=rows * (query + 2 * key) * e,
     )
     per_head = 4 if batch.flash_attention else batch.seq_len * e  # a logarithm of each row's sum, or all its scores
-    yield Part(
-        names.core,
+    yield make(
+        names["core"],
         "attention",
-        "attn",
         Pattern.SHARD,
         _core_work(config, batch),
         rows * query * e,
-        (),
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
     project = _keeping_cast(batch, linear(batch, query, hidden, bias=config.output_bias), query, hidden)
     output = context.exchange(batch, rows * query * e, saves=not _in_fp8(batch, query, hidden)) + project
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
     output += _residual(batch, hidden)
-    yield Part(
-        names.output,
-        "output",
-        "attn",
-        Pattern.ROW,
-        output,
-        rows * hidden * e,
-        (names.output,),
-        product_bytes=rows * hidden * e,
-    )
+    hidden_bytes = rows * hidden * e
+    yield make(names["output"], "output", Pattern.ROW, output, hidden_bytes, product_bytes=hidden_bytes)
 
 
 def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
@@ -327,14 +303,24 @@ def attend(config: ModelConfig, batch: Batch) -> Work:
     return _passed_on(batch, made, config.query_size, config.hidden_size, needed=batch.context_parallel > 1)
 
 
-def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Part]:
+def _mlp_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterable[Operator]:
+    make = functools.partial(operator_of, owned, "mlp")
+    names, joined = _names(config)
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
     hidden_bytes, kernels = rows * hidden * e, kernel_set(batch)
     if (tile := batch.layer_tile_tokens) is not None:
         effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
         effort += _residual(batch, hidden)
-        modules = (*names.up_modules, names.down)
-        yield Part("mlp", "mlp", "mlp", Pattern.COLUMN, effort, hidden_bytes, modules, in_tiles=True)
+        yield make(
+            "mlp",
+            "mlp",
+            Pattern.COLUMN,
+            effort,
+            hidden_bytes,
+            *joined.get("up", (names["up"],)),
+            names["down"],
+            in_tiles=True,
+        )
         return
     # A GPU's SwiGLU between products in fp8 finds largest values for their casts.
     finds = batch.fp8_products == "device" and config.mlp == "swiglu" and float8.fits(hidden, ffn)
@@ -349,11 +335,11 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Par
     inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e + _casts_bytes(batch, hidden, ffn)
     up = work.with_memory(sum_input_gradient(batch, hidden) + up, _input_bytes(batch, hidden, ffn), inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
-    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, product_bytes=up_bytes)
+    yield make(names["up"], "up", Pattern.COLUMN, up, up_bytes, *joined.get("up", ()), product_bytes=up_bytes)
     activate = kernels.activations[config.mlp].work(rows * ffn, e)
     activate = _passed_on(batch, activate, ffn, hidden, needed=config.mlp == "relu")
     activate = float8.swiglu(rows * ffn, e) if finds else activate
-    yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, ())
+    yield make(names["activation"], "activation", Pattern.SHARD, activate, rows * ffn * e)
     down = linear(batch, ffn, hidden, bias=config.mlp_bias, found="input" if finds else None)
     down = (
         _keeping_cast(batch, down, ffn, hidden)
@@ -361,19 +347,11 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names) -> Iterable[Par
         + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden)
     )
-    yield Part(
-        names.down,
-        "down",
-        "mlp",
-        Pattern.ROW,
-        down,
-        hidden_bytes,
-        (names.down,),
-        product_bytes=0 if config.norm_before else hidden_bytes,
-    )
+    product_bytes = 0 if config.norm_before else hidden_bytes
+    yield make(names["down"], "down", Pattern.ROW, down, hidden_bytes, product_bytes=product_bytes)
 
 
-def _expert_parts(config: ModelConfig, batch: Batch, layer: int) -> Iterable[Part]:
+def _expert_parts(config: ModelConfig, batch: Batch, owned: Owned, layer: int) -> Iterable[Operator]:
     """Yield router, dispatch, the experts unit by unit, and the weighted sum of their outputs.
 
     If experts are units of their own, router and dispatch belong to the unit before them, and the sum to their last
@@ -387,21 +365,13 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int) -> Iterable[Par
         work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e
     )
     chosen_bytes = rows * top * (weight_bytes + 8)
-    yield Part(
-        "mlp.gate",
-        "router",
-        before,
-        Pattern.REPLICATE,
-        route,
-        chosen_bytes,
-        ("mlp.gate",),
-        product_bytes=rows * num * e,
-    )
+    make, score_bytes = functools.partial(operator_of, owned), rows * num * e
+    yield make(before, "mlp.gate", "router", Pattern.REPLICATE, route, chosen_bytes, product_bytes=score_bytes)
     visit_bytes = rows * top * hidden * e
     # A rank that has a share of every expert computes partial gradients, of tokens and of routing weights alike.
     share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
     send = share + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
-    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, ())
+    yield make(before, "mlp.dispatch", "dispatch", Pattern.SHARD, send, visit_bytes)
     sums = (
         exchange(batch, visit_bytes)
         + work.combine(rows, hidden, top, e, weight_bytes)
@@ -414,18 +384,17 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int) -> Iterable[Par
         bank, ffn = sizes[first : first + count], config.expert_ffn_hidden_size
         label = "" if whole else f".{first}" if count == 1 else f".{first}-{first + count - 1}"
         unit = "mlp" if whole else f"experts{label}"
-        yield Part(
+        yield make(
+            unit,
             f"mlp.experts{label}",
             "experts",
-            unit,
             Pattern.EXPERT,
             work.experts(bank, hidden, ffn, e, one_kernel=whole),
             sum(bank) * hidden * e,
-            ("mlp.experts",),
+            parameters=some_experts(owned, first, count),
             product_bytes=sum(bank) * (2 * ffn + hidden) * e,
-            experts=(first, count),
         )
-    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, sums, rows * hidden * e, ())
+    yield make(unit, "mlp.combine", "combine", Pattern.SHARD, sums, rows * hidden * e)
 
 
 def _routing_bytes(config: ModelConfig, batch: Batch) -> int:
@@ -438,47 +407,27 @@ def has_learned_positions(config: ModelConfig) -> bool:
     return config.family in {"opt", "gpt2"}
 
 
-def layer_operators(config: ModelConfig, whole: ModelConfig, layer: int, parts: Iterable[Part]) -> list[Operator]:
-    """Return one layer's operators; their kernels are the objects of ``parts``, shared by all equal layers.
-
-    Args:
-        config: sizes of one rank's share of the model.
-        whole: sizes of the model.
-        layer: the layer.
-        parts: see :func:`layer_parts`.
-    """
+def placed(part: Operator, config: ModelConfig, layer: int) -> Operator:
+    """Return an operator of a layer at its place in the model; its kernels are objects that all equal layers share."""
     path, segment = layer_path(config, layer), f"layers.{layer}"
-    specs: dict[str, list[ParameterSpec]] = {}
-    for (name, shape), (_, of_all) in zip(layer_shapes(config, layer), layer_shapes(whole, layer), strict=True):
-        spec = ParameterSpec(f"{path}.{name}", shape, whole_shape=None if of_all == shape else of_all)
-        specs.setdefault(name.rpartition(".")[0], []).append(spec)
-    return [
-        Operator(
-            f"{path}.{part.name}",
-            part.kind,
-            f"{segment}.{part.unit}",
-            segment,
-            tuple(_cut(spec, part.experts) for module in part.modules for spec in specs[module]),
-            part.pattern,
-            part.work.forward,
-            part.work.backward,
-            part.work.saved_bytes,
-            part.output_bytes,
-            part.work.workspace_bytes,
-            num_skipped=part.num_skipped,
-            product_bytes=part.product_bytes,
-            copies_input=part.work.copies_input,
-            in_tiles=part.in_tiles,
-        )
-        for part in parts
-    ]
+    return dataclasses.replace(
+        part,
+        name=f"{path}.{part.name}",
+        unit=f"{segment}.{part.unit}",
+        segment=segment,
+        parameters=tuple(dataclasses.replace(spec, name=f"{path}.{spec.name}") for spec in part.parameters),
+        fp8_twin=part.fp8_twin and placed(part.fp8_twin, config, layer),
+    )
 
 
-def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
-    """Return the rows of some experts in a parameter that holds all experts of a layer."""
-    if experts is None or experts == (0, spec.shape[0]):
-        return spec
-    first, count = experts
-    whole = (count, *spec.whole_shape[1:]) if spec.whole_shape else None
-    name, shape = f"{spec.name}[{first}:{first + count}]", (count, *spec.shape[1:])
-    return dataclasses.replace(spec, name=name, shape=shape, whole_shape=whole)
+def some_experts(owned: Owned, first: int, count: int) -> tuple[ParameterSpec, ...]:
+    """Return the rows of ``count`` experts, from ``first`` on, in the parameters that hold all experts of a layer."""
+    bank, rows = owned["mlp.experts"], f"[{first}:{first + count}]"
+    if count == bank[0].shape[0]:
+        return tuple(bank)
+    shapes = [(count, *spec.shape[1:]) for spec in bank]
+    wholes = [spec.whole_shape and (count, *spec.whole_shape[1:]) for spec in bank]
+    return tuple(
+        dataclasses.replace(spec, name=f"{spec.name}{rows}", shape=shape, whole_shape=whole)
+        for spec, shape, whole in zip(bank, shapes, wholes, strict=True)
+    )

@@ -10,43 +10,16 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
-from planner.models.formulas import float8
 from planner.models.kernels import Attention, Gemm, Kernels, Work, all_reduce, each
 
 
-def linear(
-    rows: int,
-    inputs: int,
-    outputs: int,
-    e: int,
-    *,
-    bias: bool,
-    fp8: Literal["device", "emulated"] | None = None,
-    casts_weights: bool = True,
-    shares: bool = False,
-    found: float8.Found = None,
-) -> Work:
-    """Return ``y = x W (+ b)``, without saved bytes and workspace; if asked for and possible, with products in fp8.
+def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
+    """Return ``y = x W (+ b)``, without saved bytes and workspace.
 
-    The caller counts the saved input, because neighbours may share it; ``shares``: one of them has cast it. ``found``:
-    the tensor of which a cast knows the largest value. The caller also counts the gradient of ``y`` while that of ``x``
-    is computed, unless a residual connection keeps that gradient anyway.
+    The caller counts the saved input, because neighbours may share it. The caller also counts the gradient of ``y``
+    while that of ``x`` is computed, unless a residual connection keeps that gradient anyway.
     """
-    if fp8 and float8.fits(inputs, outputs):
-        emulated = fp8 == "emulated"
-        return float8.float8_linear(
-            rows,
-            inputs,
-            outputs,
-            e,
-            bias=bias,
-            emulated=emulated,
-            casts_weights=casts_weights,
-            shares=shares,
-            found=found,
-        )
     reduce_bias = each(rows * outputs, e) if bias else ()
     backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
     return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)

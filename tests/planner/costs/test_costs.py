@@ -13,10 +13,10 @@ from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import list_profiles, load_profile
-from planner.costs.fabrics import Fabrics
 from planner.costs.kernels import _TILES, wave_factor
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel, total_flop
+from planner.costs.rank import RankHardware
 from planner.costs.resources import Price, Resource
 from planner.costs.scalable import scalables, scaled
 from planner.decisions import BF16, MOST_EXCHANGED_BYTES, Precision, Sharding
@@ -261,7 +261,7 @@ def test_ranks_prefer_the_host_to_a_slow_fabric_alone() -> None:
     ):
         profile = load_profile(name)
         layout = Layout(ranks, 1, 1, profile.devices_per_node)
-        assert Fabrics(profile, layout).prefers_host(layout.replicas(1)) == preferred
+        assert RankHardware(profile, layout).prefers_host(layout.replicas(1)) == preferred
 
 
 @pytest.mark.parametrize("num_bytes", [10**6, 10**9])

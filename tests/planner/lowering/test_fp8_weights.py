@@ -1,6 +1,5 @@
 """Weights of products in fp8 that are fetched, and gathered, in fp8: what moves, what is held, and what is computed."""
 
-import dataclasses
 import math
 from collections import Counter
 
@@ -162,7 +161,7 @@ def test_units_of_one_size_have_amounts_of_their_own() -> None:
     decisions = decide((unit,), precision=NARROW, fp8_weights=True, params="host")
     amounts_of, decided = amounts_by(decisions), decisions.units[unit.name]
     assert amounts_of(unit, decided).fp8 is not None
-    assert amounts_of(dataclasses.replace(unit, fp8_parameters=(), fp8_twin=None), decided).fp8 is None
+    assert amounts_of(small_units()[1], decided).fp8 is None
 
 
 @pytest.mark.parametrize(("params", "degrees"), [("gpu", {}), ("nvme", {"data_parallel": 2, "zero_stage": 3})])

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 from executor.module import float8
 from planner.models.config import ModelConfigError
 from planner.models.formulas.float8 import cast, float8_linear, input_of, products, swiglu
-from planner.models.formulas.work import linear
+from planner.models.formulas.layers import linear
 from planner.models.kernels import Elementwise, Gemm, Kernel, Kernels, flop, num_kernels
+from planner.models.operators import Batch
 
 ROWS, INPUTS, OUTPUTS = 32, 48, 80
 
@@ -125,12 +126,13 @@ def test_which_modules_read_one_input() -> None:
 
 
 def test_only_the_casts_differ_from_products_in_the_type_of_weights() -> None:
-    plain, narrow = (linear(ROWS, INPUTS, OUTPUTS, 2, bias=True, fp8=fp8) for fp8 in (None, "device"))
+    batches = [Batch(1, ROWS, fp8_products=products) for products in (None, "device")]
+    plain, narrow = (linear(batch, INPUTS, OUTPUTS, bias=True) for batch in batches)
     assert flop(plain.forward) == flop(narrow.forward)
     assert flop(plain.backward) == flop(narrow.backward)
     assert plain.saved_bytes == narrow.saved_bytes == 0
     assert [k.fp8 for k in narrow.forward + narrow.backward if isinstance(k, Gemm)] == [True] * 3
-    uneven = [linear(ROWS, INPUTS, OUTPUTS + 8, 2, bias=True, fp8=fp8) for fp8 in (None, "device")]
+    uneven = [linear(batch, INPUTS, OUTPUTS + 8, bias=True) for batch in batches]
     assert uneven[0] == uneven[1]  # torchao leaves such layers as they are
 
 

@@ -389,8 +389,7 @@ def halved(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
             )
             for operator in unit.operators
         )
-        parameters = tuple(spec for operator in operators for spec in operator.parameters)
-        result.append(dataclasses.replace(unit, operators=operators, parameters=parameters))
+        result.append(dataclasses.replace(unit, operators=operators))
     return tuple(result)
 
 

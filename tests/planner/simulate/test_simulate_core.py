@@ -12,8 +12,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulator.reference import FluidTask, built, simulate_reference
-from planner.simulate import FluidSystem, simulate, solve_speeds
+from benchmarks.simulator.reference import FluidTask, built, max_min_speeds, predecessors, simulate_reference, uses_of
+from planner.simulate import FluidSystem, simulate
 
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
@@ -47,8 +47,7 @@ def assert_same(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarra
 @settings(max_examples=examples(300), deadline=None)
 @given(systems())
 def test_kernel_equals_exact_reference(system: FluidSystem) -> None:
-    simulation = simulate(system)
-    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
+    assert_same(simulate(system), simulate_reference(system, Fraction))
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -62,8 +61,7 @@ def test_reference_in_floats_equals_itself_in_fractions(system: FluidSystem) -> 
 def test_kernel_equals_reference_on_many_tasks(seed: int, num_lanes: int) -> None:
     """Rounding does not add up over thousands of events, on a heap of few lanes or of many."""
     system = many_tasks(num_tasks=3000, num_lanes=num_lanes, seed=seed)
-    simulation = simulate(system)
-    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system))
+    assert_same(simulate(system), simulate_reference(system))
 
 
 def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
@@ -86,20 +84,20 @@ def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
 @given(systems())
 def test_rules_hold(system: FluidSystem) -> None:
     """FIFO, predecessors and full speed as the limit, read off the result without any simulator."""
-    simulation = simulate(system)
-    start_s, end_s = simulation.start_s, simulation.end_s
-    slack_s = 1e-9 * simulation.makespan_s
+    start_s, end_s = simulate(system)
+    makespan_s = end_s.max(initial=0.0)
+    slack_s = 1e-9 * makespan_s
     assert (end_s - start_s >= system.latency_s + system.duration_s - slack_s).all()
     for lane in range(system.num_lanes):
         for a, b in itertools.pairwise(np.flatnonzero(system.lane == lane)):
             assert start_s[b] >= end_s[a]
     for i in range(system.num_tasks):
         lane_before = np.flatnonzero(system.lane[:i] == system.lane[i])[-1:].tolist()
-        waited_for = [0.0, *(end_s[p] for p in system.predecessors(i) + lane_before)]
+        waited_for = [0.0, *(end_s[p] for p in predecessors(system, i) + lane_before)]
         assert start_s[i] == max(waited_for)  # neither before them, nor idly after them
     for r in range(len(system.capacity)):
-        amount = sum(system.duration_s[i] * system.uses(i).get(r, 0.0) for i in range(system.num_tasks))
-        assert amount <= system.capacity[r].max() * (simulation.makespan_s + slack_s)
+        amount = sum(system.duration_s[i] * uses_of(system, i).get(r, 0.0) for i in range(system.num_tasks))
+        assert amount <= system.capacity[r].max() * (makespan_s + slack_s)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -115,7 +113,7 @@ def test_idle_lanes_and_resources_change_nothing(system: FluidSystem, numbers: t
         use_resource=first + stride * system.use_resource,
         capacity=capacity,
     )
-    assert simulate(spread).end_s.tobytes() == simulate(system).end_s.tobytes()
+    assert simulate(spread)[1].tobytes() == simulate(system)[1].tobytes()
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -125,30 +123,29 @@ def test_no_work_is_lost_and_no_capacity_is_left_idle(system: FluidSystem) -> No
 
     Read off the result: who is running follows from starts, latencies and ends; their speeds then make up the work.
     """
-    simulation = simulate(system)
-    runs_s = simulation.start_s + system.latency_s
-    moments = np.unique(np.concatenate([runs_s, simulation.end_s, [0.0]]))
+    start_s, end_s = simulate(system)
+    runs_s, capacity = start_s + system.latency_s, system.capacity.tolist()
+    moments = np.unique(np.concatenate([runs_s, end_s, [0.0]]))
     done_s = np.zeros(system.num_tasks)
     for a, b in itertools.pairwise(moments.tolist()):
-        running = np.flatnonzero((runs_s <= a) & (simulation.end_s >= b)).tolist()
-        done_s[running] += (b - a) * solve_speeds(system, running)
-    np.testing.assert_allclose(done_s, system.duration_s, rtol=1e-6, atol=1e-9 * (1 + simulation.makespan_s))
+        running = np.flatnonzero((runs_s <= a) & (end_s >= b)).tolist()
+        uses, weights = [uses_of(system, i) for i in running], system.weight[running].tolist()
+        done_s[running] += (b - a) * np.array(max_min_speeds(uses, capacity, weights))
+    np.testing.assert_allclose(done_s, system.duration_s, rtol=1e-6, atol=1e-9 * (1 + end_s.max(initial=0.0)))
 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(systems())
 def test_same_input_same_bits(system: FluidSystem) -> None:
-    first, second = simulate(system), simulate(system)
-    assert first.start_s.tobytes() == second.start_s.tobytes()
-    assert first.end_s.tobytes() == second.end_s.tobytes()
-    assert first.num_events == second.num_events
+    for first_s, second_s in zip(simulate(system), simulate(system), strict=True):
+        assert first_s.tobytes() == second_s.tobytes()
 
 
 def end_s(tasks: list[FluidTask], capacity: list[float | list[float]]) -> list[float]:
     system = built(tasks, capacity)
-    simulation = simulate(system)
-    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
-    return simulation.end_s.tolist()
+    times_s = simulate(system)
+    assert_same(times_s, simulate_reference(system, Fraction))
+    return times_s[1].tolist()
 
 
 def test_two_copies_share_a_link() -> None:
@@ -281,7 +278,7 @@ def test_chain_of_a_million_tasks() -> None:
         use_rate=np.ones(count),
         capacity=np.ones((1, 1)),
     )
-    assert simulate(system).makespan_s == count
+    assert simulate(system)[1].max() == count
 
 
 # One system in which every rule matters, and what becomes of it when a rule is forgotten.
@@ -312,60 +309,32 @@ def test_forgetting_a_rule_shows(rule: str) -> None:
     """The comparison with the reference can tell a simulator that keeps all rules from one that forgets one."""
     expected = simulate_reference(built(TASKS, CAPACITY))
     right, wrong = simulate(built(TASKS, CAPACITY)), simulate(built(*BROKEN[rule]))
-    assert_same((right.start_s, right.end_s), expected)
+    assert_same(right, expected)
     with pytest.raises(AssertionError):
-        assert_same((wrong.start_s, wrong.end_s), expected)
-
-
-@pytest.mark.parametrize("run", [simulate, simulate_reference])
-def test_stuck_task_is_named(run) -> None:
-    tasks = [FluidTask(0, 1.0), FluidTask(1, 1.0, uses={0: 1.0}), FluidTask(1, 1.0)]
-    names = {"lane_names": ("compute", "h2d"), "resource_names": ("link",), "task_name": lambda i: f"fetch {i}"}
-    system = built(tasks, [0.0], **names)
-    with pytest.raises(ValueError, match=r"task 1 \(fetch 1\) on lane h2d can never end: resource link has no capa"):
-        run(system)
-
-
-@pytest.mark.parametrize("run", [simulate, simulate_reference])
-def test_no_work_is_never_stuck(run) -> None:
-    found = run(built([FluidTask(0, 0.0, 1.0, uses={0: 1.0}), FluidTask(0, 1.0, uses={0: 0.0})], [0.0]))
-    _, end_s = (found.start_s, found.end_s) if run is simulate else found
-    assert list(end_s) == [1.0, 2.0]
+        assert_same(wrong, expected)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "capacity", "message"),
+    ("tasks", "capacity"),
     [
-        ([FluidTask(0, -1.0)], [], r"task 0 on lane 0 has duration_s -1\.0"),
-        ([FluidTask(0, float("nan"))], [], "has duration_s nan"),
-        ([FluidTask(0, 1.0, float("inf"))], [], "has latency_s inf"),
-        ([FluidTask(-1, 1.0)], [], "number lanes from 0"),
-        ([FluidTask(0, 1.0, weight=0.0)], [], r"task 0 on lane 0 has weight 0\.0; give a finite number above 0"),
-        ([FluidTask(0, 1.0, weight=float("inf"))], [], "has weight inf"),
-        ([FluidTask(0, 1.0, after=[7])], [], "task 0 on lane 0 comes after task 7, which does not exist"),
-        ([FluidTask(0, 1.0, after=[-1])], [], "does not exist"),
-        ([FluidTask(0, 1.0, after=[0])], [], "a cycle"),
-        (
-            [FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])],
-            [],
-            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
-        ),
-        (
-            [FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)],
-            [],
-            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
-        ),  # by the lane
-        ([FluidTask(0, 1.0, uses={1: 1.0})], [1.0], "uses resource 1, but there are 1"),
-        ([FluidTask(0, 1.0, uses={0: -1.0})], [1.0], r"uses -1\.0 of resource 0"),
-        ([FluidTask(0, 1.0, uses={0: float("inf")})], [1.0], "uses inf of resource 0"),
-        ([], [-1.0], "resource 0 has capacity"),
-        ([], [1.0, float("inf")], "resource 1 has capacity"),
-        ([], [[1.0, 0.0]], "block one another"),
-        ([], [[]], "no capacity at all"),
+        ([FluidTask(0, -1.0)], []),
+        ([FluidTask(0, float("nan"))], []),
+        ([FluidTask(0, 1.0, float("inf"))], []),
+        ([FluidTask(-1, 1.0)], []),
+        ([FluidTask(0, 1.0, weight=0.0)], []),
+        ([FluidTask(0, 1.0, after=[7])], []),
+        ([FluidTask(0, 1.0, after=[-1])], []),
+        ([FluidTask(0, 1.0, after=[0])], []),  # a cycle
+        ([FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)], []),  # by the lane
+        ([FluidTask(0, 1.0, uses={1: 1.0})], [1.0]),
+        ([FluidTask(0, 1.0, uses={0: -1.0})], [1.0]),
+        ([], [-1.0]),
+        ([], [0.0]),
+        ([], [1.0, float("inf")]),
     ],
 )
-def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_the_kernel_gets_no_wrong_input(tasks: list[FluidTask], capacity: list) -> None:
+    with pytest.raises(AssertionError):
         built(tasks, capacity)
 
 
@@ -385,7 +354,7 @@ def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: s
 def test_arrays_must_fit_together(change: dict[str, np.ndarray]) -> None:
     tasks = [FluidTask(0, 1.0, uses={0: 1.0, 1: 1.0}), FluidTask(0, 1.0)]
     system = built(tasks, [1.0, 1.0])
-    with pytest.raises(ValueError, match=next(iter(change)).replace("use_resource", "ascending")):
+    with pytest.raises(AssertionError):
         dataclasses.replace(system, **change)
 
 

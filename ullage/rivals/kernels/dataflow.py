@@ -13,9 +13,9 @@ from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.formulas import work
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.kernel_sets import KernelSet, Passes, loss_with_gradient
-from planner.models.formulas.layers import Part, attend, layer_parts, linear
+from planner.models.formulas.layers import attend, layer_parts, linear
 from planner.models.kernels import Work
-from planner.models.operators import Batch, Operator
+from planner.models.operators import Batch, Operator, by_module
 from planner.models.parameters import parameters
 
 _SET: Final = KernelSet(rms_norm=Passes((2,), (2, 4), 1, 2), rotary=Passes((2,), (2,)))
@@ -36,13 +36,13 @@ def build_graph(config: ModelConfig, batch: Batch) -> tuple[Operator, ...]:
             f"its layers are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; state a "
             "model like Llama"
         )
-    specs = {spec.name: spec for spec in parameters(config)}
-    last = [_at_end(config, batch, operator) for operator in head_operators(config, batch, specs)]
-    first = embedding_operators(config, batch, specs)
-    return assemble(config, config, batch, first, lambda layer: [_parts(config, batch, layer)], last)
+    owned = by_module(parameters(config))
+    last = [_at_end(config, batch, operator) for operator in head_operators(config, batch, owned)]
+    first = embedding_operators(config, batch, owned)
+    return assemble(config, batch, first, lambda layer: _parts(config, batch, layer), last)
 
 
-def _parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
+def _parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Operator, ...]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
     up, value = linear(batch, hidden, ffn, bias=config.mlp_bias), linear(batch, hidden, key, bias=bias)
@@ -58,9 +58,9 @@ def _parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
     }
     return tuple(
         dataclasses.replace(
-            part, work=own[part.kind], num_skipped=len(own[part.kind].forward) if part.kind in _SKIPPED else 0
+            part.doing(own[part.kind]), num_skipped=len(own[part.kind].forward) if part.kind in _SKIPPED else 0
         )
-        for part in layer_parts(config, batch, layer)
+        for part in layer_parts(config, config, batch, layer)
     )
 
 

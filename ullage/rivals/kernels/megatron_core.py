@@ -19,7 +19,8 @@ factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023;
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator
 from typing import Final
 
 from planner.graph import assemble
@@ -28,14 +29,13 @@ from planner.models.config import LatentAttention, ModelConfig
 from planner.models.formulas import experts, work
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.kernel_sets import KernelSet, Passes
-from planner.models.formulas.layers import Part
+from planner.models.formulas.layers import layer_parameters, some_experts
 from planner.models.kernels import Attention, Collective, Gemm, Kernels, Work, all_reduce, each
-from planner.models.operators import Batch, Operator
-from planner.models.parameters import ParameterSpec, parameters
+from planner.models.operators import Batch, Operator, Owned, by_module, operator_of
+from planner.models.parameters import parameters
 from planner.models.patterns import Pattern
 
 _FP32 = 4
-_OUTPUT = "self_attn.o_proj"
 _SET: Final = KernelSet(rms_norm=Passes((2,), (4,), 2, 2), rotary=Passes((2,), (2,)), joint_rotary=True)
 _SWIGLU: Final = Passes((3,), (5,), 3, 2)
 # Experts stay whole: expert-parallel ranks include those that share layers.
@@ -61,9 +61,9 @@ def build_graph(config: ModelConfig, batch: MegatronBatch) -> tuple[Operator, ..
         ValueError: ranks cannot share the model.
     """
     own = share(config, batch)
-    specs = {spec.name: spec for spec in parameters(own)}
-    first, last = _first(own, batch, specs), _last(own, batch, specs)
-    return assemble(own, config, batch, first, lambda layer: [layer_parts(own, batch, layer)], last)
+    owned = by_module(parameters(own))
+    first, last = _first(own, batch, owned), _last(own, batch, owned)
+    return assemble(own, batch, first, lambda layer: layer_parts(own, config, batch, layer), last)
 
 
 def share(config: ModelConfig, batch: MegatronBatch) -> ModelConfig:
@@ -82,15 +82,15 @@ def share(config: ModelConfig, batch: MegatronBatch) -> ModelConfig:
     return own.model_copy(update={"vocab_size": sharding.padded(own.vocab_size)})
 
 
-def _first(config: ModelConfig, batch: MegatronBatch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def _first(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> list[Operator]:
     alone = dataclasses.replace(batch, tensor_parallel=1)  # what ranks exchange is added below
-    look_up, *others = embedding_operators(config, alone, specs)
+    look_up, *others = embedding_operators(config, alone, owned)
     reduced, gathered = row_exchange(batch, config.hidden_size)
     added = add_gradient(config.vocab_size * config.hidden_size, batch.dtype_bytes)
-    return [look_up.doing(look_up.work + Work(reduced, gathered) + added), *others]
+    return [look_up.doing(look_up + Work(reduced, gathered) + added), *others]
 
 
-def _last(config: ModelConfig, batch: MegatronBatch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+def _last(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> list[Operator]:
     """Return norm, head and loss; ranks normalise their own tokens."""
     rows, hidden, vocab, e = batch.num_tokens, config.hidden_size, config.vocab_size, batch.dtype_bytes
     own = {
@@ -98,22 +98,24 @@ def _last(config: ModelConfig, batch: MegatronBatch, specs: Mapping[str, Paramet
         "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
         "loss": loss(rows, vocab, e, batch.tensor_parallel),
     }
-    return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, specs)]
+    return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, owned)]
 
 
-def layer_parts(config: ModelConfig, batch: MegatronBatch, layer: int) -> tuple[Part, ...]:
-    """Return the operators of one decoder layer in order of execution."""
+def layer_parts(config: ModelConfig, whole: ModelConfig, batch: MegatronBatch, layer: int) -> tuple[Operator, ...]:
+    """Return the operators of one decoder layer; see :func:`planner.models.formulas.layers.layer_parts`."""
+    owned = layer_parameters(config, whole, layer)
     rows, e = batch.own_tokens, batch.dtype_bytes
     hidden_bytes = rows * config.hidden_size * e
     has_experts = config.has_experts(layer)
     first, second = "input_layernorm", "post_attention_layernorm"
     normalize = _SET.norm(rows, config.hidden_size, e)
 
-    def norm_part(name: str, unit: str) -> Part:
-        return Part(name, "norm", unit, Pattern.REPLICATE, normalize, hidden_bytes, (name,))
+    def norm_part(name: str, unit: str) -> Operator:
+        return operator_of(owned, unit, name, "norm", Pattern.REPLICATE, normalize, hidden_bytes)
 
-    attention = _latent_attention(config, config.latent, batch) if config.latent else _attention(config, batch)
-    mlp = _experts(config, batch, layer) if has_experts else _gated(config, batch, "mlp", config.ffn_hidden_size)
+    latent, ffn = config.latent, config.ffn_hidden_size
+    attention = _latent_attention(config, latent, batch, owned) if latent else _attention(config, batch, owned)
+    mlp = _experts(config, batch, owned, layer) if has_experts else _gated(config, batch, owned, "mlp", ffn)
     unit = "attn" if has_experts and batch.separate_experts else "mlp"
     return norm_part(first, "attn"), *attention, norm_part(second, unit), *mlp
 
@@ -173,32 +175,32 @@ def add_gradient(size: int, e: int) -> Work:
     return Work((), each(size, e + 2 * _FP32))
 
 
-def _attention(config: ModelConfig, batch: MegatronBatch) -> Iterator[Part]:
+def _attention(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> Iterator[Operator]:
+    make = functools.partial(operator_of, owned, "attn")
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key = config.query_size, config.key_value_size
     joint = "self_attn.qkv_proj"
     modules = tuple(f"self_attn.{side}_proj" for side in "qkv")
     out_bytes = rows * (query + 2 * key) * e
     project = column(batch, hidden, query + 2 * key)
-    yield Part(joint, "qkv", "attn", Pattern.COLUMN, project, out_bytes, modules, product_bytes=out_bytes)
+    yield make(joint, "qkv", Pattern.COLUMN, project, out_bytes, *modules, product_bytes=out_bytes)
     core = _core(config, batch, config.head_dim)
     turn = _SET.turn(rows * query, rows * key, e)
     # The gradients of query, key and value are written where the joint projection's gradient is read.
     attend = turn + _ring(batch, core, rows * query, rows * 2 * key)
-    yield Part("self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * query * e, ())
-    yield _output(config, batch, query)
+    yield make("self_attn.core", "attention", Pattern.SHARD, attend, rows * query * e)
+    yield _output(config, batch, owned, query)
 
 
-def _output(config: ModelConfig, batch: MegatronBatch, width: int) -> Part:
-    hidden, e = config.hidden_size, batch.dtype_bytes
-    hidden_bytes = batch.own_tokens * hidden * e
-    product = row(batch, width, hidden)
-    return Part(
-        _OUTPUT, "output", "attn", Pattern.ROW, product, hidden_bytes, (_OUTPUT,), product_bytes=hidden_bytes
-    )  # fmt: skip
+def _output(config: ModelConfig, batch: MegatronBatch, owned: Owned, width: int) -> Operator:
+    num_bytes = batch.own_tokens * config.hidden_size * batch.dtype_bytes
+    make, product = functools.partial(operator_of, owned, "attn"), row(batch, width, config.hidden_size)
+    return make("self_attn.o_proj", "output", Pattern.ROW, product, num_bytes, product_bytes=num_bytes)
 
 
-def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: MegatronBatch) -> Iterator[Part]:
+def _latent_attention(
+    config: ModelConfig, latent: LatentAttention, batch: MegatronBatch, owned: Owned
+) -> Iterator[Operator]:
     """Yield multi-head latent attention: queries, keys and values come from narrow vectors with norms of their own.
 
     Ranks make the narrow vectors of their own tokens, and gather those. Keys of all heads share their rotated part, so
@@ -210,8 +212,10 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Megat
     query, value = config.query_size, heads * latent.v_head_dim
     keys = heads * (config.head_dim - turned) + value
 
-    def part(name: str, work: Work, width: int, modules: tuple[str, ...]) -> Part:
-        return Part(f"self_attn.{name}", "qkv", "attn", Pattern.REPLICATE, work, rows * width * e, modules)
+    make = functools.partial(operator_of, owned, "attn")
+
+    def part(name: str, work: Work, width: int, modules: tuple[str, ...]) -> Operator:
+        return make(f"self_attn.{name}", "qkv", Pattern.REPLICATE, work, rows * width * e, *modules)
 
     own = batch.own_tokens
     down = linear(own, hidden, rank, e) + linear(own, hidden, shared + turned, e)
@@ -227,8 +231,8 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention, batch: Megat
     turn = _SET.turn(rows * turned * heads, rows * turned, e)
     joined = Work(each(rows * query, 2 * e), each(rows * query, 2 * e))
     attend = turn + joined + _ring(batch, _core(config, batch, latent.v_head_dim), rows * value, rows * (query + value))
-    yield Part("self_attn.core", "attention", "attn", Pattern.SHARD, attend, rows * value * e, ())
-    yield _output(config, batch, value)
+    yield make("self_attn.core", "attention", Pattern.SHARD, attend, rows * value * e)
+    yield _output(config, batch, owned, value)
 
 
 def _core(config: ModelConfig, batch: MegatronBatch, value_dim: int) -> Attention:
@@ -263,21 +267,24 @@ def _ring(batch: MegatronBatch, core: Attention, outputs: int, keys_and_values: 
     return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
 
 
-def _gated(config: ModelConfig, batch: MegatronBatch, path: str, ffn: int, unit: str = "mlp") -> Iterator[Part]:
+def _gated(
+    config: ModelConfig, batch: MegatronBatch, owned: Owned, path: str, ffn: int, unit: str = "mlp"
+) -> Iterator[Operator]:
     """Yield a gated MLP; the first product writes the gate's input and the other side by side."""
+    make = functools.partial(operator_of, owned, unit)
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     up, activation, down = f"{path}.gate_up_proj", f"{path}.act_fn", f"{path}.down_proj"
     up_bytes, modules = 2 * rows * ffn * e, (f"{path}.gate_proj", f"{path}.up_proj")
     project = column(batch, hidden, 2 * ffn)
-    yield Part(up, "up", unit, Pattern.COLUMN, project, up_bytes, modules, product_bytes=up_bytes)
+    yield make(up, "up", Pattern.COLUMN, project, up_bytes, *modules, product_bytes=up_bytes)
     activate = _SWIGLU.work(rows * ffn, e)
-    yield Part(activation, "activation", unit, Pattern.SHARD, activate, rows * ffn * e, ())
+    yield make(activation, "activation", Pattern.SHARD, activate, rows * ffn * e)
     hidden_bytes = batch.own_tokens * hidden * e
     product = row(batch, ffn, hidden)
-    yield Part(down, "down", unit, Pattern.ROW, product, hidden_bytes, (down,))
+    yield make(down, "down", Pattern.ROW, product, hidden_bytes)
 
 
-def _experts(config: ModelConfig, batch: MegatronBatch, layer: int) -> Iterator[Part]:
+def _experts(config: ModelConfig, batch: MegatronBatch, owned: Owned, layer: int) -> Iterator[Operator]:
     """Yield router, shared expert, dispatch, the bank of experts and the sum of their outputs.
 
     Counted in ``token_dispatcher.py`` (all-to-all) and ``moe_utils.py`` with the fused permutation of
@@ -285,6 +292,7 @@ def _experts(config: ModelConfig, batch: MegatronBatch, layer: int) -> Iterator[
     way round. Routing weights are applied in the activation function. Tensor-parallel ranks route their own tokens and
     have whole experts, so expert-parallel ranks are among them too.
     """
+    make = functools.partial(operator_of, owned)
     own = dataclasses.replace(batch, context_parallel=batch.context_parallel * batch.tensor_parallel)
     rows, hidden, e = own.num_tokens, config.hidden_size, batch.dtype_bytes
     before = "attn" if batch.separate_experts else "mlp"
@@ -292,28 +300,26 @@ def _experts(config: ModelConfig, batch: MegatronBatch, layer: int) -> Iterator[
     scores = each(rows * num, e + 4, 8, 8, 8)
     route = linear(rows, hidden, num, e) + Work(scores, scores, 8 * rows * num)
     visit_bytes = visits * hidden * e
-    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, 8 * visits, ("mlp.gate",))
+    yield make(before, "mlp.gate", "router", Pattern.REPLICATE, route, 8 * visits)
     if ffn := config.shared_expert_ffn_hidden_size:
-        yield from _gated(config, batch, "mlp.shared_experts", ffn, before)
+        yield from _gated(config, batch, owned, "mlp.shared_experts", ffn, before)
     swap: Kernels = ()
     if batch.expert_parallel > 1:
         exchange = Collective(visit_bytes, batch.expert_parallel, kind="all-to-all", over_tensor=True)
         swap = (exchange, *each(visits * hidden, 2 * e))
     copy = each(visits * hidden, 2 * e)
     send = Work((*copy, *swap), (*swap, *copy), 8 * visits)
-    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, ())
+    yield make(before, "mlp.dispatch", "dispatch", Pattern.SHARD, send, visit_bytes)
     sizes, unit = experts.tokens(config, own, layer), "mlp"
     for first, count in experts.groups(config, batch):
         label = f".{first}-{first + count - 1}" if batch.separate_experts else ""
         unit = f"experts{label}" if batch.separate_experts else "mlp"
         bank = sizes[first : first + count]
         work = _bank(bank, hidden, config.expert_ffn_hidden_size, e)
-        yield Part(
-            f"mlp.experts{label}", "experts", unit, Pattern.EXPERT, work, sum(bank) * hidden * e, ("mlp.experts",),
-            experts=(first, count),
-        )  # fmt: skip
+        own_rows, num_bytes = some_experts(owned, first, count), sum(bank) * hidden * e
+        yield make(unit, f"mlp.experts{label}", "experts", Pattern.EXPERT, work, num_bytes, parameters=own_rows)
     gather = Work((*swap, *copy, *each(rows * hidden, 3 * e)), (*each(rows * hidden, 3 * e), *copy, *swap))
-    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, gather, rows * hidden * e, ())
+    yield make(unit, "mlp.combine", "combine", Pattern.SHARD, gather, rows * hidden * e)
 
 
 def _bank(sizes: tuple[int, ...], hidden: int, ffn: int, e: int) -> Work:

@@ -17,7 +17,6 @@ from planner.models.formulas import work
 from planner.models.formulas.ends import embedding_operators, head_operators
 from planner.models.formulas.kernel_sets import RESIDUAL, KernelSet, Passes
 from planner.models.formulas.layers import (
-    Part,
     has_learned_positions,
     layer_parts,
     linear,
@@ -25,7 +24,7 @@ from planner.models.formulas.layers import (
     sum_output,
 )
 from planner.models.kernels import Attention, Elementwise, Gemm, Kernels, Work, all_reduce, each
-from planner.models.operators import Batch, Operator
+from planner.models.operators import Batch, Operator, by_module
 from planner.models.parameters import parameters
 
 # What ``get_batch`` (broadcast, masks, positions), ``loss_func`` and the loss scale launch for one micro-batch.
@@ -45,8 +44,8 @@ def build_graph(config: ModelConfig, batch: Batch, *, adds_gradients: bool = Tru
         ValueError: the sequence is longer than a learned position embedding, or ranks cannot share the model.
     """
     own = share(config, batch)
-    layers = _Layers(own, batch, adds_gradients)
-    return assemble(own, config, batch, layers.first(), lambda layer: [layers.parts(layer)], layers.last())
+    layers = _Layers(own, config, batch, adds_gradients)
+    return assemble(own, batch, layers.first(), layers.parts, layers.last())
 
 
 def share(config: ModelConfig, batch: Batch) -> ModelConfig:
@@ -62,50 +61,51 @@ def share(config: ModelConfig, batch: Batch) -> ModelConfig:
 class _Layers:
     """The operators of one rank: those of ``transformers``, with other kernels where Megatron-LM has its own."""
 
-    def __init__(self, config: ModelConfig, batch: Batch, adds_gradients: bool) -> None:
+    def __init__(self, config: ModelConfig, whole: ModelConfig, batch: Batch, adds_gradients: bool) -> None:
         self._config = config
+        self._whole = whole
         self._batch = batch
         self._adds_gradients = adds_gradients
         self._drops = has_learned_positions(config)
-        self._specs = {spec.name: spec for spec in parameters(config)}
+        self._owned = by_module(parameters(config))
 
     def first(self) -> list[Operator]:
         """Return the operators before the layers."""
         config, batch, e = self._config, self._batch, self._batch.dtype_bytes
         alone = dataclasses.replace(batch, tensor_parallel=1)  # what ranks add is added below
-        look_up, *others = embedding_operators(config, alone, self._specs)
+        look_up, *others = embedding_operators(config, alone, self._owned)
         width = config.word_embed_proj_dim
-        effort = look_up.work + sum_output(batch, width) + self._accumulate(config.vocab_size * width)
+        effort = look_up + sum_output(batch, width) + self._accumulate(config.vocab_size * width)
         effort += embedding(batch.num_tokens, width, e, dropout=self._drops)
         return [look_up.doing(effort), *others]
 
     def last(self) -> list[Operator]:
         """Return the operators behind the layers."""
         config, batch = self._config, self._batch
-        operators = head_operators(config, batch, self._specs)
+        operators = head_operators(config, batch, self._owned)
         losses = loss(batch.num_tokens, config.vocab_size, batch.dtype_bytes, batch.tensor_parallel)
         own = {"norm": self._norm(), "loss": losses}
         return [made.doing(own[made.kind]) if made.kind in own else made for made in operators]
 
-    def parts(self, layer: int) -> tuple[Part, ...]:
+    def parts(self, layer: int) -> tuple[Operator, ...]:
         """Return the operators of a layer. Reentrant checkpoints run its whole forward again."""
-        parts = layer_parts(self._config, self._batch, layer)
-        return tuple(dataclasses.replace(part, work=self._work(part), num_skipped=0) for part in parts)
+        parts = layer_parts(self._config, self._whole, self._batch, layer)
+        return tuple(dataclasses.replace(part.doing(self._work(part)), num_skipped=0) for part in parts)
 
-    def _work(self, part: Part) -> Work:
+    def _work(self, part: Operator) -> Work:
         config, ffn = self._config, self._config.ffn_hidden_size
         if part.kind == "attention":
-            return part.work if self._batch.flash_attention else self._attention()
+            return part if self._batch.flash_attention else self._attention()
         if part.kind == "up":
             one = self._accumulate(config.hidden_size * ffn, *((ffn,) if config.mlp_bias else ()))
-            return part.work + one + one if config.is_gated else part.work + one
+            return part + one + one if config.is_gated else part + one
         others = {
             "norm": self._norm(),
             "qkv": self._joint(),
             "output": self._row(config.query_size, bias=config.output_bias),
             "down": self._row(ffn, bias=config.mlp_bias),
         }
-        return others.get(part.kind, part.work)
+        return others.get(part.kind, part)
 
     def _joint(self) -> Work:
         """Return one product that makes queries, keys and values."""

@@ -12,8 +12,8 @@ from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit
 from planner.lowering.program import Program
 from planner.lowering.stages import deal, issue_order
-from planner.models.kernels import Collective, Kernels
-from planner.models.operators import Operator
+from planner.models.kernels import Collective, Kernels, Work
+from planner.models.operators import operator_of
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -89,23 +89,15 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
     used = [spec.name for unit in members for spec in (*unit.parameters, *unit.frozen) if spec.name not in expert_names]
     used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
     parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
-    merged = Operator(
-        name, "stage", name, name, parameters, Pattern.SHARD, forward, backward, saved_bytes, hidden_bytes,
-        workspace_bytes,
-    )  # fmt: skip
-    return _unit(name, merged)
-
-
-def _unit(name: str, operator: Operator) -> Unit:
-    trained, frozen = (tuple(s for s in operator.parameters if s.is_trained is wanted) for wanted in (True, False))
-    return Unit(name, name, (operator,), trained, frozen=frozen)
+    work = Work(forward, backward, saved_bytes, workspace_bytes)
+    merged = operator_of({}, name, name, "stage", Pattern.SHARD, work, hidden_bytes, parameters=parameters)
+    return Unit(name, name, (merged,))
 
 
 def _experts(stage: int, parts: list[list[Unit]]) -> Unit:
     """Return the experts of a stage as a unit that computes nothing: its kernels are the stage's."""
     name, parameters = f"stage{stage}.experts", _expert_parameters(parts)
-    bank = Operator(name, "experts", name, name, parameters, Pattern.EXPERT, (), (), 0, 0, 0)
-    return _unit(name, bank)
+    return Unit(name, name, (operator_of({}, name, name, "experts", Pattern.EXPERT, Work(), 0, parameters=parameters),))
 
 
 def _expert_parameters(parts: list[list[Unit]]) -> tuple[ParameterSpec, ...]:

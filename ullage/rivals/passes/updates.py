@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from planner.decisions import Place
 from planner.lowering.program import Keys, LoweredUnit, Program
 from planner.lowering.updates import (
-    Subgroup,
+    LoweredSubgroup,
     Way,
     add,
     add_swap_in,
@@ -43,7 +43,7 @@ def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
     """Return the ways to update that differ from ours."""
     blocker: list[int] = []  # the key of the copy that the next update waits for, if any
 
-    def on_host(program: Program, subgroup: Subgroup) -> list[Task]:
+    def on_host(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
         unit, num_params = subgroup.unit, subgroup.num_params
         waits = () if _worker_goes_on(decisions) else tuple(blocker)
         updated = _on_cpu(decisions, program, subgroup, subgroup.ready + waits)
@@ -57,7 +57,7 @@ def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
             done.append(_pass(program, unit, subgroup.piece, num_bytes, (updated.index,)))
         return done
 
-    def through_nvme(program: Program, subgroup: Subgroup) -> list[Task]:
+    def through_nvme(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
         swap_in = add_swap_in(program, subgroup)
         updated = _on_cpu(decisions, program, subgroup, (*subgroup.ready, swap_in.index))
         uploaded = _upload(decisions, program, subgroup, updated)
@@ -81,7 +81,7 @@ def _worker_goes_on(decisions: RivalDecisions) -> bool:
     return decisions.host_update is HostUpdate.SUPER_OFFLOAD and decisions.update_start == "backward"
 
 
-def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: Subgroup, after: Keys) -> Task:
+def _on_cpu(decisions: RivalDecisions, program: Program, subgroup: LoweredSubgroup, after: Keys) -> Task:
     unit, piece, num_params, *_ = subgroup
     passed_bytes = 0
     if decisions.prepare_bytes is not None:
@@ -102,7 +102,7 @@ def _pass(program: Program, unit: LoweredUnit, piece: int, num_bytes: int, after
 
 
 def _upload(
-    decisions: RivalDecisions, program: Program, subgroup: Subgroup, updated: Task, blocker: Keys = ()
+    decisions: RivalDecisions, program: Program, subgroup: LoweredSubgroup, updated: Task, blocker: Keys = ()
 ) -> Task | None:
     """Copy parameters that the host updated to the device, in the engine's type and from its memory."""
     unit, piece, num_params, *_ = subgroup
@@ -125,7 +125,7 @@ def _upload(
     return draft
 
 
-def _streamed(program: Program, subgroup: Subgroup) -> list[Task]:
+def _streamed(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     """Stream state to gradients that are on the device: only the update waits for them, and weights are there too."""
     unit, piece, num_params, _, after, ring = subgroup
     decisions = program.decisions
