@@ -268,6 +268,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "activations": _activations(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
+        "reduces_once": _reduces_once(stated),
         "fused_head": _fuses_head(stated),
         "fused_update": "stochastic rounding" in str(stated("engine.optimizer", "")) or None,  # kernels of their own
         "paged": "paged" in _optimizer_words(stated) or None,
@@ -383,6 +384,17 @@ def _is_megatron(stated: _Stated) -> bool:
 
 def _is_fsdp(stated: _Stated) -> bool:
     return "FSDP" in str(stated("engine.wrapper", ""))
+
+
+def _reduces_once(stated: _Stated) -> bool | None:
+    """Return whether gradients of sharded parameters are reduced with the last micro-batch only.
+
+    So they are in RoundPipe's ``fsdp/train.py``, and under ``transformers.Trainer`` (``accelerate``): both use
+    ``no_sync``.
+    """
+    wrapper = str(stated("engine.wrapper", ""))
+    by_trainer = "FSDP" in wrapper and "trainer" in wrapper.lower()
+    return True if by_trainer or ("FSDP" in wrapper and "RoundPipe-artifact" in stated("source")) else None
 
 
 def _attention(stated: _Stated) -> str | None:
