@@ -20,8 +20,8 @@ _TILE: Final = (128, 128)
 _TILES: Final = {_TILE: 1.0, (128, 64): 0.98, (64, 128): 0.98, (64, 64): 0.73, (64, 32): 0.49, (32, 32): 0.37}
 _LEAST_PART = 8192  # of the inner side of a product whose tiles are too few: more parts would mostly add up
 _FP32 = 4
-# A row that is added to one to which others are added, on a GPU. PyTorch sorts them, and adds those of one row one after
-# another (``aten/src/ATen/native/cuda/Indexing.cu::indexing_backward_kernel``). A step of Halo's own engine with
+# A row that is added to one to which others are added, on a GPU. PyTorch sorts them, and adds those of one row one
+# after another (``aten/src/ATen/native/cuda/Indexing.cu::indexing_backward_kernel``). A step of Halo's own engine with
 # gpt-oss-20b and 4096 tokens is 1.65 times as fast without 48 such sums of 512 rows each, and takes 0.455 s then
 # (github.com/whitecircle/halo, agent-docs/optimization/grouped-gemm.md and halo-vs-stock-trl.md, EP1 on 8 B300).
 _MEETING_ROW_S: Final = 0.65 * 0.455 / 48 / 512

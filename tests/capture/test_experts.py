@@ -162,7 +162,6 @@ def test_many_tokens_of_one_row_meet() -> None:
         assert written.num_meeting == 1
 
 
-
 def test_in_a_loop_each_expert_has_a_gradient_as_large_as_the_bank() -> None:
     """PyTorch fills zeros for all experts, copies one's gradient into them, and adds them to those of others."""
     bank_bytes = EXPERTS * 3 * HIDDEN * INNER * 4

@@ -209,7 +209,8 @@ def test_whole_gradients_that_add_up_are_reduced_once_and_held() -> None:
     for reduces_once in (False, True):
         case = TrainingCase.model_validate(SMALL | run | {"reduces_once": reduces_once})
         setup, decisions = case.decided(profile)
-        works = [task for task in lower(setup.units, decisions, asynchronous=True).tasks if task.lane is Lane.COLLECTIVE]
+        tasks = lower(setup.units, decisions, asynchronous=True).tasks
+        works = [task for task in tasks if task.lane is Lane.COLLECTIVE]
         moved = {op: sum(task.num_bytes for task in works if task.op is op) for op in (Op.GATHER, Op.SCATTER)}
         found.append((moved, case.predict(profile).values[Metric.PEAK_GPU]))
     (each, each_peak), (once, once_peak) = found

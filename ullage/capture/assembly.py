@@ -483,11 +483,11 @@ def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:
     result: list[Kernel] = []
     for kernel in kernels:
         last = result[-1] if result else None
-        if isinstance(kernel, Elementwise) and isinstance(last, Elementwise):
-            if last == dataclasses.replace(kernel, count=last.count):
+        match last, kernel:
+            case Elementwise(), Elementwise() if dataclasses.replace(last, count=kernel.count) == kernel:
                 result[-1] = dataclasses.replace(kernel, count=last.count + kernel.count)
-                continue
-        result.append(kernel)
+            case _:
+                result.append(kernel)
     return tuple(result)  # type: ignore[arg-type]  # a capture has no collectives
 
 

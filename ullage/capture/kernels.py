@@ -72,7 +72,7 @@ def _num_meeting(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         return 1
     table, chosen = args[:2]
     pairs = [(size, index) for size, index in zip(table.shape, chosen, strict=False) if index is not None]
-    num_chosen = math.prod(torch.broadcast_shapes(*(index.shape for _, index in pairs)))
+    num_chosen = math.prod(torch.broadcast_shapes(*(index.shape for _, index in pairs)))  # type: ignore[no-untyped-call]
     num_meeting = num_chosen // max(math.prod(size for size, _ in pairs), 1)
     return num_meeting if num_meeting >= _MANY_MEET else 1
 
