@@ -47,6 +47,11 @@ class Sharding(Choice):
         """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""
         return self.zero_stage in {1, 2} and unit.num_params > 0 and self.replicas(unit) > 1
 
+    @property
+    def piles_up(self) -> bool:
+        """Whether whole gradients that stay on the device add up there until the last micro-batch."""
+        return self.zero_stage < 2
+
     def shard_params(self, unit: Unit) -> int:
         """Return the number of a unit's trained parameters that one rank updates, padded to equal shards."""
         if OPTIMIZERS[self.optimizer].lays_out:

@@ -63,7 +63,7 @@ def reduce(program: Program, unit: LoweredUnit, backward: Task, *, at_step: bool
     if unit.amounts.replicas == 1:
         return backward
     decisions = program.decisions
-    piles_up = decisions.zero_stage < 2 and not unit.amounts.flushed_params
+    piles_up = decisions.piles_up and not unit.amounts.flushed_params
     last = backward.micro_batch == decisions.num_micro_batches - 1
     if piles_up and (at_step or not last):
         return backward

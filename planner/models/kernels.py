@@ -81,10 +81,16 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elementwise:
-    """``count`` kernels bound by memory, each of which reads and writes ``num_bytes`` in total."""
+    """``count`` kernels bound by memory, each of which reads and writes ``num_bytes`` in total.
+
+    Attributes:
+        num_meeting: rows that are added to the same row, one after another, if they are many: the gradient of a table
+            with few rows, in which each token looks one up.
+    """
 
     num_bytes: int
     count: int = 1
+    num_meeting: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -151,6 +151,17 @@ def test_adding_at_rows_touches_these_rows_alone(function, passes) -> None:
     assert [copied.num_bytes, added.num_bytes] == [2 * 64 * 8 * 4, (3 * 4 * 8) * 4 + 4 * 8]
 
 
+def test_many_tokens_of_one_row_meet() -> None:
+    """The gradient of experts' biases: PyTorch adds up the tokens of one expert one after another."""
+    biases, tokens = torch.zeros(32, 8), torch.arange(4096) % 32
+    args = (biases, [tokens], torch.ones(4096, 8), True)
+    (added,) = kernels_of(torch.ops.aten.index_put.default, args, {}, biases)
+    assert added.num_meeting == 128
+    for few in ((*args[:3], False), (torch.zeros(1024, 8), *args[1:])):
+        (written,) = kernels_of(torch.ops.aten.index_put.default, few, {}, few[0])
+        assert written.num_meeting == 1
+
+
 def test_in_a_loop_each_expert_has_a_gradient_as_large_as_the_bank() -> None:
     """PyTorch fills zeros for all experts, copies one's gradient into them, and adds them to those of others."""
     bank_bytes = EXPERTS * 3 * HIDDEN * INNER * 4

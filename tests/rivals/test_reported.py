@@ -16,10 +16,12 @@ from hwprofiles.registry import load_profile
 from planner.costs.scalable import all_scalables
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
+from planner.schedule.tasks import Lane, Op
 from planner.simulate.uncertainty import interval_s
 from ullage.rivals.cases import CaseError, Metric, load_cases
 from ullage.rivals.cases.rates import with_attention, with_fp16_sums
 from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.lowering import lower
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "benchmarks" / "published" / "held_out" / "reported.json"
@@ -197,6 +199,24 @@ def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> 
     (deepspeed,) = (peak("deepspeed", deepspeed={"stage": 3}, activations="recompute"),)
     assert stage_3 < stage_2
     assert deepspeed - stage_3 > shard_bytes
+
+
+def test_whole_gradients_that_add_up_are_reduced_once_and_held() -> None:
+    """``no_sync`` of FSDP: weights are gathered for each micro-batch, gradients reduced with the last one."""
+    run = {"engine": "fsdp", "zero_stage": 3, "devices": 8, "num_micro_batches": 4, "micro_batch": 1, "seq_len": 64}
+    profile = load_profile("a100-80")
+    found = []
+    for reduces_once in (False, True):
+        case = TrainingCase.model_validate(SMALL | run | {"reduces_once": reduces_once})
+        setup, decisions = case.decided(profile)
+        tasks = lower(setup.units, decisions, asynchronous=True).tasks
+        works = [task for task in tasks if task.lane is Lane.COLLECTIVE]
+        moved = {op: sum(task.num_bytes for task in works if task.op is op) for op in (Op.GATHER, Op.SCATTER)}
+        found.append((moved, case.predict(profile).values[Metric.PEAK_GPU]))
+    (each, each_peak), (once, once_peak) = found
+    assert each[Op.SCATTER] == 4 * once[Op.SCATTER] > 0
+    assert each[Op.GATHER] == once[Op.GATHER]
+    assert once_peak - each_peak > NUM_PARAMS  # 2 B, of which the step needs some
 
 
 def test_buffers_of_gradients_are_there_before_backward() -> None:

@@ -496,10 +496,11 @@ def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:
     result: list[Kernel] = []
     for kernel in kernels:
         last = result[-1] if result else None
-        if isinstance(kernel, Elementwise) and isinstance(last, Elementwise) and last.num_bytes == kernel.num_bytes:
-            result[-1] = Elementwise(kernel.num_bytes, last.count + kernel.count)
-        else:
-            result.append(kernel)
+        match last, kernel:
+            case Elementwise(), Elementwise() if dataclasses.replace(last, count=kernel.count) == kernel:
+                result[-1] = dataclasses.replace(kernel, count=last.count + kernel.count)
+            case _:
+                result.append(kernel)
     return tuple(result)  # type: ignore[arg-type]  # a capture has no collectives
 
 

@@ -33,7 +33,10 @@ _INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
 # Operators that add rows to chosen rows of their first tensor, which they read and write there only; those without "_"
 # at the end copy it first. But ``index_put`` does not: it stands for that of an index's gradient, which is in place
 # (``index_backward`` in FunctionsManual.cpp), but not with fake tensors.
-_INTO_ROWS = frozenset({"index_put", "_index_put_impl", "index_add", "scatter_add"})
+_PUT = frozenset({"index_put", "_index_put_impl"})
+_INTO_ROWS = _PUT | {"index_add", "scatter_add"}
+# Fewer rows that meet take less time than their bytes.
+_MANY_MEET = 32
 # Operators of bitsandbytes that are bound by memory.
 _DEQUANTIZE = frozenset({"bitsandbytes.dequantize_4bit", "bitsandbytes.dequantize_blockwise"})
 # Beginnings of names of operators whose time is determined neither by FLOP nor by bytes.
@@ -56,7 +59,22 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
     if (rule := _PRODUCTS.get(name)) is not None and not _is_sparse(args):
         return rule(args, kwargs, output)
     read, written = list(map(_num_bytes, strided((args, kwargs)))), list(map(_num_bytes, strided(output)))
-    return tuple(Elementwise(num_bytes) for num_bytes in _passes(name, args, read, written) if num_bytes)
+    meeting = _num_meeting(name, args, kwargs)
+    return tuple(
+        Elementwise(num_bytes, num_meeting=meeting) for num_bytes in _passes(name, args, read, written) if num_bytes
+    )
+
+
+def _num_meeting(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return how many rows are added to the same row of a table, if all of its rows are chosen equally often; or 1."""
+    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if name.rstrip("_") not in _PUT or not accumulates:
+        return 1
+    table, chosen = args[:2]
+    pairs = [(size, index) for size, index in zip(table.shape, chosen, strict=False) if index is not None]
+    num_chosen = math.prod(torch.broadcast_shapes(*(index.shape for _, index in pairs)))  # type: ignore[no-untyped-call]
+    num_meeting = num_chosen // max(math.prod(size for size, _ in pairs), 1)
+    return num_meeting if num_meeting >= _MANY_MEET else 1
 
 
 def has_known_cost(function: Any, args: Sequence[Any]) -> bool:

@@ -113,6 +113,8 @@ class RivalDecisions(Decisions):
             weights in their own type waits on a device.
         output_bytes: what the loop keeps of a micro-batch's output while its backward runs.
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
+        reduces_once: whether each rank adds up whole gradients, also of sharded parameters, and ranks reduce them with
+            the last micro-batch only (``no_sync`` of PyTorch's FSDP).
         bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
             parameters (DeepSpeed). 0: each unit has its own.
         recompute_block: the engine recomputes so many segments in a row before their backward, keeps only their
@@ -148,6 +150,7 @@ class RivalDecisions(Decisions):
     shards_masters: bool = False
     output_bytes: Amount = 0
     all_reduces: bool = False
+    reduces_once: bool = False
     bucket_params: Amount = 0
     recompute_block: Amount = 0
     layer_by_layer: bool = False
@@ -231,6 +234,11 @@ class RivalDecisions(Decisions):
         """Return whether activations of a unit leave the device between forward and backward."""
         decided = self.units[unit]
         return decided.offloads or (self.inputs_on_host and decided.activations == "recompute")
+
+    @property
+    def piles_up(self) -> bool:
+        """Whether whole gradients that stay on the device add up there until the last micro-batch."""
+        return self.reduces_once or super().piles_up
 
     def gathers(self, unit: Unit) -> bool:
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""

@@ -178,6 +178,15 @@ def test_an_elementwise_kernel_too_large_for_the_curve_is_no_faster_than_memory(
     assert cost.compute_s([large]) == pytest.approx(1e9 / 2e12)
 
 
+def test_rows_that_meet_wait_for_one_another_on_a_gpu() -> None:
+    """There one after another is added, by few threads; on a CPU, one core adds all rows anyway."""
+    alone, meeting = Elementwise(10**6), Elementwise(10**6, num_meeting=512)
+    gpu, cpu = model(load_profile("b300")), model(load_profile("epyc-turin-2c"))
+    assert gpu.compute_s([meeting]) > 10 * gpu.compute_s([alone])
+    assert gpu.compute_s([Elementwise(10**6, num_meeting=1024)]) == pytest.approx(2 * gpu.compute_s([meeting]))
+    assert cpu.compute_s([meeting]) == cpu.compute_s([alone])
+
+
 def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> None:
     kernels = [Elementwise(num_bytes=10**9, count=2)]
     assert model(machine(), precision=FP32).compute_s(kernels) == pytest.approx(2e-3)

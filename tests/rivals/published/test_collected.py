@@ -94,6 +94,10 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
     assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged
     assert not read_as("slideformer", engine__optimizer="adamw (PagedAdamW8bit is off)").paged
+    in_memory = {"engine__name": "gpu-only", "engine__offload_param": False}
+    assert not read_as("slideformer", **in_memory, engine__wrapper="FSDP").reduces_once
+    assert read_as("slideformer", **in_memory, engine__wrapper="FSDP2, trl.SFTTrainer").reduces_once
+    assert read_as("slideformer", **in_memory, engine__wrapper="FSDP", source="RoundPipe-artifact").reduces_once
 
 
 def test_peaks_are_those_of_tensors_or_of_the_process():

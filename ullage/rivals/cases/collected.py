@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 
 from hwprofiles.registry import list_profiles
+from planner.models.formulas.kernel_sets import liger_tile
 from planner.models.registry import configuration
 from ullage.rivals.cases.base import Case, CaseError
 from ullage.rivals.cases.beside import BesideCase
@@ -69,7 +70,7 @@ _PROJECTIONS: Final = {
 }
 _SAVED: Final = {"wte": "embed_tokens", "lm_head": "lm_head", "output": "lm_head", "tok_embeddings": "embed_tokens"}
 _QWEN_LINEAR: Final = {"c_attn", "c_proj", "w1", "w2"}  # all projections of Qwen's first models
-_LOSS_TILE: Final = {"chunk": 1024, "fused linear": 2048}  # tokens, where the loss is not of whole logits
+_LOSS_TILE: Final = 1024  # tokens, where the loss is in chunks
 _TORCHTUNE_CHUNKS: Final = 8
 # What was measured of memory, in which unit, and of what: tensors, or, where the source does not say, the process.
 _PEAKS: Final = (
@@ -268,6 +269,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "activations": _activations(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
+        "reduces_once": _reduces_once(stated),
         "fused_head": _fuses_head(stated),
         "fused_update": "stochastic rounding" in str(stated("engine.optimizer", "")) or None,  # kernels of their own
         "paged": "paged" in _optimizer_words(stated) or None,
@@ -385,6 +387,17 @@ def _is_fsdp(stated: _Stated) -> bool:
     return "FSDP" in str(stated("engine.wrapper", ""))
 
 
+def _reduces_once(stated: _Stated) -> bool | None:
+    """Return whether gradients of sharded parameters are reduced with the last micro-batch only.
+
+    So they are in RoundPipe's ``fsdp/train.py``, and under ``transformers.Trainer`` (``accelerate``): both use
+    ``no_sync``.
+    """
+    wrapper = str(stated("engine.wrapper", ""))
+    by_trainer = "FSDP" in wrapper and "trainer" in wrapper.lower()
+    return True if by_trainer or ("FSDP" in wrapper and "RoundPipe-artifact" in stated("source")) else None
+
+
 def _attention(stated: _Stated) -> str | None:
     kernel = stated("engine.attention")
     return kernel if kernel in get_args(AttentionKernel) else None
@@ -399,7 +412,10 @@ def _loss_tile(stated: _Stated) -> int | None:
         # which takes no memory where it is compiled (``modules/loss/ce_chunked_output_loss.py``).
         tokens = stated("batch.micro_batch", 1) * stated("batch.seq_len", 1)
         return -(-tokens // _TORCHTUNE_CHUNKS) if stated("lora.rank") else None
-    return next((tokens for word, tokens in _LOSS_TILE.items() if word in words), None)
+    if "fused linear" in words:  # Liger's: trainers have no other
+        tokens = stated("batch.micro_batch", 1) * stated("batch.seq_len", 1)
+        return liger_tile(tokens, stated("model.hidden_size", 1), stated("model.vocab_size", 1))
+    return _LOSS_TILE if "chunk" in words else None
 
 
 def _fuses_head(stated: _Stated) -> bool | None:

@@ -142,6 +142,8 @@ class TrainingCase(Case):
             memory ([Note: Reports]).
         inputs_on_host: whether inputs of recomputed layers waited on the host.
         updates_in_backward: whether each gradient was used as soon as it was there.
+        reduces_once: whether ranks of ``fsdp`` reduced gradients in the last micro-batch only, and added up whole ones
+            before (``no_sync``).
         keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
         fused_head: whether the head of ``liger`` computes the loss, too, and makes no logits.
         fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
@@ -192,6 +194,7 @@ class TrainingCase(Case):
     loop: bool = False
     inputs_on_host: bool = False
     updates_in_backward: bool = False
+    reduces_once: bool = False
     keeps_output: bool = False
     fused_head: bool = True
     fused_update: bool = False
@@ -460,6 +463,7 @@ class TrainingCase(Case):
             "inputs_on_host": self.inputs_on_host,
             "pipeline_parallel": self.pipeline_parallel,
             "loop": self.loop,
+            "reduces_once": self.reduces_once,
         }
         if self.gradient_path:
             changes["gradient_path"] = self.gradient_path
