@@ -149,6 +149,8 @@ class Watchdog:
         except RankError:
             raise
         except (RuntimeError, OSError) as error:
+            if self._num_exchanges > 1:  # the thread watches, and knows more
+                raise self.explain(error) from error
             raise RankError(f"ranks can no longer reach each other: {error}") from error
 
     def report_failure(self, error: BaseException) -> None:
@@ -198,7 +200,7 @@ class Watchdog:
         started_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
         late = f"{absent[0]} has not come to prepare() for {self._silence_s:g} s"
         if here and len(ranks_here) < started_here and not _siblings() - ranks_here:
-            late += f", and its process has ended; {_TOGETHER}"
+            late += f", and its process has ended: if its own output does not say why, {_TOGETHER}"
             self._store.compare_set(_FAILED, "", late)
             raise RankError(f"rank {late}")
         warnings.warn(f"rank {late}; the others wait for it", RuntimeWarning, stacklevel=2)
@@ -248,6 +250,8 @@ class Watchdog:
         return describe_mismatch({rank: words.partition(" ")[2] for rank, words in waits.items()})
 
     def _fail(self, reason: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone; else the others say the same
+            self._store.compare_set(_FAILED, "", reason)
         self._failure = RankError(f"rank {reason}")
         self._is_known.set()
         self._on_failure(self._failure)
@@ -257,7 +261,7 @@ class Watchdog:
         if not self._store.check([_FAILED]):
             return None
         reason = self._store.get(_FAILED).decode()
-        return None if reason.startswith(f"{self._rank} ") else reason
+        return None if reason.startswith(f"{self._rank} failed: ") else reason
 
     def _dead_process(self) -> str | None:
         """Return, in words, which process on this machine has ended without stopping its watchdog, or ``None``."""
@@ -270,11 +274,12 @@ class Watchdog:
             other = self._handles.pop(handle)
             os.close(handle)
             if not self._has_left(other):
-                with contextlib.suppress(Exception):  # the rank may have reported its failure
-                    if reported := self._reported_failure():
-                        return reported
-                process = f"{other} (process {self._process[other]})"
-                return f"{process} has ended without reporting why: it was killed, or crashed"
+                process = f"{other} (process {self._process[other]}) has ended"
+                try:  # the rank may have reported its failure
+                    reported = self._reported_failure()
+                except Exception:  # noqa: BLE001 - any error means that the store is gone
+                    return f"{process}, and with it the store that would say why; see its own output"
+                return reported or f"{process} without reporting why: it was killed, or crashed"
         return None
 
     def _heartbeat(self, other: int) -> bytes:

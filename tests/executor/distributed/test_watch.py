@@ -81,10 +81,12 @@ def test_a_rank_may_wait_in_a_collective_of_the_users_own(pair):
     """As in a barrier, while rank 0 alone saves; here in the meeting of a group that nobody else joins."""
     first, second, reported, _ = pair
     first.waits_for = lambda: ("a read of weights", 7)
-    second.start(lambda _error: None)
+    heard = []
+    second.start(heard.append)
     with pytest.raises(dist.DistError):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=dt.timedelta(seconds=4))
     assert "0 is in a read of weights, and rank 1 in torch.distributed.init_process_group()" in wait_for(reported)
+    assert wait_for(heard) == str(reported[0])
 
 
 def test_a_lost_store_is_a_lost_rank(pair):
