@@ -9,9 +9,10 @@ connection names no rank.
 
 If a rank makes another call than the others (it evaluates alone, or has one batch less), all
 ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
-rank waits (:attr:`Watchdog.waits_for`), or the collective of the user's own in which it may wait, such as a barrier
-beside a save on rank 0 alone. If all ranks wait, in different calls, and no task ends on any rank, that is an error:
-after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a collective of the user's, which may last.
+rank waits (:attr:`Watchdog.waits_for`), in this session or another one of its process, or the collective of the user's
+own in which it may wait, such as a barrier beside a save on rank 0 alone. If all ranks wait, in different calls, and no
+task ends on any rank, that is an error: after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a
+collective of the user's, which may last.
 
 A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
 launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
@@ -53,6 +54,9 @@ _TOGETHER: Final = "make all ranks prepare equally often, and end together"
 
 class RankError(ConnectionError):
     """Another rank has failed or ended, and this rank cannot continue without it."""
+
+
+_STARTED: Final[list["Watchdog"]] = []  # those of this process that watch now
 
 
 @final
@@ -113,6 +117,7 @@ class Watchdog:
         """Start the thread. If another rank fails, the thread calls ``on_failure`` once."""
         self._on_failure = on_failure
         self._thread.start()
+        _STARTED.append(self)
 
     @property
     def has_failed(self) -> bool:
@@ -171,6 +176,8 @@ class Watchdog:
         if not self._leaving.is_set():
             self._leaving.set()
             self._is_known.set()
+            with contextlib.suppress(ValueError):  # not started
+                _STARTED.remove(self)
             with contextlib.suppress(Exception):  # the process that serves the store may have ended
                 if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
@@ -218,8 +225,7 @@ class Watchdog:
                 since_s = time.monotonic() - heartbeat_s
                 late = number > 0 and since_s > self._silence_s / 2  # this process was suspended, not the others
                 heartbeat_s, number = time.monotonic(), number + 1
-                doing, num_ended = self.waits_for()
-                doing = doing or _own_collective()
+                doing, num_ended = self._waits_now()
                 own = f"{num_ended} {doing}" if doing else ""
                 self._store.set(f"heartbeat {self._rank}", f"{number} {own}")
                 found = {other: self._heartbeat(other) for other in self._others}
@@ -238,6 +244,11 @@ class Watchdog:
                         self._dead_process() or f"0, or the process that served the ranks' store, has ended: {error}"
                     )
                 return
+
+    def _waits_now(self) -> tuple[str, int]:
+        doing, num_ended = self.waits_for()
+        doing = doing or _own_collective()
+        return (doing, num_ended) if doing else _other_model() or ("", num_ended)
 
     def _deadlock(self, own: str, heartbeats: Mapping[int, bytes], now_s: float) -> str:
         """Return, in words, that all ranks have waited in different calls for too long; otherwise an empty text."""
@@ -306,6 +317,12 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         "ranks iterate, clip, evaluate, save and close together, with equally many batches; other code may run on "
         "one rank alone"
     )
+
+
+def _other_model() -> tuple[str, int] | None:
+    """Return what this process waits for in a session of another prepared model, as :attr:`Watchdog.waits_for` does."""
+    found = (watchdog.waits_for() for watchdog in _STARTED)
+    return next(((f"{doing} of another model", num_ended) for doing, num_ended in found if doing), None)
 
 
 def _own_collective() -> str:
