@@ -270,3 +270,14 @@ def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: 
         optimizer.step()
         optimizer.zero_grad()
         optimizer.session.synchronize()
+        if deed == "another state":
+            saved = optimizer.state_dict()
+            saved["state"][0]["exp_avg"].fill_(rank)
+            optimizer.load_state_dict(saved)
+        if deed == "a state alone":
+            held = optimizer.state[parameter]["exp_avg"]
+            if rank:
+                held.zero_()
+            with torch.enable_grad():
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()

@@ -51,6 +51,8 @@ ALONE = {
     "a write to another": (RankError, "rank 0 is in a (write to|read of) transformer.wte.weight, and rank 1 in a "),
     "a write alone": (RankError, "and rank 1 in a (write to|read of) transformer.wte.weight"),
     "a read alone": (RankError, "and rank 1 in a read of transformer.wte.weight"),
+    "another state": (ValueError, "rank 1 has another new value of the optimizer's state than rank 0"),
+    "a state alone": (RankError, "and rank 1 in a write to the optimizer's state"),
     "an edit alone": (RankError, "and rank 1 in iteration 1, which left the plan"),
 }
 
