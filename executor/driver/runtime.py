@@ -267,7 +267,7 @@ class Runtime:
             for each in values:
                 flat = each.detach().to("cpu").contiguous()
                 flat = flat.as_strided((flat.numel(),), (1,))  # a dimension of one value may have another stride
-                own = zlib.crc32(flat.view(torch.uint8).numpy(), own)
+                own = zlib.crc32(flat.view(torch.uint8).numpy().data, own)
             # So ranks stay one model: a random write needs the same seed, and what each rank has alone an all-reduce.
             self.ranks.all.check_same(f"new value of {of}", own.to_bytes(4))
 

@@ -341,7 +341,13 @@ def net_with(**changes: object) -> nn.Module:
             nn.DataParallel(Net()),
             BATCH,
             {},
-            r"the model is in a DataParallel, but .*give the model inside \(model.module",
+            r"the model is in a DataParallel, but .*give the model without it \(model.module",
+        ),
+        (
+            nn.Sequential(Net(), type("DistributedDataParallel", (nn.Identity,), {})()),
+            BATCH,
+            {},
+            "1 is in a DistributedDataParallel, but the plan itself divides work",
         ),
         (Net(), BATCH, {"hardware": "a100-80"}, "a100-80 is of a gpu device, but this machine computes on a host"),
         (
