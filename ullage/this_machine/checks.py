@@ -35,6 +35,7 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         "a number of bytes of at least 1, or a text like '8GB'",
     ),
     "num_micro_batches": (lambda value: _is_whole(value, 1), "a whole number of at least 1"),
+    "pipeline": (lambda value: value is None or _is_whole(value, 1), "a whole number of at least 1"),
     "collectives": (lambda value: value in (None, "fabric", "host"), "'fabric' or 'host'"),
     "clip": (_FLAG[0], "True or False: whether your loop clips gradients by their norm"),
     "storage": (lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),

@@ -315,9 +315,12 @@ def test_other_plans_on_other_ranks(processes):
         assert "rank 1 has another plan or model than rank 0" in str(error)
 
 
-def test_another_number_of_processes(processes):
-    with pytest.raises(ValueError, match=r"is for 3 devices, but .* has 2 ranks; .*torchrun --nproc-per-node 3"):
-        processes.call(2, trained, TASK, SHARED)
+@pytest.mark.parametrize(("size", "decisions"), [(3, SHARED), (1, decide(TASK, mixed))], ids=["fewer", "more"])
+def test_another_number_of_processes(processes, size, decisions):
+    """Not even several for a plan for one: each would train a model of its own."""
+    words = rf"is for {size} device\(s\), but 2 process\(es\) were started; .*torchrun --nproc-per-node {size}"
+    with pytest.raises(ValueError, match=words):
+        processes.call(2, trained, TASK, decisions)
 
 
 def test_a_killed_rank_ends_all(processes):

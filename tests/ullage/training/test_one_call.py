@@ -356,6 +356,13 @@ def net_with(**changes: object) -> nn.Module:
             {"num_micro_batches": "2"},
             "num_micro_batches is '2', but must be a whole number of at least 1",
         ),
+        (Net(), BATCH, {"pipeline": "2"}, "pipeline is '2', but must be a whole number of at least 1"),
+        (
+            Net(),
+            BATCH,
+            {"pipeline": 2},
+            r"pipeline is 2, but 1 process\(es\) were started; start .*torchrun --nproc-per-node 2",
+        ),
         (Net(), BATCH, {"collectives": "ring"}, "collectives is 'ring', but must be 'fabric' or 'host'"),
         (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number of at least 1"),
     ],
