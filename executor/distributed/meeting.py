@@ -32,8 +32,8 @@ def join(size: int) -> None:
     if started != size:
         raise ValueError(
             f"the plan is for {size} device(s), but {started} process(es) were started; plan for {started} "
-            f"(gpus={started}, --gpus {started}), or start one per device: torchrun --nproc-per-node {size}, plus --nnodes "
-            "for several nodes"
+            f"(gpus={started}, --gpus {started}), or start one per device: torchrun --nproc-per-node {size}, plus "
+            "--nnodes for several nodes"
         )
     if not dist.is_initialized() and size > 1:
         store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))

@@ -25,6 +25,7 @@ def end_audit(audit: Audit, runtime: Runtime) -> None:
         runtime.machine.exclude(iteration)
     stored = functools.partial(stored_gradients, runtime.state, iteration)
     runtime.doing = f"the audit of iteration {iteration + 1}"
+    runtime.check_same_call()
     difference = audit.end_iteration(runtime.backend.device, stored, functools.partial(_summed, runtime))
     if HostCollectives(runtime.ranks, of_stage=True).any(bool(difference)):
         what = difference or "another rank has found a difference"

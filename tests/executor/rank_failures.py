@@ -250,7 +250,7 @@ def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Dec
 def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
     """Train a step, in which the last rank does something else with weights or gradients than the others."""
     with impatient(2.0):
-        model, optimizer = prepare(task, decisions)
+        model, optimizer = prepare(task, decisions, audit="first" if deed == "clipping alone" else "off")
     parameter, other = list(model.parameters())[:2]
     with optimizer.session, torch.no_grad():
         if deed == "another write":
@@ -267,6 +267,8 @@ def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: 
             parameter.grad = torch.full_like(parameter, rank)
         if deed == "an edit alone" and rank:
             parameter.grad.view(-1)[0] = 0
+        if deed == "clipping alone" and rank:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.session.synchronize()
