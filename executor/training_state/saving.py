@@ -190,11 +190,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             OutOfOrderError: in the middle of an iteration.
             CheckpointError: a checkpoint was already begun after this iteration.
+            RankError: another rank is in another call, or saves another step.
         """
         self._session.runtime.check_idle()
         self._session.runtime.settle_state()
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
+        self._session.runtime.doing = f"checkpoints.save({step})"
+        self._session.runtime.check_same_call()  # else a rank would wait for parts of others that never come
         if self._optimizer.entry.numbers:
             self._session.synchronize()  # because updates set them
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]

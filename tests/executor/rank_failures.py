@@ -20,9 +20,11 @@ from training import (
 
 from executor.checkpoint.files.system_calls import DamagedError, Files
 from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.tasks.actions import Actions
+from executor.training_state.saving import Checkpoints
 from planner.decisions import Decisions
 from planner.schedule.tasks import Op
 
@@ -221,6 +223,16 @@ def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str)
         )
 
 
+def saved_alone(rank: int, _size: int, task: Task, decisions: Decisions, folder) -> None:
+    """Begin a checkpoint on rank 0, while the others train on."""
+    with impatient(2.0):
+        model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
+        if rank == 0:
+            checkpoints.save(0)
+        train(task, model, optimizer, rank=rank)
+
+
 def buffers_of(rank: int, _size: int, task: Task, decisions: Decisions):
     """Return buffers as they are after each rank had its own."""
     model = make_model(task)
@@ -272,14 +284,18 @@ def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: 
         optimizer.step()
         optimizer.zero_grad()
         optimizer.session.synchronize()
-        if deed == "another state":
-            saved = optimizer.state_dict()
-            saved["state"][0]["exp_avg"].fill_(rank)
-            optimizer.load_state_dict(saved)
-        if deed == "a state alone":
-            held = optimizer.state[parameter]["exp_avg"]
-            if rank:
-                held.zero_()
+        if deed in {"another state", "a state alone"}:
+            set_state(rank, deed, optimizer, parameter)
             with torch.enable_grad():
                 model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
+
+
+def set_state(rank: int, deed: str, optimizer, parameter) -> None:
+    if deed == "another state":
+        saved = optimizer.state_dict()
+        saved["state"][0]["exp_avg"].fill_(rank)
+        optimizer.load_state_dict(saved)
+    held = optimizer.state[parameter]["exp_avg"]
+    if rank:
+        held.zero_()

@@ -19,6 +19,7 @@ from rank_failures import (
     losing_handshakes,
     raising_or_waiting,
     resumed_where_one_sees_less,
+    saved_alone,
     with_another_plan,
     without_a_gradient,
 )
@@ -402,6 +403,14 @@ def test_what_one_rank_decides_alone_is_reported(processes, deed, zero_stage):
     for error in processes.results(2):
         assert isinstance(error, RankError), error
         assert f"rank 1 has updated differently from rank 0 before {noticed}: " in str(error)
+
+
+def test_a_checkpoint_on_one_rank_alone_is_reported(processes, tmp_path):
+    decisions = decide(TASK, uniform("gpu", "cpu"), data_parallel=2, zero_stage=1, clip=True)
+    processes.begin(2, saved_alone, TASK, decisions, tmp_path)
+    for error in processes.results(2):
+        assert isinstance(error, RankError), error
+        assert "rank 0 is in checkpoints.save(0), and rank 1 in iteration 1" in str(error)
 
 
 def test_buffers_are_those_of_the_first(processes):
