@@ -253,6 +253,11 @@ class Runtime:
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)
 
+    def enter(self, call: str) -> None:
+        """Say which call this rank is in, and check that all ranks are. For errors, see :meth:`check_same_call`."""
+        self.doing = call
+        self.check_same_call()
+
     def check_same_values(self, of: str, *values: torch.Tensor) -> None:
         """Check that all ranks set something to the same values. They call this together.
 
@@ -261,8 +266,7 @@ class Runtime:
             ValueError: another rank has other values.
         """
         if self.ranks is not None:
-            self.doing = f"a write to {of}"
-            self.ranks.check_same_call(self.doing)
+            self.enter(f"a write to {of}")
             own = 0
             for each in values:
                 flat = each.detach().to("cpu").contiguous()

@@ -25,6 +25,7 @@ from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.tasks.actions import Actions
 from executor.training_state.saving import Checkpoints
+from executor.weights.saving import save
 from planner.decisions import Decisions
 from planner.schedule.tasks import Op
 
@@ -223,12 +224,14 @@ def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str)
         )
 
 
-def saved_alone(rank: int, _size: int, task: Task, decisions: Decisions, folder) -> None:
-    """Begin a checkpoint on rank 0, while the others train on."""
+def saved_alone(rank: int, _size: int, task: Task, decisions: Decisions, folder, what: str) -> None:
+    """Save something on rank 0, while the others train on."""
     with impatient(2.0):
         model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
     with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
-        if rank == 0:
+        if rank == 0 and what == "save()":
+            save(optimizer, folder / "weights")
+        if rank == 0 and what == "checkpoints.save(0)":
             checkpoints.save(0)
         train(task, model, optimizer, rank=rank)
 

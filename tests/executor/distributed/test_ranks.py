@@ -405,12 +405,13 @@ def test_what_one_rank_decides_alone_is_reported(processes, deed, zero_stage):
         assert f"rank 1 has updated differently from rank 0 before {noticed}: " in str(error)
 
 
-def test_a_checkpoint_on_one_rank_alone_is_reported(processes, tmp_path):
+@pytest.mark.parametrize("what", ["save()", "checkpoints.save(0)"])
+def test_what_one_rank_saves_alone_is_reported(processes, tmp_path, what):
     decisions = decide(TASK, uniform("gpu", "cpu"), data_parallel=2, zero_stage=1, clip=True)
-    processes.begin(2, saved_alone, TASK, decisions, tmp_path)
+    processes.begin(2, saved_alone, TASK, decisions, tmp_path, what)
     for error in processes.results(2):
         assert isinstance(error, RankError), error
-        assert "rank 0 is in checkpoints.save(0), and rank 1 in iteration 1" in str(error)
+        assert f"rank 0 is in {what}, and rank 1 in iteration 1" in str(error)
 
 
 def test_buffers_are_those_of_the_first(processes):
