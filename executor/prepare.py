@@ -245,6 +245,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 for name, parameter, group in self._planned()
                 if (state := dict.get(optimizer.state, parameter))
             }
+            self._check_same_groups()
             if not entry.whole:
                 self._check_entries(given)
                 self._check_same(given)
@@ -570,6 +571,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, (state, _) in entries.items():
             for _, parameter in held.get(name, ())[:1]:  # frozen parameters have no state
                 check_saved_state(self.entry.of(parameter.kind), name, parameter.shard.whole_shape, state)
+
+    def _check_same_groups(self) -> None:
+        """Check that all ranks train the same parameters, with the same settings. They call this together."""
+        if (ranks := self.session.runtime.ranks) is None:
+            return
+        plain = (int, float, str, tuple, type(None))
+        found = [
+            (name, parameter.requires_grad, sorted((k, v) for k, v in group.items() if isinstance(v, plain)))
+            for name, parameter, group in self._planned()
+        ]
+        ranks.all.check_same("optimizer (its groups, their settings, or what is frozen)", repr(found).encode())
 
     def _check_same(self, entries: Mapping[str, _Entry]) -> None:
         """Check that all ranks set the same state. They call this together, also if one has none."""

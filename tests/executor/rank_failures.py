@@ -14,8 +14,11 @@ from training import (
     Task,
     batches,
     make_model,
+    make_optimizer,
     prepare,
+    session_options,
     train,
+    units_of,
 )
 
 from executor.checkpoint.files.system_calls import DamagedError, Files
@@ -23,6 +26,7 @@ from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
+from executor.prepare import prepare_session
 from executor.tasks.actions import Actions
 from executor.training_state.saving import Checkpoints
 from executor.weights.saving import save
@@ -134,6 +138,14 @@ def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Deci
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
     prepare(task, decisions.model_copy(update={"num_param_slots": 2 + rank}))
+
+
+def with_another_optimizer(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> None:
+    model = make_model(task)
+    model.transformer.wpe.requires_grad_(not (rank and what == "frozen"))
+    optimizer = make_optimizer(task, model)
+    optimizer.param_groups[0]["lr"] *= 1 + (rank and what == "rate")
+    prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options())
 
 
 @contextlib.contextmanager

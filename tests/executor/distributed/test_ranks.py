@@ -20,6 +20,7 @@ from rank_failures import (
     raising_or_waiting,
     resumed_where_one_sees_less,
     saved_alone,
+    with_another_optimizer,
     with_another_plan,
     without_a_gradient,
 )
@@ -314,6 +315,16 @@ def test_other_plans_on_other_ranks(processes):
     for error in processes.results(2):
         assert isinstance(error, ValueError)
         assert "rank 1 has another plan or model than rank 0" in str(error)
+
+
+@pytest.mark.parametrize("what", ["frozen", "rate"])
+def test_other_optimizers_on_other_ranks(processes, what):
+    """In data-parallel training, each rank updates a part of the weights."""
+    decisions = decide(TASK, mixed, data_parallel=2, zero_stage=3)
+    processes.begin(2, with_another_optimizer, TASK, decisions, what)
+    for error in processes.results(2):
+        assert isinstance(error, ValueError), error
+        assert "rank 1 has another optimizer (its groups, their settings, or what is frozen)" in str(error)
 
 
 @pytest.mark.parametrize(("size", "decisions"), [(3, SHARED), (1, decide(TASK, mixed))], ids=["fewer", "more"])
