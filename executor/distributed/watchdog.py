@@ -56,7 +56,8 @@ class RankError(ConnectionError):
     """Another rank has failed or ended, and this rank cannot continue without it."""
 
 
-_STARTED: Final[list["Watchdog"]] = []  # those of this process that watch now
+_WAITS: Final[list[Callable[[], tuple[str, int]]]] = []
+"""What this process may wait for now, in any session or in ``prepare``, as :attr:`Watchdog.waits_for` says it."""
 
 
 @final
@@ -117,7 +118,7 @@ class Watchdog:
         """Start the thread. If another rank fails, the thread calls ``on_failure`` once."""
         self._on_failure = on_failure
         self._thread.start()
-        _STARTED.append(self)
+        _WAITS.append(self._waits_here)
 
     @property
     def has_failed(self) -> bool:
@@ -142,6 +143,7 @@ class Watchdog:
         self._num_exchanges += 1
         keys = [f"exchange {self._num_exchanges} of {rank}" for rank in range(len(self._others) + 1)]
         begin_s = time.monotonic()
+        _WAITS.append(_meets)
         try:
             self._store.set(keys[self._rank], text)
             while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
@@ -157,6 +159,8 @@ class Watchdog:
             if self._num_exchanges > 1:  # the thread watches, and knows more
                 raise self.explain(error) from error
             raise RankError(f"ranks can no longer reach each other: {error}") from error
+        finally:
+            _WAITS.remove(_meets)
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. Only the first report of any rank counts."""
@@ -177,7 +181,7 @@ class Watchdog:
             self._leaving.set()
             self._is_known.set()
             with contextlib.suppress(ValueError):  # not started
-                _STARTED.remove(self)
+                _WAITS.remove(self._waits_here)
             with contextlib.suppress(Exception):  # the process that serves the store may have ended
                 if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
@@ -244,6 +248,9 @@ class Watchdog:
                         self._dead_process() or f"0, or the process that served the ranks' store, has ended: {error}"
                     )
                 return
+
+    def _waits_here(self) -> tuple[str, int]:
+        return self.waits_for()
 
     def _waits_now(self) -> tuple[str, int]:
         doing, num_ended = self.waits_for()
@@ -319,9 +326,13 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
     )
 
 
+def _meets() -> tuple[str, int]:
+    return "prepare()", 0
+
+
 def _other_model() -> tuple[str, int] | None:
-    """Return what this process waits for in a session of another prepared model, as :attr:`Watchdog.waits_for` does."""
-    found = (watchdog.waits_for() for watchdog in _STARTED)
+    """Return what this process waits for with another model, as :attr:`Watchdog.waits_for` does."""
+    found = (waits() for waits in _WAITS)
     return next(((f"{doing} of another model", num_ended) for doing, num_ended in found if doing), None)
 
 

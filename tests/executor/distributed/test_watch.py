@@ -3,7 +3,6 @@
 import datetime as dt
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -94,7 +93,7 @@ def test_a_rank_may_wait_in_a_collective_of_the_users_own(pair):
 def test_a_rank_may_wait_for_another_model(pair, monkeypatch):
     """As if ranks trained two models in different orders: each waits in a session of its own."""
     first, second, reported, _ = pair
-    monkeypatch.setattr(watchdog, "_STARTED", [SimpleNamespace(waits_for=lambda: ("iteration 1", 7))])
+    monkeypatch.setattr(watchdog, "_WAITS", [lambda: ("iteration 1", 7)])
     first.waits_for = lambda: ("iteration 1", 7)
     second.start(lambda _error: None)
     assert "0 is in iteration 1, and rank 1 in iteration 1 of another model, and each" in wait_for(reported)
