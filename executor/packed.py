@@ -158,6 +158,8 @@ def format_refusal(name: str, stored: StoredParameter) -> str | None:
     remedy = "quantize frozen projections as bitsandbytes does, or with torchao's Int8WeightOnlyConfig or to_nf4"
     if kind == "WeightWithDynamicFloat8CastTensor":
         remedy = "convert the model without enable_fsdp_float8_all_gather, as a plan moves weights in their own type"
+    if kind == "DTensor":
+        remedy = "give the model without parallelize_module, as a plan divides weights itself (ullage plan --parallel)"
     if kind not in _WRAPPERS or not type(parameter).__module__.startswith("torchao."):
         return f"parameter {name} is of class {type(parameter).__module__}.{kind}, which plans do not know; {remedy}"
     if parameter.requires_grad:

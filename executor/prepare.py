@@ -53,7 +53,15 @@ _ON_CPU = Options()
 
 
 def _own_loss(output: Any, _batch: Mapping[str, Any]) -> torch.Tensor:
-    return cast("torch.Tensor", output.loss)
+    """Return the loss of a model that returns it, alone or as ``loss`` of an object or mapping."""
+    of_object = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = output if isinstance(output, torch.Tensor) else of_object
+    if isinstance(found, torch.Tensor) and found.dim() == 0:
+        return found
+    raise ValueError(
+        f"the model returned a {type(output).__name__} without a loss that is one number; give what makes it: "
+        "forward_backward(batches, lambda output, batch: ...)"
+    )
 
 
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -238,8 +246,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 for name, parameter, group in self._planned()
                 if (state := dict.get(optimizer.state, parameter))
             }
+            self._check_same_groups()
             if not entry.whole:
                 self._check_entries(given)
+                self._check_same(given)
                 self.write_states(given)
             failing.pop_all()
         if entry.whole:
@@ -505,6 +515,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             failure = error
         if self.session.collectives.any(failure is not None):
             raise failure or ValueError("another rank cannot load its state; see the error of that rank")
+        self._check_same(entries)
         with self.session.runtime.changing("load_state_dict()"):
             self.write_states(entries)
             if not self._beside.is_empty:
@@ -561,6 +572,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name, (state, _) in entries.items():
             for _, parameter in held.get(name, ())[:1]:  # frozen parameters have no state
                 check_saved_state(self.entry.of(parameter.kind), name, parameter.shard.whole_shape, state)
+
+    def _check_same_groups(self) -> None:
+        """Check that all ranks train the same parameters, with the same settings. They call this together."""
+        if (ranks := self.session.runtime.ranks) is None:
+            return
+        plain = (int, float, str, tuple, type(None))
+        found = [
+            (name, parameter.requires_grad, sorted((k, v) for k, v in group.items() if isinstance(v, plain)))
+            for name, parameter, group in self._planned()
+        ]
+        ranks.all.check_same("optimizer (its groups, their settings, or what is frozen)", repr(found).encode())
+
+    def _check_same(self, entries: Mapping[str, _Entry]) -> None:
+        """Check that all ranks set the same state. They call this together, also if one has none."""
+        states = ((name, sorted(entries[name][0].items())) for name in sorted(entries))
+        values = [torch.as_tensor(value) for _, state in states for _, value in state if value is not None]
+        self.session.runtime.check_same_values("the optimizer's state", *values)
 
     def switch_plan(self, units: tuple[Unit, ...], decisions: Decisions, options: Options, folder: Path) -> int:
         """Switch to another plan between two iterations, and keep weights and state.
@@ -755,6 +783,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         others = (p for group in self.param_groups for p in group["params"] if not self.session.has(p))
         self._beside.state.update({parameter: states[parameter] for parameter in others if parameter in states})
         self._check_entries(entries)
+        self._check_same(entries)
         self.write_states(entries)
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:

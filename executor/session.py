@@ -409,6 +409,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
         If one rank leaves an iteration out, all do: ranks have different batches.
         """
+        self.runtime.enter("the mean of all timelines")
         machine, collectives = self.runtime.machine, HostCollectives(self._ranks, of_stage=True)
         shares = collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
         for iteration in np.array(machine.recorded)[shares > 0]:
@@ -498,8 +499,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """Wait for all updates, and give the model its weights if they exist."""
         runtime = self.runtime
         if not self.failed:
-            runtime.doing = f"close(), after {self.iteration} iterations"
-            runtime.check_same_call()
+            runtime.enter(f"close(), after {self.iteration} iterations")
             self.runtime.make_current(runtime.doing)
             self.driver.visibility.release()
             if give_back:

@@ -22,23 +22,22 @@ _HANDSHAKE_S: Final = 8.0  # of one attempt: three take less than half a minute
 
 
 def join(size: int) -> None:
-    """Make the default process group if there is none, and check its size.
+    """Check the number of processes, and make the default process group if there is none and they are several.
 
     Raises:
         ValueError: the number of processes is another.
         RankError: a rank is missing, or cannot be reached.
     """
-    remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
-    if not dist.is_initialized():
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started != size:
-            raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if started != size:
+        raise ValueError(
+            f"the plan is for {size} device(s), but {started} process(es) were started; plan for {started} "
+            f"(gpus={started}, --gpus {started}), or start one per device: torchrun --nproc-per-node {size}, plus "
+            "--nnodes for several nodes"
+        )
+    if not dist.is_initialized() and size > 1:
         store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
         begin(store, rank, size)
-    if dist.get_world_size() != size:
-        raise ValueError(
-            f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"
-        )
 
 
 def begin(store: Any, rank: int, size: int) -> None:

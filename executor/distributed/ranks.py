@@ -144,6 +144,7 @@ class Ranks:
         For errors, see the class.
         """
         if decisions.num_devices == num_stages == 1:
+            join(1)  # several processes would train as many models
             return None
         shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
         casts = decisions.fp8_weights is not None

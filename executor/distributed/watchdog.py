@@ -9,9 +9,10 @@ connection names no rank.
 
 If a rank makes another call than the others (it evaluates alone, or has one batch less), all
 ranks wait for collectives that never complete, although none has failed. So each heartbeat names the call in which its
-rank waits (:attr:`Watchdog.waits_for`), or the collective of the user's own in which it may wait, such as a barrier
-beside a save on rank 0 alone. If all ranks wait, in different calls, and no task ends on any rank, that is an error:
-after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a collective of the user's, which may last.
+rank waits (:attr:`Watchdog.waits_for`), in this session or another one of its process, or the collective of the user's
+own in which it may wait, such as a barrier beside a save on rank 0 alone. If all ranks wait, in different calls, and no
+task ends on any rank, that is an error: after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a
+collective of the user's, which may last.
 
 A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
 launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
@@ -53,6 +54,10 @@ _TOGETHER: Final = "make all ranks prepare equally often, and end together"
 
 class RankError(ConnectionError):
     """Another rank has failed or ended, and this rank cannot continue without it."""
+
+
+_WAITS: Final[list[Callable[[], tuple[str, int]]]] = []
+"""What this process may wait for now, in any session or in ``prepare``, as :attr:`Watchdog.waits_for` says it."""
 
 
 @final
@@ -113,6 +118,7 @@ class Watchdog:
         """Start the thread. If another rank fails, the thread calls ``on_failure`` once."""
         self._on_failure = on_failure
         self._thread.start()
+        _WAITS.append(self._waits_here)
 
     @property
     def has_failed(self) -> bool:
@@ -137,6 +143,7 @@ class Watchdog:
         self._num_exchanges += 1
         keys = [f"exchange {self._num_exchanges} of {rank}" for rank in range(len(self._others) + 1)]
         begin_s = time.monotonic()
+        _WAITS.append(_meets)
         try:
             self._store.set(keys[self._rank], text)
             while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
@@ -149,7 +156,11 @@ class Watchdog:
         except RankError:
             raise
         except (RuntimeError, OSError) as error:
+            if self._num_exchanges > 1:  # the thread watches, and knows more
+                raise self.explain(error) from error
             raise RankError(f"ranks can no longer reach each other: {error}") from error
+        finally:
+            _WAITS.remove(_meets)
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. Only the first report of any rank counts."""
@@ -169,6 +180,8 @@ class Watchdog:
         if not self._leaving.is_set():
             self._leaving.set()
             self._is_known.set()
+            with contextlib.suppress(ValueError):  # not started
+                _WAITS.remove(self._waits_here)
             with contextlib.suppress(Exception):  # the process that serves the store may have ended
                 if on_all_ranks:
                     self._store.set(f"left {self._rank}", "")
@@ -198,7 +211,7 @@ class Watchdog:
         started_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
         late = f"{absent[0]} has not come to prepare() for {self._silence_s:g} s"
         if here and len(ranks_here) < started_here and not _siblings() - ranks_here:
-            late += f", and its process has ended; {_TOGETHER}"
+            late += f", and its process has ended: if its own output does not say why, {_TOGETHER}"
             self._store.compare_set(_FAILED, "", late)
             raise RankError(f"rank {late}")
         warnings.warn(f"rank {late}; the others wait for it", RuntimeWarning, stacklevel=2)
@@ -216,8 +229,7 @@ class Watchdog:
                 since_s = time.monotonic() - heartbeat_s
                 late = number > 0 and since_s > self._silence_s / 2  # this process was suspended, not the others
                 heartbeat_s, number = time.monotonic(), number + 1
-                doing, num_ended = self.waits_for()
-                doing = doing or _own_collective()
+                doing, num_ended = self._waits_now()
                 own = f"{num_ended} {doing}" if doing else ""
                 self._store.set(f"heartbeat {self._rank}", f"{number} {own}")
                 found = {other: self._heartbeat(other) for other in self._others}
@@ -237,6 +249,14 @@ class Watchdog:
                     )
                 return
 
+    def _waits_here(self) -> tuple[str, int]:
+        return self.waits_for()
+
+    def _waits_now(self) -> tuple[str, int]:
+        doing, num_ended = self.waits_for()
+        doing = doing or _own_collective()
+        return (doing, num_ended) if doing else _other_model() or ("", num_ended)
+
     def _deadlock(self, own: str, heartbeats: Mapping[int, bytes], now_s: float) -> str:
         """Return, in words, that all ranks have waited in different calls for too long; otherwise an empty text."""
         waits = {other: sign.decode().partition(" ")[2] for other, sign in heartbeats.items()} | {self._rank: own}
@@ -248,6 +268,8 @@ class Watchdog:
         return describe_mismatch({rank: words.partition(" ")[2] for rank, words in waits.items()})
 
     def _fail(self, reason: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be gone; else the others say the same
+            self._store.compare_set(_FAILED, "", reason)
         self._failure = RankError(f"rank {reason}")
         self._is_known.set()
         self._on_failure(self._failure)
@@ -257,7 +279,7 @@ class Watchdog:
         if not self._store.check([_FAILED]):
             return None
         reason = self._store.get(_FAILED).decode()
-        return None if reason.startswith(f"{self._rank} ") else reason
+        return None if reason.startswith(f"{self._rank} failed: ") else reason
 
     def _dead_process(self) -> str | None:
         """Return, in words, which process on this machine has ended without stopping its watchdog, or ``None``."""
@@ -270,11 +292,12 @@ class Watchdog:
             other = self._handles.pop(handle)
             os.close(handle)
             if not self._has_left(other):
-                with contextlib.suppress(Exception):  # the rank may have reported its failure
-                    if reported := self._reported_failure():
-                        return reported
-                process = f"{other} (process {self._process[other]})"
-                return f"{process} has ended without reporting why: it was killed, or crashed"
+                process = f"{other} (process {self._process[other]}) has ended"
+                try:  # the rank may have reported its failure
+                    reported = self._reported_failure()
+                except Exception:  # noqa: BLE001 - any error means that the store is gone
+                    return f"{process}, and with it the store that would say why; see its own output"
+                return reported or f"{process} without reporting why: it was killed, or crashed"
         return None
 
     def _heartbeat(self, other: int) -> bytes:
@@ -301,6 +324,16 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         "ranks iterate, clip, evaluate, save and close together, with equally many batches; other code may run on "
         "one rank alone"
     )
+
+
+def _meets() -> tuple[str, int]:
+    return "prepare()", 0
+
+
+def _other_model() -> tuple[str, int] | None:
+    """Return what this process waits for with another model, as :attr:`Watchdog.waits_for` does."""
+    found = (waits() for waits in _WAITS)
+    return next(((f"{doing} of another model", num_ended) for doing, num_ended in found if doing), None)
 
 
 def _own_collective() -> str:

@@ -24,7 +24,7 @@ def end_audit(audit: Audit, runtime: Runtime) -> None:
     if iteration:  # the first one is left out of comparisons anyway
         runtime.machine.exclude(iteration)
     stored = functools.partial(stored_gradients, runtime.state, iteration)
-    runtime.doing = f"the audit of iteration {iteration + 1}"
+    runtime.enter(f"the audit of iteration {iteration + 1}")
     difference = audit.end_iteration(runtime.backend.device, stored, functools.partial(_summed, runtime))
     if HostCollectives(runtime.ranks, of_stage=True).any(bool(difference)):
         what = difference or "another rank has found a difference"

@@ -253,7 +253,12 @@ class Runtime:
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)
 
-    def check_same_values(self, of: str, values: torch.Tensor) -> None:
+    def enter(self, call: str) -> None:
+        """Say which call this rank is in, and check that all ranks are. For errors, see :meth:`check_same_call`."""
+        self.doing = call
+        self.check_same_call()
+
+    def check_same_values(self, of: str, *values: torch.Tensor) -> None:
         """Check that all ranks set something to the same values. They call this together.
 
         Raises:
@@ -261,11 +266,14 @@ class Runtime:
             ValueError: another rank has other values.
         """
         if self.ranks is not None:
-            self.doing = f"a write to {of}"
-            self.ranks.check_same_call(self.doing)
-            own = values.detach().to("cpu").reshape(-1).view(torch.uint8)
+            self.enter(f"a write to {of}")
+            own = 0
+            for each in values:
+                flat = each.detach().to("cpu").contiguous()
+                flat = flat.as_strided((flat.numel(),), (1,))  # a dimension of one value may have another stride
+                own = zlib.crc32(flat.view(torch.uint8).numpy().data, own)
             # So ranks stay one model: a random write needs the same seed, and what each rank has alone an all-reduce.
-            self.ranks.all.check_same(f"new value of {of}", zlib.crc32(own.numpy().tobytes()).to_bytes(4))
+            self.ranks.all.check_same(f"new value of {of}", own.to_bytes(4))
 
     def issue_gradients(self) -> None:
         """Issue what brings gradients to where updates read them, and wait. Forward and backward have ended."""

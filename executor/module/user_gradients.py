@@ -323,7 +323,7 @@ class UserGradients:
         if not self._waits:
             raise GradientError(
                 f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
-                "after step(), or plan with update_start 'step'"
+                "after step(), or let gradients be clipped (clip=True, --clip): then updates wait for the step"
             )
         parameter.arrived = -1
         parameter.step -= 1

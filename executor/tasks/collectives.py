@@ -143,7 +143,7 @@ class ScheduleCollectives:
             if 0 < count < self._ranks.size and not self._waits:
                 raise GradientError(
                     f"{parameter.name} got a gradient on {count:g} of {self._ranks.size} ranks, but its update began "
-                    "during backward; plan with update_start 'step'"
+                    "during backward; let gradients be clipped (clip=True, --clip), and updates wait for the step"
                 )
             if count:
                 parameter.arrive(iteration)

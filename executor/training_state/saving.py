@@ -81,6 +81,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._session = session = optimizer.session
         if session.runtime.snapshots is None:
             raise ValueError("the session has no buffers for checkpoints; pass checkpoint_buffer_bytes to prepare()")
+        session.runtime.enter("Checkpoints()")
         rank, size = session.collectives.rank, session.collectives.size
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         self._rank = rank
@@ -190,11 +191,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             OutOfOrderError: in the middle of an iteration.
             CheckpointError: a checkpoint was already begun after this iteration.
+            RankError: another rank is in another call, or saves another step.
         """
         self._session.runtime.check_idle()
         self._session.runtime.settle_state()
         self._session.runtime.check_has_weights()
         self._session.runtime.check_unparked()
+        self._session.runtime.enter(
+            f"checkpoints.save({step})"
+        )  # else a rank would wait for parts of others that never come
         if self._optimizer.entry.numbers:
             self._session.synchronize()  # because updates set them
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
@@ -245,6 +250,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             CheckpointError: the checkpoint is of another model or optimizer, or no checkpoint is whole. In the second
                 case the model's weights are lost.
         """
+        self._session.runtime.enter("checkpoints.resume()")
         if self.levels.num_divided:
             self.finish()  # so that only one thread moves files between nodes
         there, refused = candidates(self.levels.places) if self._rank == 0 else ([], [])

@@ -68,6 +68,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         raise TypeError(f"strict is {strict!r}, but must be True or False: whether a missing parameter is refused")
     session = optimizer.session
     session.runtime.check_idle()
+    session.runtime.enter("load()")
     failure: Exception | None = None
     try:
         files = WeightFiles(weights_folder(weights))

@@ -65,6 +65,7 @@ def save(
     session, folder = optimizer.session, Path(folder)
     session.runtime.check_at_rest()
     session.runtime.check_has_weights()
+    session.runtime.enter("save()")
     naming, weights_dtype = session.naming(), SAVED_DTYPES[dtype] if dtype else session.runtime.state.dtype
     failure: Exception | None = None
     with contextlib.ExitStack() as stack:

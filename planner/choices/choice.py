@@ -31,10 +31,11 @@ def choices(request: Request) -> tuple[Choice, ...]:
     Raises:
         ValueError: there is none; the message says why.
     """
-    if request.num_devices % ((request.tensor_parallel or 1) * (request.pipeline_parallel or 1)):
+    tensor, stages = request.tensor_parallel or 1, request.pipeline_parallel or 1
+    if request.num_devices % (tensor * stages):
         raise ValueError(
-            f"tensor_parallel {request.tensor_parallel or 1} x pipeline_parallel {request.pipeline_parallel or 1} must "
-            f"divide the {request.num_devices} devices; change one of them"
+            f"tensor {tensor} x pipeline {stages} must divide the {request.num_devices} device(s); change --parallel "
+            "or --gpus"
         )
     model = request.model
     if isinstance(model, CapturedModel):

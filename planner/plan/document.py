@@ -214,7 +214,7 @@ def load_plan(path: Path | str) -> Plan:
     path = Path(path)
     data = read_json(path, PlanError, "make a plan with `ullage plan`")
     version = data.get("schema_version") if isinstance(data, dict) else None
-    for field, kind in (("start_s", "a run; `ullage compare` reads it"), ("host_link", "a hardware profile")):
+    for field, kind in (("start_s", "a run, which `ullage compare` reads"), ("host_link", "a hardware profile")):
         if isinstance(data, dict) and field in data:
             raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
     if version is None:

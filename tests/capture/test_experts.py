@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -234,3 +236,32 @@ def test_values_that_are_written_are_known() -> None:
 def test_other_values_are_assumed(way: str) -> None:
     (words,) = capture_module(lambda: Chosen(way), ["16x8"], "fp32").assumed or ()
     assert "int((chosen == 3).sum())" in words
+
+
+class Exchanging(torch.nn.Module):
+    """Scales its loss by a number that it has from all ranks."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.last, self.way = torch.nn.Linear(8, 8), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, found = torch.tensor([3.0]), torch.zeros(1)
+        if self.way == "sum":
+            dist.all_reduce(count)
+        elif self.way == "gather":
+            dist.all_gather([found], count)
+        else:
+            count = functional_collectives.all_reduce(count, "sum", dist.group.WORLD)
+        return self.last(x).sum() / (count + found).item()
+
+
+@pytest.mark.parametrize("way", ["sum", "gather", "functional"])
+def test_collectives_of_a_forward_do_not_run_in_its_capture(way: str) -> None:
+    """Of several ranks, one captures alone, and would wait for the others for ever. So their results are not known."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        words = capture_module(lambda: Exchanging(way), ["16x8"], "fp32").assumed or ()
+    finally:
+        dist.destroy_process_group()
+    assert any("(count + found).item()" in line for line in words)

@@ -222,7 +222,7 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
     losses, wanted_losses, sent = [], [], _counted(ours.pipeline)
     with ours.session:
         for batches in steps:
-            losses += ours.forward_backward(batches, loss)
+            losses += ours.forward_backward(batches)
             ours.clip_grad_norm_(0.5)
             ours.step()
             ours.zero_grad()

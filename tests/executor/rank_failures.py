@@ -14,15 +14,22 @@ from training import (
     Task,
     batches,
     make_model,
+    make_optimizer,
     prepare,
+    session_options,
     train,
+    units_of,
 )
 
 from executor.checkpoint.files.system_calls import DamagedError, Files
 from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.levels import Level
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
+from executor.prepare import prepare_session
 from executor.tasks.actions import Actions
+from executor.training_state.saving import Checkpoints
+from executor.weights.saving import save
 from planner.decisions import Decisions
 from planner.schedule.tasks import Op
 
@@ -133,6 +140,14 @@ def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -
     prepare(task, decisions.model_copy(update={"num_param_slots": 2 + rank}))
 
 
+def with_another_optimizer(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> None:
+    model = make_model(task)
+    model.transformer.wpe.requires_grad_(not (rank and what == "frozen"))
+    optimizer = make_optimizer(task, model)
+    optimizer.param_groups[0]["lr"] *= 1 + (rank and what == "rate")
+    prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options())
+
+
 @contextlib.contextmanager
 def impatient(silence_s: float):
     """Let ranks take others for dead, or elsewhere, after that long."""
@@ -221,6 +236,18 @@ def diverged(rank: int, _size: int, task: Task, decisions: Decisions, deed: str)
         )
 
 
+def saved_alone(rank: int, _size: int, task: Task, decisions: Decisions, folder, what: str) -> None:
+    """Save something on rank 0, while the others train on."""
+    with impatient(2.0):
+        model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
+        if rank == 0 and what == "save()":
+            save(optimizer, folder / "weights")
+        if rank == 0 and what == "checkpoints.save(0)":
+            checkpoints.save(0)
+        train(task, model, optimizer, rank=rank)
+
+
 def buffers_of(rank: int, _size: int, task: Task, decisions: Decisions):
     """Return buffers as they are after each rank had its own."""
     model = make_model(task)
@@ -250,7 +277,7 @@ def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Dec
 def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
     """Train a step, in which the last rank does something else with weights or gradients than the others."""
     with impatient(2.0):
-        model, optimizer = prepare(task, decisions)
+        model, optimizer = prepare(task, decisions, audit="first" if deed == "clipping alone" else "off")
     parameter, other = list(model.parameters())[:2]
     with optimizer.session, torch.no_grad():
         if deed == "another write":
@@ -267,6 +294,23 @@ def edited_alone(rank: int, _size: int, task: Task, decisions: Decisions, deed: 
             parameter.grad = torch.full_like(parameter, rank)
         if deed == "an edit alone" and rank:
             parameter.grad.view(-1)[0] = 0
+        if deed == "clipping alone" and rank:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.session.synchronize()
+        if deed in {"another state", "a state alone"}:
+            set_state(rank, deed, optimizer, parameter)
+            with torch.enable_grad():
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+
+
+def set_state(rank: int, deed: str, optimizer, parameter) -> None:
+    if deed == "another state":
+        saved = optimizer.state_dict()
+        saved["state"][0]["exp_avg"].fill_(rank)
+        optimizer.load_state_dict(saved)
+    held = optimizer.state[parameter]["exp_avg"]
+    if rank:
+        held.zero_()

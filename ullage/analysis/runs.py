@@ -117,9 +117,9 @@ def load_run(path: Path) -> RunRecord:
     """
     data = read_json(path, ValueError, "`ullage execute` writes run files")
     fields = data if isinstance(data, dict) else {}
-    for field, kind in (("decisions", "a plan; execute it first with `ullage execute`"), ("host_link", "a profile")):
+    for field, kind in (("decisions", "a plan"), ("host_link", "a profile")):
         if field in fields:
-            raise ValueError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` wrote")
+            raise ValueError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` writes of a plan")
     version = fields.get("schema_version")
     if "start_s" not in fields:
         raise ValueError(f"{path} is not a run; give the run.json that `ullage execute` wrote")

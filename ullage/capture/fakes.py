@@ -176,6 +176,8 @@ class Fakes:
                     f"the memory of {owner} is read through {through} that is kept elsewhere (an attribute, a list, a "
                     "closure), which a plan would not update; read the parameter from its module in forward"
                 )
+        if _is_collective(function):
+            self._forget_constants(args)
         try:
             output = _FAKES.get(function, function)(*args, **kwargs)
         except Exception as error:
@@ -198,6 +200,17 @@ class Fakes:
                 output = output[0], real[1]  # recurrent layers read the sizes of batches where no operator shows it
         self._record(function, args, kwargs, output)
         return output
+
+    def _forget_constants(self, args: Sequence[Any]) -> None:
+        """Forget the values of a collective's arguments: of constants alone, PyTorch would run it for real."""
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, FakeTensor):
+                leaf.constant = None
+                self._forget(leaf)  # its schema does not say what it writes
+
+    def _forget(self, tensor: Tensor) -> None:
+        self._recipes.pop(tensor.untyped_storage(), None)
+        self._random.pop(tensor.untyped_storage(), None)
 
     def _record(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Record how values are computed, if the arguments are known."""
@@ -240,8 +253,7 @@ class Fakes:
             known = self._known((args, kwargs))
             after = None if known is None else _after(function, *known)
         for changed in tensors:
-            self._recipes.pop(changed.untyped_storage(), None)
-            self._random.pop(changed.untyped_storage(), None)
+            self._forget(changed)
         if after is not None:
             self._recipes[tensors[0].untyped_storage()] = after
 
@@ -348,9 +360,18 @@ def _all_of(storage: torch.UntypedStorage, dtype: torch.dtype) -> Layout:
     return _row(dtype, storage.nbytes() // dtype.itemsize)
 
 
+def _is_collective(function: Any) -> bool:
+    """Return whether an operator exchanges values between ranks. One rank captures alone, so it must not run."""
+    return function.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+
+
 def _has_values(function: Any) -> bool:
-    """Return whether an operator is deterministic."""
-    return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in function.overloadpacket.__name__
+    """Return whether an operator is deterministic, and can run on known values."""
+    return (
+        not _is_collective(function)
+        and torch.Tag.nondeterministic_seeded not in function.tags
+        and "empty" not in function.overloadpacket.__name__
+    )
 
 
 def _is_assumed(arguments: Any) -> bool:

@@ -173,7 +173,12 @@ def audit(text: str) -> AuditTime:
         UnreadableError: the text is none of these.
     """
     words: dict[str, AuditTime] = {"first": "first", "off": "off"}
-    return words[text] if text in words else positive_int(text)
+    if text in words:
+        return words[text]
+    try:
+        return positive_int(text)
+    except UnreadableError:
+        raise UnreadableError(f"{text!r} is not first, off, or a whole number from 1 on") from None
 
 
 def cores(text: str) -> Cores:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hwprofiles.profile import HardwareProfile
 from planner.terms import Storage
 
-_WRAPPERS: Final = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+_WRAPPERS: Final = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -35,6 +35,7 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         "a number of bytes of at least 1, or a text like '8GB'",
     ),
     "num_micro_batches": (lambda value: _is_whole(value, 1), "a whole number of at least 1"),
+    "pipeline": (lambda value: value is None or _is_whole(value, 1), "a whole number of at least 1"),
     "collectives": (lambda value: value in (None, "fabric", "host"), "'fabric' or 'host'"),
     "clip": (_FLAG[0], "True or False: whether your loop clips gradients by their norm"),
     "storage": (lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
@@ -74,16 +75,18 @@ def check_options(caller: str, given: Mapping[str, object], known: Iterable[str]
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Check that a model is not wrapped and has trainable parameters.
+    """Check that no part of a model is wrapped, and that it has trainable parameters.
 
     Raises:
-        ValueError: the model is in a wrapper for several devices, or all its parameters are frozen.
+        ValueError: a part is in a wrapper for several devices, or all parameters are frozen.
     """
-    if type(model).__name__ in _WRAPPERS:
-        raise ValueError(
-            f"the model is in a {type(model).__name__}, but the plan itself divides work among devices; give "
-            "the model inside (model.module), and start one process for each device with torchrun"
-        )
+    for path, module in model.named_modules():
+        kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if kind is not None and not (path and kind == "DataParallel"):  # inside, one device passes calls on
+            raise ValueError(
+                f"{path or 'the model'} is in a {kind}, but the plan itself divides work among devices; give the "
+                "model without it (model.module), and start one process for each device with torchrun"
+            )
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(

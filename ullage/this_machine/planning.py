@@ -140,6 +140,12 @@ def plan_here(
     check_memory(model, optimizer)
     check_trainable(model)
     check_tokens(model, batch)
+    stages, started = options.get("pipeline") or 1, world_size()
+    if started % stages:
+        raise ValueError(
+            f"pipeline is {stages}, but {started} process(es) were started; start one for each stage (torchrun "
+            f"--nproc-per-node {stages}), or leave pipeline out"
+        )
     free = free_memory(model)
     with preserved_rng_state():  # the model's forward may draw numbers
 

@@ -19,6 +19,8 @@ from rank_failures import (
     losing_handshakes,
     raising_or_waiting,
     resumed_where_one_sees_less,
+    saved_alone,
+    with_another_optimizer,
     with_another_plan,
     without_a_gradient,
 )
@@ -315,9 +317,22 @@ def test_other_plans_on_other_ranks(processes):
         assert "rank 1 has another plan or model than rank 0" in str(error)
 
 
-def test_another_number_of_processes(processes):
-    with pytest.raises(ValueError, match=r"is for 3 devices, but .* has 2 ranks; .*torchrun --nproc-per-node 3"):
-        processes.call(2, trained, TASK, SHARED)
+@pytest.mark.parametrize("what", ["frozen", "rate"])
+def test_other_optimizers_on_other_ranks(processes, what):
+    """In data-parallel training, each rank updates a part of the weights."""
+    decisions = decide(TASK, mixed, data_parallel=2, zero_stage=3)
+    processes.begin(2, with_another_optimizer, TASK, decisions, what)
+    for error in processes.results(2):
+        assert isinstance(error, ValueError), error
+        assert "rank 1 has another optimizer (its groups, their settings, or what is frozen)" in str(error)
+
+
+@pytest.mark.parametrize(("size", "decisions"), [(3, SHARED), (1, decide(TASK, mixed))], ids=["fewer", "more"])
+def test_another_number_of_processes(processes, size, decisions):
+    """Not even several for a plan for one: each would train a model of its own."""
+    words = rf"is for {size} device\(s\), but 2 process\(es\) were started; .*torchrun --nproc-per-node {size}"
+    with pytest.raises(ValueError, match=words):
+        processes.call(2, trained, TASK, decisions)
 
 
 def test_a_killed_rank_ends_all(processes):
@@ -399,6 +414,15 @@ def test_what_one_rank_decides_alone_is_reported(processes, deed, zero_stage):
     for error in processes.results(2):
         assert isinstance(error, RankError), error
         assert f"rank 1 has updated differently from rank 0 before {noticed}: " in str(error)
+
+
+@pytest.mark.parametrize("what", ["save()", "checkpoints.save(0)"])
+def test_what_one_rank_saves_alone_is_reported(processes, tmp_path, what):
+    decisions = decide(TASK, uniform("gpu", "cpu"), data_parallel=2, zero_stage=1, clip=True)
+    processes.begin(2, saved_alone, TASK, decisions, tmp_path, what)
+    for error in processes.results(2):
+        assert isinstance(error, RankError), error
+        assert f"rank 0 is in {what}, and rank 1 in iteration 1" in str(error)
 
 
 def test_buffers_are_those_of_the_first(processes):

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from executor.distributed import watchdog
 from executor.distributed.watchdog import RankError, Watchdog
 
 
@@ -81,10 +82,21 @@ def test_a_rank_may_wait_in_a_collective_of_the_users_own(pair):
     """As in a barrier, while rank 0 alone saves; here in the meeting of a group that nobody else joins."""
     first, second, reported, _ = pair
     first.waits_for = lambda: ("a read of weights", 7)
-    second.start(lambda _error: None)
+    heard = []
+    second.start(heard.append)
     with pytest.raises(dist.DistError):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=dt.timedelta(seconds=4))
     assert "0 is in a read of weights, and rank 1 in torch.distributed.init_process_group()" in wait_for(reported)
+    assert wait_for(heard) == str(reported[0])
+
+
+def test_a_rank_may_wait_for_another_model(pair, monkeypatch):
+    """As if ranks trained two models in different orders: each waits in a session of its own."""
+    first, second, reported, _ = pair
+    monkeypatch.setattr(watchdog, "_WAITS", [lambda: ("iteration 1", 7)])
+    first.waits_for = lambda: ("iteration 1", 7)
+    second.start(lambda _error: None)
+    assert "0 is in iteration 1, and rank 1 in iteration 1 of another model, and each" in wait_for(reported)
 
 
 def test_a_lost_store_is_a_lost_rank(pair):

@@ -106,7 +106,7 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 5}, "tensor_parallel 5 x pipeline_parallel 1 must divide the 8 devices"),
+        ({"tensor_parallel": 5}, "tensor 5 x pipeline 1 must divide the 8 device"),
         ({"expert_parallel": 2}, "opt-125m has no experts"),
         (
             {"context_parallel": 8, "context_exchange": "all-to-all"},

@@ -73,7 +73,7 @@ def test_uneven_experts_are_another_plan(moe, tmp_path):
     ("options", "message"),
     [
         ("--nodes 3", "--nodes 3 cannot share --gpus 4 evenly with at most 8 device(s) per node of h100"),
-        ("--parallel tensor=3", "tensor_parallel 3 x pipeline_parallel 1 must divide the 4 devices"),
+        ("--parallel tensor=3", "tensor 3 x pipeline 1 must divide the 4 device(s)"),
         ("--parallel expert=3", "num_experts of"),
         ("--expert-load zipf:x", "the exponent must be a number from 0 to 10"),
         (

@@ -341,7 +341,13 @@ def net_with(**changes: object) -> nn.Module:
             nn.DataParallel(Net()),
             BATCH,
             {},
-            r"the model is in a DataParallel, but .*give the model inside \(model.module",
+            r"the model is in a DataParallel, but .*give the model without it \(model.module",
+        ),
+        (
+            nn.Sequential(Net(), type("DistributedDataParallel", (nn.Identity,), {})()),
+            BATCH,
+            {},
+            "1 is in a DistributedDataParallel, but the plan itself divides work",
         ),
         (Net(), BATCH, {"hardware": "a100-80"}, "a100-80 is of a gpu device, but this machine computes on a host"),
         (
@@ -349,6 +355,13 @@ def net_with(**changes: object) -> nn.Module:
             BATCH,
             {"num_micro_batches": "2"},
             "num_micro_batches is '2', but must be a whole number of at least 1",
+        ),
+        (Net(), BATCH, {"pipeline": "2"}, "pipeline is '2', but must be a whole number of at least 1"),
+        (
+            Net(),
+            BATCH,
+            {"pipeline": 2},
+            r"pipeline is 2, but 1 process\(es\) were started; start .*torchrun --nproc-per-node 2",
         ),
         (Net(), BATCH, {"collectives": "ring"}, "collectives is 'ring', but must be 'fabric' or 'host'"),
         (Net(), BATCH, {"num_micro_batches": 0}, "num_micro_batches is 0, but must be a whole number of at least 1"),
