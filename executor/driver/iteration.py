@@ -456,6 +456,10 @@ class IterationDriver:
         self._depth = 0
         self.visibility.check_unmodified()
         self.gradients.check_fresh(self._loop.iteration)
+        self._end()
+
+    def _end(self) -> None:
+        """See :meth:`step`."""
         if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
         for group in self._groups:
@@ -518,7 +522,7 @@ class IterationDriver:
         if not self.gradients.are_gone(iteration):
             return False
         self._audit.abandon()
-        self.step()
+        self._end()
         self._runtime.machine.exclude(iteration)
         self._last_short = iteration
         return True
