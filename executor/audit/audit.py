@@ -58,7 +58,7 @@ from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
 from executor.module.guarded_parameters import lifted, unguarded
-from executor.module.own_checkpoints import passing_through
+from executor.module.own_checkpoints import are_saved_tensors_hooked, passing_through
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
 from planner.graph import Unit, multiplied_in_fp8
@@ -352,6 +352,7 @@ class Audit:
         held |= {id(leaf): copied_cache(leaf) for leaf in leaves if is_cache(leaf)}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
+        case.is_hooked = are_saved_tensors_hooked()
         state = ForwardState(case.module, case.path, torch_too=True)
         case.state = state, (before := state.save(given, whole=True))
         case.autocast = same_autocast(next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)))
@@ -452,7 +453,9 @@ class Audit:
             parameters = [leaves_of[name] for name in trained]
             wanted = [*(tensor for _, tensor in inputs), *parameters]
             gradients: Sequence[Tensor | None] = [None] * len(wanted)
-            if targets and wanted and len(targets) == len(case.output_gradients):
+            if case.is_hooked:
+                case.why_not = "hooks (saved_tensors_hooks) may change what its backward reads"
+            elif targets and wanted and len(targets) == len(case.output_gradients):
                 from_outside = [case.output_gradients[number].to(device) for number, _ in targets]
                 between = state.save()
                 found = gradients_of([target for _, target in targets], wanted, from_outside)

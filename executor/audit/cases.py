@@ -31,6 +31,7 @@ class Case:
         plain: its forward in plain PyTorch; ``None``: the module's own.
         leaving: which outputs of modules inside it, in order, something outside refers to.
         own_gradients: what its own run has added to gradients, by name of the shard. The loop may read weights, too.
+        is_hooked: whether its backward reads what hooks of the loop (``saved_tensors_hooks``) have made of its activations.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Case:
     output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     own_gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    is_hooked: bool = False
 
     @property
     def num_bytes(self) -> int:

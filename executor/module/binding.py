@@ -46,7 +46,7 @@ from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
 from executor.module.kept_inputs import KeptInputs, with_copies
 from executor.module.naming import KEYS_ALONE
-from executor.module.own_checkpoints import of_plan, passing_through
+from executor.module.own_checkpoints import are_saved_tensors_hooked, of_plan, passing_through
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.module.tiled_segments import tile_segments
@@ -489,6 +489,10 @@ def _recompute(
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
+        if are_saved_tensors_hooked():  # by hooks that may compress: a second pass would not pass by them
+            if callbacks.trains:
+                callbacks.on_unplanned(f"hooks of the loop (saved_tensors_hooks) get the activations of {names[0]}")
+            return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         has_caches = drop_caches(given.arguments, layer)
         before = state.save(given.arguments.values())

@@ -13,6 +13,7 @@ TRIED = {
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
         "derivatives_along_a_direction", "gradients_of_zero", "thawed_before_backward", "masked_gradients",
         "penalty_on_gradients", "parts_evaluated_and_written", "forwards_replaced_later", "autocast_around_forward",
+        "compressed_activations",
     ),
     "state": (
         "global_centre", "inputs_that_advance", "context_variable", "attention_chosen_around_forward", "numpy_counts",
