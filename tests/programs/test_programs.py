@@ -22,7 +22,10 @@ TRIED = {
     ),
     "modules": ("pruned", "parts_that_do_not_run"),
     "models": ("t5", "llava_with_text_alone", "tables_before_blocks"),
-    "operators": ("embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes"),
+    "operators": (
+        "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
+        "texts_alone",
+    ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
     "optimizers": ("own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later"),
