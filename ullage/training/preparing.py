@@ -100,14 +100,12 @@ def prepare(
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
     _say_what_is_frozen(model, optimizer)
-    if (name := next((name for name, p in model.named_parameters() if p.grad is not None), None)) is not None:
-        warnings.warn(
-            f"{name} has a gradient from before prepare(), which is dropped, where plain PyTorch would add to it; call "
-            "optimizer.zero_grad() before, or backward() after",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return prepare_planned(model, optimizer, plan, options_of(plan, options))
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    prepared = prepare_planned(model, optimizer, plan, options_of(plan, options))
+    for parameter, gradient in gradients:
+        if prepared[1].session.has(parameter):  # to which the first backward adds, if the loop does not drop it
+            parameter.grad = gradient.to(parameter)
+    return prepared
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
