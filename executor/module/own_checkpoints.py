@@ -39,18 +39,14 @@ def passing_through() -> Iterator[None]:
 
 def is_checkpointed() -> bool:
     """Return whether a call of the model that begins now is inside a checkpoint of the loop's, and not in backward."""
-    return not (getattr(_inside, "depth", 0) or in_backward()) and _hooks_by_checkpoint() is True
+    return not (getattr(_inside, "depth", 0) or in_backward()) and saved_tensors_hooks_of() == "checkpoint"
 
 
-def are_saved_tensors_hooked() -> bool:
-    """Return whether what autograd saves now goes to hooks of the loop's (``saved_tensors_hooks``)."""
-    return _hooks_by_checkpoint() is False
-
-
-def _hooks_by_checkpoint() -> bool | None:
-    """Return whether the hooks that get what autograd saves now are a checkpoint's; ``None`` if there are none."""
+def saved_tensors_hooks_of() -> str:
+    """Return whose hooks get what autograd saves now: a "checkpoint"'s, the "loop"'s, or nobody's: empty."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    by_checkpoint = hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    return "" if hooks is None else "checkpoint" if by_checkpoint else "loop"
 
 
 def of_plan(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -276,7 +276,7 @@ def test_gradients_of_a_backward_that_draws_are_left_out(activations: Activation
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_gradients_of_activations_that_hooks_compress_are_left_out(activations: Activations) -> None:
-    """A second pass would not pass by the hooks: where the plan recomputes, the iteration leaves it, with all audits."""
+    """Where the plan recomputes, the iteration leaves it, and is not audited."""
     model, optimizer, _ = prepared(BLOCKS["linear-gelu"], activations)
     with optimizer.session:
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 0.75, lambda kept: kept):

@@ -100,12 +100,7 @@ def prepare(
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
     _say_what_is_frozen(model, optimizer)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    prepared = prepare_planned(model, optimizer, plan, options_of(plan, options))
-    for parameter, gradient in gradients:
-        if prepared[1].session.has(parameter):  # to which the first backward adds, if the loop does not drop it
-            parameter.grad = gradient.to(parameter)
-    return prepared
+    return prepare_planned(model, optimizer, plan, options_of(plan, options))
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -191,7 +186,11 @@ def prepare_planned(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: executor.options.Options
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, options)
+    for parameter, gradient in gradients:
+        if offloaded.session.has(parameter):  # to which the first backward adds, if the loop does not drop it
+            parameter.grad = gradient.to(parameter)
     offloaded.plan = plan
     share_device(offloaded)
     return model, offloaded

@@ -59,7 +59,8 @@ def run(program, models, optimizers):
     seen = []
     for event, number in program:
         own, other = models[number], models[1 - number]
-        tokens = torch.randint(64, (2, 8))
+        tokens, drop = torch.randint(64, (2, 8)), optimizers[number].zero_grad
+        drops = {"drop": drop, "step, drop": drop, "drop by module": own.zero_grad}
         if event == "read":
             seen.append(total(own))
         elif event == "evaluate":
@@ -70,12 +71,9 @@ def run(program, models, optimizers):
             continue
         elif event in {"step", "step alone"}:
             optimizers[number].step()
-            if event == "step":
-                optimizers[number].zero_grad()
-        elif event == "drop":
-            optimizers[number].zero_grad()
-        elif event == "drop by module":
-            own.zero_grad()
+            drops.get(f"{event}, drop", lambda: None)()
+        elif event in drops:
+            drops[event]()
         else:
             hook = other.transformer.h[0].mlp.register_forward_pre_hook(functools.partial(look, seen, other, event))
             trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
