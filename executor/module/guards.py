@@ -85,7 +85,7 @@ def check_call(module: nn.Module) -> None:
             "a prepared model was called inside a function that torch.compile compiles, which would see weights where "
             "none are; call it outside of that, and give prepare() compile_blocks=True, which compiles its blocks"
         )
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
         raise ValueError(
             "a prepared model was called by torch.jit.trace or torch.export, which would keep weights where none are; "
             "give them another model that has loaded model.state_dict()"

@@ -94,13 +94,11 @@ class UserGradients:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            for name in self._arrived(iteration):
-                if name in self._graphs:
+            for name in self._arrived(iteration) | self._stale:  # gradients may have passed through a frozen model
+                if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
                 else:
                     self._stand_in(name)
-            for name in self._stale:  # of a model that is frozen now, through which gradients have gone
-                self._stand_in(name)
             self._shows = True
 
     def see(self, name: str, gradient: torch.Tensor) -> None:
@@ -126,10 +124,8 @@ class UserGradients:
         """
         if self.refusal:
             raise GradientError(self.refusal)
-        if name in self._stale:
-            self._check_new(name)
-        if self._norms is None or self._open:
-            self._check_clips()
+        if self._norms is None or self._open or name in self._stale:
+            self._check_clips(name)
             self.absorb()
             self._complete()
             self._norms = self._find_norms()
@@ -138,8 +134,7 @@ class UserGradients:
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
-        self._check_clips()
-        self._check_new(name)
+        self._check_clips(name)
         if name in self._open:
             self.absorb()
             self._open.clear()
@@ -344,12 +339,8 @@ class UserGradients:
         parameter.step -= 1
         self._dropped = True
 
-    def _check_clips(self) -> None:
-        if not self._num_added:
-            raise GradientError(
-                "gradients were read or scaled, but there are none now; clip after the last backward, before "
-                "optimizer.step()"
-            )
+    def _check_clips(self, name: str) -> None:
+        self._check_new(name)
         if not self._clips:
             raise GradientError(
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "

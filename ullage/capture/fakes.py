@@ -120,8 +120,7 @@ def traceable_functions() -> Iterator[None]:
         return values.new_zeros(tuple(size)).index_put(tuple(indices), values, accumulate=True)
 
     def mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        made: Tensor = a @ b if isinstance(a, FakeTensor) and a.layout is torch.strided else product(a, b, *rest)
-        return made
+        return a @ b if isinstance(a, FakeTensor) and a.layout is torch.strided else product(a, b, *rest)
 
     with (
         mock.patch.object(torch, "tensor", tensor),
