@@ -6,15 +6,17 @@ import copy
 import dataclasses
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
+_FUSED: Final = re.compile("ScaledDotProduct(.+?)Attention")
 
 
 class ModuleCallbacks(Protocol):
@@ -142,6 +144,18 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_of(vars(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+
+
+def fused_attention(output: Any) -> tuple[str, ...]:
+    """Return the fused kernels of attention that a forward has run, such as ``cudnn``, as autograd names them.
+
+    Attention that is not fused, or inside a compiled graph, is in none of them.
+
+    Args:
+        output: what the model returned, with gradients.
+    """
+    behind = nodes(*(tensor.grad_fn for tensor in tensors_of(output)))
+    return tuple(sorted({fused[1].lower() for node in behind if (fused := _FUSED.match(node.name()))}))
 
 
 def hook_target(tensor: torch.Tensor) -> torch.Tensor:

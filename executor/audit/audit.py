@@ -58,7 +58,7 @@ from executor.distributed.shards import ParameterShard
 from executor.distributed.tensor_parallel import DIVIDED
 from executor.memory.forward_state import ForwardState
 from executor.module.guarded_parameters import lifted, unguarded
-from executor.module.own_checkpoints import passing_through
+from executor.module.own_checkpoints import passing_through, saved_tensors_hooks_of
 from executor.module.tiled_logits import TiledLogits
 from planner.decisions import Decisions
 from planner.graph import Unit, multiplied_in_fp8
@@ -252,7 +252,7 @@ class Audit:
             if not why_not:
                 try:
                     gradients, scale = self._run_again(case, device)
-                    why_not = case.why_not
+                    why_not = case.why_not or case.why_no_gradients
                 except Exception as error:  # noqa: BLE001 - an audit that cannot be made must not end the training
                     why_not = f"it cannot be run again: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if why_not:
@@ -352,6 +352,8 @@ class Audit:
         held |= {id(leaf): copied_cache(leaf) for leaf in leaves if is_cache(leaf)}
         case.call = [held.get(id(leaf), leaf) for leaf in leaves], structure
         given = (*args, *kwargs.values())
+        is_hooked = saved_tensors_hooks_of() == "loop"
+        case.why_no_gradients = "hooks (saved_tensors_hooks) may change what its backward reads" if is_hooked else ""
         state = ForwardState(case.module, case.path, torch_too=True)
         case.state = state, (before := state.save(given, whole=True))
         case.autocast = same_autocast(next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)))
@@ -366,7 +368,7 @@ class Audit:
         own = {id(leaf) for leaf in tree_leaves(output)}
         case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
         made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
-        targets = list(targets_of(made, begun))
+        targets = [] if case.why_no_gradients else list(targets_of(made, begun))
         for number, target in targets:
             assert target.grad_fn is not None
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))

@@ -31,6 +31,7 @@ class Case:
         plain: its forward in plain PyTorch; ``None``: the module's own.
         leaving: which outputs of modules inside it, in order, something outside refers to.
         own_gradients: what its own run has added to gradients, by name of the shard. The loop may read weights, too.
+        why_no_gradients: why its gradients are not compared; empty if they are.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Case:
     output_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     own_gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    why_no_gradients: str = ""
 
     @property
     def num_bytes(self) -> int:

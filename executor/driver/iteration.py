@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from executor.audit.audit import Audit
-from executor.callbacks import in_backward
+from executor.callbacks import fused_attention, in_backward
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
@@ -21,7 +21,6 @@ from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
-from executor.module.attention import fused_attention
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
@@ -44,7 +43,7 @@ class IterationDriver:
     Attributes:
         collector: takes gradients from autograd.
         entry: the optimizer's kernels and state.
-        attention: the fused kernels of attention, see :func:`executor.module.attention.fused_attention`; ``None``
+        attention: the fused kernels of attention, see :func:`executor.callbacks.fused_attention`; ``None``
             before the first forward.
         gradients: sets ``parameter.grad`` between backward and step.
         num_left: number of iterations that have left the plan, see [Note: On demand] in
@@ -454,6 +453,10 @@ class IterationDriver:
         self._depth = 0
         self.visibility.check_unmodified()
         self.gradients.check_fresh(self._loop.iteration)
+        self._end()
+
+    def _end(self) -> None:
+        """See :meth:`step`."""
         if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
         for group in self._groups:
@@ -516,7 +519,7 @@ class IterationDriver:
         if not self.gradients.are_gone(iteration):
             return False
         self._audit.abandon()
-        self.step()
+        self._end()
         self._runtime.machine.exclude(iteration)
         self._last_short = iteration
         return True

@@ -79,8 +79,7 @@ def bind_batches(
                 )
             return
 
-    handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    return handle.remove
+    return model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
 
 
 def _words(shape: tuple[int, ...]) -> str:

@@ -46,7 +46,7 @@ from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
 from executor.module.kept_inputs import KeptInputs, with_copies
 from executor.module.naming import KEYS_ALONE
-from executor.module.own_checkpoints import of_plan, passing_through
+from executor.module.own_checkpoints import of_plan, passing_through, saved_tensors_hooks_of
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import find_head, tile_head
 from executor.module.tiled_segments import tile_segments
@@ -485,7 +485,9 @@ def _recompute(
             if not has_ended and callbacks.trains:
                 callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
             return original(*args, **kwargs)
-        segment = of_call.get(callbacks.call, None if callbacks.trains else first)
+        # What hooks may compress stays as they have it: a second pass would not pass by them.
+        is_hooked = saved_tensors_hooks_of() == "loop"
+        segment = None if is_hooked else of_call.get(callbacks.call, None if callbacks.trains else first)
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names, activations, changed_inputs = segment
@@ -514,9 +516,11 @@ def _watch_forward(
     forward: Callable[..., Any], name: str, callbacks: ModuleCallbacks, module: nn.Module, _args: Any
 ) -> None:
     """Before a module runs, see whether its forward is still what recomputes it, or leads there; a hook."""
-    now = vars(module).get("forward")
-    if now is not forward and callbacks.trains and not in_backward() and not leads_to(now, forward):
+    now, runs = vars(module).get("forward"), callbacks.trains and not in_backward()
+    if runs and now is not forward and not leads_to(now, forward):
         callbacks.on_unplanned(f"the forward of {name} was replaced")
+    elif runs and saved_tensors_hooks_of() == "loop":
+        callbacks.on_unplanned(f"hooks of the loop (saved_tensors_hooks) get the activations of {name}")
 
 
 def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str, torch.Tensor, bool]]:

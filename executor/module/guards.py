@@ -65,7 +65,7 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
 
 
 def check_call(module: nn.Module) -> None:
-    """Check that no transform, checkpoint, compiled function or ``DistributedDataParallel`` calls a prepared model.
+    """Check that no transform, checkpoint, compiler, trace or ``DistributedDataParallel`` calls a prepared model.
 
     Raises:
         ValueError: one does, so hooks would not see gradients, or would be compiled away.
@@ -84,6 +84,11 @@ def check_call(module: nn.Module) -> None:
         raise ValueError(
             "a prepared model was called inside a function that torch.compile compiles, which would see weights where "
             "none are; call it outside of that, and give prepare() compile_blocks=True, which compiles its blocks"
+        )
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+        raise ValueError(
+            "a prepared model was called by torch.jit.trace or torch.export, which would keep weights where none are; "
+            "give them another model that has loaded model.state_dict()"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         running = torch._C._functorch.get_interpreter_stack() or ()

@@ -46,8 +46,7 @@ class KeptInputs:
         copies = {id(copy): copy.clone() for copy in self._copies.values()}  # there may be more passes
         for number, copy in self._copies.items():
             leaves[number] = copies[id(copy)]
-        result: tuple[Any, Any] = tree_unflatten(leaves, structure)
-        return result
+        return tree_unflatten(leaves, structure)  # type: ignore[no-any-return]
 
 
 def with_copies(
@@ -60,5 +59,4 @@ def with_copies(
             leaves[number] = copies[id(leaf)]
         elif number in positions and isinstance(leaf, torch.Tensor):
             leaves[number] = leaf.clone()
-    result: tuple[Any, Any] = tree_unflatten(leaves, structure)
-    return result
+    return tree_unflatten(leaves, structure)  # type: ignore[no-any-return]

@@ -39,10 +39,14 @@ def passing_through() -> Iterator[None]:
 
 def is_checkpointed() -> bool:
     """Return whether a call of the model that begins now is inside a checkpoint of the loop's, and not in backward."""
-    if getattr(_inside, "depth", 0) or in_backward():
-        return False
+    return not (getattr(_inside, "depth", 0) or in_backward()) and saved_tensors_hooks_of() == "checkpoint"
+
+
+def saved_tensors_hooks_of() -> str:
+    """Return whose hooks get what autograd saves now: a "checkpoint"'s, the "loop"'s, or nobody's: empty."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+    by_checkpoint = hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    return "" if hooks is None else "checkpoint" if by_checkpoint else "loop"
 
 
 def of_plan(function: Callable[..., Any]) -> Callable[..., Any]:

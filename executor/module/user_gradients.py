@@ -71,6 +71,7 @@ class UserGradients:
         # Number of micro-batches in the sum that the stand-ins represent; 0 if a step has used it up.
         self._num_added = 0
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
+        self._shows = False  # whether the loop sees these, as between two backwards
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
@@ -93,11 +94,12 @@ class UserGradients:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            for name in self._arrived(iteration):
-                if name in self._graphs:
+            for name in self._arrived(iteration) | self._stale:  # gradients may have passed through a frozen model
+                if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
                 else:
                     self._stand_in(name)
+            self._shows = True
 
     def see(self, name: str, gradient: torch.Tensor) -> None:
         """Keep what autograd adds to a gradient, where the loop needs it later.
@@ -122,8 +124,8 @@ class UserGradients:
         """
         if self.refusal:
             raise GradientError(self.refusal)
-        if self._norms is None or self._open:
-            self._check_clips()
+        if self._norms is None or self._open or name in self._stale:
+            self._check_clips(name)
             self.absorb()
             self._complete()
             self._norms = self._find_norms()
@@ -132,7 +134,7 @@ class UserGradients:
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
-        self._check_clips()
+        self._check_clips(name)
         if name in self._open:
             self.absorb()
             self._open.clear()
@@ -150,12 +152,7 @@ class UserGradients:
             self._is_kept_read = True
             self._open[name] = self._kept[name] if self.scale(name) == 1 else self._kept[name] * self.scale(name)
             return self._open[name]
-        if not self._num_added:
-            raise GradientError(
-                f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
-                "backward and the step, and if another optimizer trains parameters of a prepared model, let it step "
-                "before the prepared one"
-            )
+        self._check_new(name)
         if name not in self._open:
             values = self._edit().gradient(name)
             self._open[name] = values if self.scale(name) == 1 else values.mul_(self.scale(name))
@@ -172,6 +169,14 @@ class UserGradients:
             self._replace(name, self._open[name])
         if not held:
             del self._open[name]
+
+    def _check_new(self, name: str) -> None:
+        if not self._num_added or name in self._stale:
+            raise GradientError(
+                f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
+                "backward and the step, call optimizer.zero_grad() before the next backward, and if another optimizer "
+                "trains parameters of a prepared model, let it step before the prepared one"
+            )
 
     def absorb(self) -> None:
         """Take over the gradients that the user has set, or has written to through views."""
@@ -260,11 +265,13 @@ class UserGradients:
                     whole.grad = None
                     if not self._num_added:
                         self._stale.add(name)
-            self._num_added = 0
+                elif self._shows:
+                    self._stale.discard(name)
+            self._num_added, self._shows = 0, False
 
     def zero_used(self, name: str) -> bool:
         """See :class:`executor.gradients.GradientOwner`."""
-        if self._num_added:
+        if self._num_added and name not in self._stale:
             return False
         self._wholes[name].grad = None
         self._zeroed.add(name)
@@ -307,6 +314,9 @@ class UserGradients:
             GradientError: plain PyTorch would add a new gradient to an old one, or use the old one again.
         """
         used = self._stale - self.dropped(iteration)
+        with unguarded():
+            if self._shows:
+                used = {name for name in used if isinstance(self._wholes[name].grad, OffloadedGradient)}
         if self.are_gone(iteration):
             with unguarded():
                 used |= {name for name, whole in self._wholes.items() if not self._num_added and whole.grad is not None}
@@ -329,12 +339,8 @@ class UserGradients:
         parameter.step -= 1
         self._dropped = True
 
-    def _check_clips(self) -> None:
-        if not self._num_added:
-            raise GradientError(
-                "gradients were read or scaled, but there are none now; clip after the last backward, before "
-                "optimizer.step()"
-            )
+    def _check_clips(self, name: str) -> None:
+        self._check_new(name)
         if not self._clips:
             raise GradientError(
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "

@@ -277,6 +277,17 @@ def test_gradients_of_a_backward_that_draws_are_left_out(activations: Activation
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_gradients_of_activations_that_hooks_compress_are_left_out(activations: Activations) -> None:
+    """Where the plan recomputes, the iteration leaves it, and is not audited."""
+    model, optimizer, _ = prepared(BLOCKS["linear-gelu"], activations)
+    with optimizer.session:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 0.75, lambda kept: kept):
+            step(model, optimizer)
+        assert optimizer.session.num_left == (activations == "recompute")
+        assert len(optimizer.session.audit.result.left_out if activations == "keep" else ["it left"] * 3) == 3
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_hooks_on_gradients_run_once(activations: Activations) -> None:
     model, optimizer, _ = prepared(BLOCKS["linear-gelu"], activations)
     seen: list[torch.Tensor] = []

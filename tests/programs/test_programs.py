@@ -13,6 +13,7 @@ TRIED = {
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
         "derivatives_along_a_direction", "gradients_of_zero", "thawed_before_backward", "masked_gradients",
         "penalty_on_gradients", "parts_evaluated_and_written", "forwards_replaced_later", "autocast_around_forward",
+        "compressed_activations",
     ),
     "state": (
         "global_centre", "inputs_that_advance", "context_variable", "attention_chosen_around_forward", "numpy_counts",
@@ -21,7 +22,10 @@ TRIED = {
     ),
     "modules": ("pruned", "parts_that_do_not_run"),
     "models": ("t5", "llava_with_text_alone", "tables_before_blocks"),
-    "operators": ("embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes"),
+    "operators": (
+        "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
+        "texts_alone",
+    ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
     "optimizers": ("own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later"),

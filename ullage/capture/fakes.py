@@ -106,7 +106,7 @@ def traceable_functions() -> Iterator[None]:
     ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, and sparse tensors that take
     gradients are dense.
     """
-    real, sparse = torch.tensor, torch.sparse_coo_tensor
+    real, sparse, product = torch.tensor, torch.sparse_coo_tensor, torch.sparse.mm
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, list) and data and all(isinstance(value, FakeTensor) for value in data):
@@ -119,9 +119,14 @@ def traceable_functions() -> Iterator[None]:
             return sparse(indices, values, *([] if size is None else [size]), **kwargs)
         return values.new_zeros(tuple(size)).index_put(tuple(indices), values, accumulate=True)
 
+    def mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        return a @ b if isinstance(a, FakeTensor) and a.layout is torch.strided else product(a, b, *rest)
+
     with (
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(torch, "sparse_coo_tensor", sparse_coo_tensor),
+        mock.patch.object(torch.sparse, "mm", mm),
+        mock.patch.multiple(FakeTensor, coalesce=lambda dense: dense, _nnz=Tensor.numel, create=True),
         mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
     ):
         yield

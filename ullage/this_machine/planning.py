@@ -252,6 +252,8 @@ def capture_live(
         raise ValueError(f"precision is {precision!r}, which cannot be planned; give one of {', '.join(DTYPES)}")
     dtype = precision or _dtype_of(model)
     args, kwargs = _arguments(batch) if step is None else ((batch,), {})
+    if not (args or kwargs):
+        raise ValueError("the example batch is empty; give one batch of your loop, the largest")
     packed = tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, PackedSequence))
     # Recurrent layers read the sizes of batches where no operator shows it.
     sizes = {id(value.batch_sizes) for value in packed if isinstance(value, PackedSequence)}
@@ -260,8 +262,8 @@ def capture_live(
         for name, value in named_inputs(args, kwargs)
         if id(value) not in sizes and (step is None or input_of(name, value))
     ]
-    if not inputs and step is None:
-        raise ValueError("the example batch has no tensor; give one batch of your loop, the largest")
+    if not inputs and step is None:  # of texts or trees alone: its call is planned as a step
+        return capture_live(model, batch, precision, lambda model, _batch: model(*args, **kwargs))
     specs = tuple(_input(name, value, position) for position, (name, value) in enumerate(inputs))
     tensors = [value for _, value in inputs]
     values = {number: value.cpu() for number, value in enumerate(tensors)}

@@ -100,13 +100,6 @@ def prepare(
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)
     _say_what_is_frozen(model, optimizer)
-    if (name := next((name for name, p in model.named_parameters() if p.grad is not None), None)) is not None:
-        warnings.warn(
-            f"{name} has a gradient from before prepare(), which is dropped, where plain PyTorch would add to it; call "
-            "optimizer.zero_grad() before, or backward() after",
-            RuntimeWarning,
-            stacklevel=2,
-        )
     return prepare_planned(model, optimizer, plan, options_of(plan, options))
 
 
@@ -193,7 +186,11 @@ def prepare_planned(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, options: executor.options.Options
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; see :func:`executor.prepare.prepare_session`."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     model, offloaded = prepare_session(model, optimizer, plan.units(), plan.decisions, options)
+    for parameter, gradient in gradients:
+        if offloaded.session.has(parameter):  # to which the first backward adds, if the loop does not drop it
+            parameter.grad = gradient.to(parameter)
     offloaded.plan = plan
     share_device(offloaded)
     return model, offloaded

@@ -21,6 +21,7 @@ from training import (
 )
 
 from executor.callbacks import in_backward
+from executor.gradients import GradientError
 from planner.schedule.loop import OutOfOrderError
 
 FIRST, SECOND = Task("gpt2", iterations=3), Task("small", iterations=3)
@@ -58,7 +59,8 @@ def run(program, models, optimizers):
     seen = []
     for event, number in program:
         own, other = models[number], models[1 - number]
-        tokens = torch.randint(64, (2, 8))
+        tokens, drop = torch.randint(64, (2, 8)), optimizers[number].zero_grad
+        drops = {"drop": drop, "step, drop": drop, "drop by module": own.zero_grad}
         if event == "read":
             seen.append(total(own))
         elif event == "evaluate":
@@ -67,11 +69,11 @@ def run(program, models, optimizers):
             own.train()
         elif event == "step" and all(parameter.grad is None for parameter in own.parameters()):
             continue
-        elif event == "step":
+        elif event in {"step", "step alone"}:
             optimizers[number].step()
-            optimizers[number].zero_grad()
-        elif event == "drop":
-            optimizers[number].zero_grad()
+            drops.get(f"{event}, drop", lambda: None)()
+        elif event in drops:
+            drops[event]()
         else:
             hook = other.transformer.h[0].mlp.register_forward_pre_hook(functools.partial(look, seen, other, event))
             trained = [parameter for parameter in other.parameters() if parameter.requires_grad]
@@ -96,6 +98,8 @@ EVENTS = ["alone", "through", "through, frozen", "through, evaluating", "step", 
 PROGRAMS = {
     "gan": [("alone", 1), ("step", 1), ("through", 0), ("step", 0), ("drop", 1)] * 3,
     "frozen": [("alone", 1), ("step", 1), ("through, frozen", 0), ("step", 0), ("read", 1)] * 3,
+    "critic": [("drop by module", 1), ("alone", 1), ("step alone", 1), ("through, frozen", 0), ("step", 0), ("read", 1)]
+    * 3,
     "teacher": [("through, evaluating", 0), ("step", 0), ("drop", 1)] * 3,
 }
 
@@ -124,7 +128,24 @@ def test_gradients_flow_through_one_model_to_another(program, plan):
     expected = in_memory(PROGRAMS[program])
     found, num_left = planned(PROGRAMS[program], [(task, decide(task, PLANS[plan])) for task in (FIRST, SECOND)])
     assert_same(found, expected)
-    assert num_left == {"gan": [0, 0], "frozen": [0, 0], "teacher": [0, 1]}[program]
+    assert num_left == {"gan": [0, 0], "frozen": [0, 0], "critic": [0, 0], "teacher": [0, 1]}[program]
+
+
+def test_a_gradient_that_was_used_stays_so_when_others_pass_through_the_frozen_model():
+    """It is in sight, and refused, until the loop drops it: plain PyTorch would add to it."""
+    (model, optimizer), (through, other) = (prepare(task, decide(task, mixed)) for task in (FIRST, SECOND))
+    with optimizer.session, other.session:
+        run(
+            [("alone", 1), ("step alone", 1), ("through, frozen", 0), ("read", 1)], (model, through), (optimizer, other)
+        )
+        parameter = through.lm_head.weight
+        with pytest.raises(GradientError, match="used it up"):
+            parameter.grad.norm()
+        through(
+            input_ids=torch.zeros(2, 8, dtype=torch.long), labels=torch.zeros(2, 8, dtype=torch.long)
+        ).loss.backward()
+        with pytest.raises(GradientError, match="was not dropped"):
+            other.step()
 
 
 def test_a_model_whose_forward_calls_the_model_follows_the_plan():

@@ -435,6 +435,15 @@ def divide_by_tensor(parameters, number):
     divide_each(parameters, torch.tensor(float(number)))
 
 
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(inputs_embeds=x).logits
+
+
 def dual(model):
     def called(x):
         with forward_ad.dual_level():
@@ -464,6 +473,7 @@ def replicated(model):
         (lambda model: torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits.sum()), "vmap.*functional_call"),
         (lambda model: lambda x: torch.func.jvp(lambda y: model(inputs_embeds=y).logits, (x,), (x,)), "jvp"),
         (dual, "dual_level"),
+        (lambda model: lambda x: torch.jit.trace(Logits(model), x), "called by torch.jit.trace"),
         (replicated, "called by DistributedDataParallel"),
         (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
         (
@@ -471,7 +481,7 @@ def replicated(model):
             "outside of that",
         ),
     ],
-    ids=["gradients", "mapped", "tangents", "dual", "replicated", "compiled", "checkpointed"],
+    ids=["gradients", "mapped", "tangents", "dual", "traced", "replicated", "compiled", "checkpointed"],
 )
 def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
     model, optimizer = started

@@ -456,3 +456,47 @@ class Scaled(nn.Module):
 def weights_that_forward_makes(ullage) -> Trained:
     """torch.func.functional_call of blocks inside forward, whose head's weight is read before all of them."""
     return train(ullage, Scaled(), x_of(8, 64))
+
+
+class SparseLinear(nn.Module):
+    """Trains the values of a sparse weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        rows, columns = torch.arange(width), torch.arange(width)
+        self.register_buffer("places", torch.stack([rows, (columns * 7 + 3) % width]))
+        self.values = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        weight = torch.sparse_coo_tensor(self.places, self.values, (len(self.values),) * 2).coalesce()
+        return torch.sparse.mm(weight, x.t()).t() if weight._nnz() else x
+
+
+@program
+def sparse_weights(ullage) -> Trained:
+    """RigL and FRoD: sparse weights are made of their values, coalesced and multiplied."""
+    return train(
+        ullage, nn.Sequential(nn.Linear(16, 64), *(SparseLinear(64) for _ in range(3)), nn.Linear(64, 8)), x_of(8, 16)
+    )
+
+
+@program
+def texts_alone(ullage) -> Trained:
+    """A batch of texts and trees without a tensor: the model makes numbers of them."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.letters, self.join = nn.Embedding(32, 64), nn.Linear(128, 64)
+            self.rest = nn.Sequential(*(Residual(F.gelu) for _ in range(3)), nn.Linear(64, 8))
+
+        def node(self, tree):
+            if isinstance(tree, str):
+                return self.letters(torch.tensor([ord(letter) % 32 for letter in tree])).mean(0)
+            return self.join(torch.cat([self.node(part) for part in tree]))
+
+        def forward(self, trees):
+            return self.rest(torch.stack([self.node(tree) for tree in trees]))
+
+    batches = [[("ab", "c"), ("abc", ("d", "ef")), "gh"], [("a", "bc"), "d", "efg"], ["h", ("ij", "k"), ("l", "m")]]
+    return train(ullage, Reads(), lambda step: {"trees": batches[step % 3]})

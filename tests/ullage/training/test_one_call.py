@@ -326,9 +326,9 @@ def net_with(**changes: object) -> nn.Module:
             {},
             "input_ids of the example batch has 100, but the model knows tokens 0 to 99; give the tokens of its own",
         ),
-        (Net(), {}, {}, "the example batch has no tensor; give one batch of your loop"),
+        (Net(), {}, {}, "the example batch is empty; give one batch of your loop"),
         (Net(), None, {}, "the third argument is NoneType; give a plan .*or an example batch"),
-        (Net(), {"x": ["text"]}, {}, "the example batch has no tensor; give one batch of your loop"),
+        (Net(), {"x": ["text"]}, {}, "Net: TypeError.*; make it run with these inputs first"),
         (Net(), BATCH, {"precision": "fp8"}, "precision is 'fp8', which cannot be planned; give one of bf16, fp32"),
         (Net(), {1: BATCH[0]}, {}, "the example batch has a key 1; name each input as the model's forward does"),
         (

@@ -67,11 +67,22 @@ def test_parameters_that_the_optimizer_lacks_or_has_frozen_are_named_because_the
     assert "the optimizer has 2 frozen parameters (last.weight, ...)" in capsys.readouterr().err
 
 
-def test_gradients_from_before_are_told_of(plan: Plan) -> None:
-    net = Net()
-    net(torch.ones(8, 16), torch.zeros(8, dtype=torch.long)).backward()
-    with pytest.warns(RuntimeWarning, match=r"first.weight has a gradient from before prepare\(\)"):
-        _, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), plan)
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_step_adds_to_gradients_from_before(plan: Plan, drops: bool) -> None:
+    net, same = Net(), Net()
+    same.load_state_dict(net.state_dict())
+    optimizer, plain = (torch.optim.AdamW(model.parameters(), eps=1e-4) for model in (net, same))
+    labels = torch.zeros(8, dtype=torch.long)
+    for model in (net, same):
+        model(torch.ones(8, 16), labels).backward()
+    net, optimizer = ullage.prepare(net, optimizer, plan)
+    for model, own in ((net, optimizer), (same, plain)):
+        if drops:
+            own.zero_grad()
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), labels).backward()
+        own.step()
+    torch.testing.assert_close(dict(optimizer.session.full_parameters()), dict(same.named_parameters()))
+    assert optimizer.session.num_left == (not drops)
     optimizer.session.close()
 
 
