@@ -44,10 +44,10 @@ class Begun(NamedTuple):
 
     loss: Tensor | None
     made: list[tuple[torch.Size, torch.dtype, GradientEdge | None]]
-    gradients: list[Tensor | None] | None
+    gradients: list[Tensor] | None
 
 
-def _begun(made: Sequence[Tensor], gradients: list[Tensor | None] | None, loss: Tensor | None = None) -> Begun:
+def _begun(made: Sequence[Tensor], gradients: list[Tensor] | None, loss: Tensor | None = None) -> Begun:
     trains = torch.is_grad_enabled()
     edges = [(each.shape, each.dtype, get_gradient_edge(each) if trains else None) for each in made]
     return Begun(loss, edges, gradients)
@@ -182,7 +182,6 @@ class Pipeline:
                 self._receive(self._ranks.back[self._number], gradient, 1)
         torch.autograd.backward([edge for _, _, edge in begun.made if edge is not None], gradients)
         for received in begun.gradients or ():
-            assert received is not None
             self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received, 1)
 
     def _own(self, values: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ class Pipeline:
         def send() -> None:
             with self._backend.lane(lane):
                 self._backend.wait_event(lane, made)
-                group.send(self._own(values.reshape(-1)), sender)
+                group.send(self._own(values.contiguous().view(-1)), sender)
                 self._backend.record_stream(values)
 
         self._sent.append(self._threads[lane].submit(send))

@@ -73,7 +73,7 @@ class Stage:
         num_sharing: int = 1,
         is_captured: bool = False,
     ) -> None:
-        self.gradients: list[Tensor | None] | None = None
+        self.gradients: list[Tensor] | None = None
         self.receive: Receive | None = None
         self._num_sharing = num_sharing
         self._model, self._undo = model, list[Callable[[], None]]()
@@ -211,7 +211,7 @@ class Stage:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
         crossing = self._cuts.crossing[self._chunk]
         if path == self._parts[self._chunk].layers[0]:
-            self.gradients = [None] * len(crossing)
+            self.gradients = []
             self._received = [self._receive(at, each, first_of(args, kwargs)) for at, each in enumerate(crossing)]
         return self._with_received(path, (args, kwargs))
 
@@ -238,11 +238,13 @@ class Stage:
 
     def _receive(self, at: int, crossing: Crossing, hidden: Tensor) -> Tensor:
         assert self.receive is not None
+        assert self.gradients is not None
         like = hidden if crossing.like is None or at == 0 else crossing.like
         shape = list(like.shape)
         shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
         values = torch.empty(shape, dtype=like.dtype, device=hidden.device)
         self.receive(values)
+        self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes
         anchor = torch.ones(0, device="cpu", requires_grad=True)
         received: Tensor = _Received.apply(anchor, values, self.gradients, at)  # type: ignore[no-untyped-call]
         return received
@@ -290,7 +292,7 @@ class _Received(torch.autograd.Function):
     """Begins a graph with what was received. It keeps the gradient alone, so that the values may leave the device."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor | None], at: int) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor], at: int) -> Tensor:
         ctx.gradients, ctx.at = gradients, at
         return values
 

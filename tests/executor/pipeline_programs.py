@@ -96,11 +96,11 @@ class Block(torch.nn.Module):
         super().__init__()
         self.norm, self.up, self.down = LayerNorm(width), Linear(width, 3 * width), Linear(3 * width, width)
         self.mix = Linear(width, width, bias=False)  # used twice
-        self.scale = torch.nn.Parameter(torch.ones(width))
+        self.scale, self.ignores_memory = torch.nn.Parameter(torch.ones(width)), False
 
     def forward(self, x, mask, memory=None):
         made = self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
-        return x + self.scale * made * (1 if memory is None else memory)
+        return x + self.scale * made * (1 if memory is None or self.ignores_memory else memory)
 
 
 class Own(torch.nn.Module):
@@ -112,6 +112,7 @@ class Own(torch.nn.Module):
         self.positions = torch.nn.Parameter(torch.zeros(8, width))
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(5))
         self.norm, self.head = LayerNorm(width), Linear(width, 6)
+        self.blocks[4].ignores_memory = crosses == "memory that is ignored"
         if crosses == "weights":
             self.blocks[3].up.weight = self.blocks[1].up.weight
 
@@ -119,7 +120,7 @@ class Own(torch.nn.Module):
         first = x = self.patch(signal).transpose(1, 2) + self.positions
         mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
         for number, block in enumerate(self.blocks):
-            x = block(x, mask, memory=first if self.crosses == "memory" and number in {1, 4} else None)
+            x = block(x, mask, memory=first if "memory" in self.crosses and number in {1, 4} else None)
             if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
                 x = x + first if number == 2 else 2 * x
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
