@@ -1,6 +1,6 @@
 """How near to the best are plans, and how much better than engines? ``python benchmarks/planning/grid.py [SUBSTRING]``.
 
-Ten models on 1, 4 and 8 GPUs of four kinds: every cell is planned and verified, or nothing was found that fits, and
+Ten models on 1, 2, 4 and 8 GPUs of four kinds: every cell is planned and verified, or nothing was found that fits, and
 then it is told whether that is proven. Gaps are those of the certificates. With a substring only cells whose name has
 it are planned again.
 """
@@ -35,7 +35,7 @@ MODELS = (
     "mixtral-8x7b",
 )
 MACHINES = ("rtx-4090", "a100-40", "a100-80", "h100")
-NUM_DEVICES = (1, 4, 8)
+NUM_DEVICES = (1, 2, 4, 8)
 OUTPUT = Path(__file__).parents[1] / "results" / "planning_grid.json"
 
 

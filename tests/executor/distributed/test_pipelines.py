@@ -188,14 +188,14 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
 @pytest.mark.parametrize(
     ("size", "crosses", "options"),
     [
-        (2, "", {}),
         (3, "memory", {}),
-        (3, "", {"device_memory": "250kB"}),
         (3, "scaled", {}),
+        (3, "", {"device_memory": "250kB"}),
         (3, "weights", {}),
         (3, "memory that is ignored", {}),
+        (2, "", {}),
     ],
-    ids=["kept", "given later", "offloaded", "changed at a cut", "weights that stages share", "given for nothing"],
+    ids=["given later", "changed at a cut", "offloaded", "weights that stages share", "given for nothing", "kept"],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
     for *both, plan, _ in (ranks := processes.call(size, own_model, crosses, options, timeout_s=100.0)):
