@@ -4,14 +4,12 @@
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
 which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
-and in rounds. The machine is calibrated first (``ullage calibrate``): as a whole, then what a core computes while the
-other one does too, since they share a cache and memory, then what the processes take to exchange data. Nothing is
-fitted to a run. Every run is started as ``torchrun`` starts it.
+and in rounds. The machine is calibrated first (``ullage calibrate``), with what the processes take to exchange data;
+nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
 """
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -71,13 +69,7 @@ def _two_devices() -> HardwareProfile:
     """Calibrate this machine, and return it as two devices of one core each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "two-cores.json"
-        calibrate = [sys.executable, "-m", "ullage", "calibrate", "--output"]
-        subprocess.run([*calibrate, str(path)], check=True)
-        other = Path(shutil.copy(path, path.with_name("other.json")))
-        beside = subprocess.Popen([*calibrate, str(other), "--only", "device"], stdout=subprocess.DEVNULL)
-        subprocess.run([*calibrate, str(path), "--only", "device"], check=True)
-        if beside.wait():
-            raise SystemExit("the calibration beside the first one has failed; its own error says why")
+        subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(path)], check=True)
         _in_two_processes("calibrate", "--only", "fabric", "--output", str(path))
         found = load_profile(str(path))
     topology = found.topology if found.devices_per_node == 2 else (*found.topology, ("host1", "dram"))
