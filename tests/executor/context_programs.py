@@ -183,7 +183,9 @@ def exchanged(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple
         for kind in ("all_to_all", "all_gather", "reduce_scatter"):
             stack.callback(setattr, Group, kind, call := getattr(Group, kind))
             setattr(Group, kind, counted(kind, call))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        keeps = all(unit.activations == "keep" for unit in decisions.units.values())
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks if keeps else contextlib.nullcontext():  # what hooks see is not recomputed
             loss = model(input_ids=tokens, labels=tokens).loss
         for parameter in model.parameters():
             seen.pop(parameter.untyped_storage().data_ptr(), None)

@@ -163,9 +163,9 @@ def test_the_system_has_too_little():
 
 
 def test_a_plan_for_several_devices():
-    with pytest.raises(ValueError, match=r"2 devices, but 1 process.* were started; .*torchrun --nproc-per-node 2"):
+    with pytest.raises(ValueError, match=r"2 device\(s\), but 1 process.* were started; .*torchrun --nproc-per-node 2"):
         prepare(TASK, decide(TASK, KEEP, pipeline_parallel=2))
-    with pytest.raises(ValueError, match=r"2 devices, but 1 process.* were started; .*torchrun --nproc-per-node 2"):
+    with pytest.raises(ValueError, match=r"2 device\(s\), but 1 process.* were started; .*torchrun --nproc-per-node 2"):
         prepare(TASK, decide(TASK, KEEP, data_parallel=2, zero_stage=3))
 
 

@@ -223,9 +223,13 @@ def test_ranks_that_share_layers_are_among_the_choices():
 
 def test_units_of_one_size_with_other_matrices_are_laid_out_apart():
     one = next(unit for unit in small_units("demo-llama") if unit.name == "layers.0.attn")
-    norm, first, *others = one.parameters
+    first = one.parameters[1]
     turned = dataclasses.replace(first, shape=(first.num_params // 2, 2))
-    other = dataclasses.replace(one, name="other", parameters=(norm, turned, *others))
+    operators = (
+        dataclasses.replace(each, parameters=tuple(turned if spec is first else spec for spec in each.parameters))
+        for each in one.operators
+    )
+    other = dataclasses.replace(one, name="other", operators=tuple(operators))
     assert other.num_params == one.num_params
     decided = decide((one, other), Place.GPU, optimizer="muon")
     amounts_of = amounts_by(decided)

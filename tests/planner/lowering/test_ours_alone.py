@@ -20,6 +20,7 @@ from planner.choices.variants import variants
 from planner.decisions import BF16, FP32, Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
+from planner.lowering.stages import sharing_stages
 from planner.models import resolve_model
 from planner.placements import mixed
 from planner.search.pipelines import staged
@@ -95,7 +96,7 @@ def statements(path: Path) -> set[int]:
 
 
 def traced() -> dict[str, set[int]]:
-    """Lower everything, and return the lines of each file that ran."""
+    """Lower everything, as prepare does, and return the lines of each file that ran."""
     ran: dict[str, set[int]] = defaultdict(set)
     ours: dict[CodeType, bool] = {}
 
@@ -113,6 +114,7 @@ def traced() -> dict[str, set[int]]:
     sys.settrace(trace)
     try:
         for units, decisions in schedules():
+            sharing_stages(units, decisions)
             lower(units, decisions, asynchronous=True, takes_snapshots=decisions.pipeline_parallel == 1).tasks  # noqa: B018
             lower(units, decisions, asynchronous=False)
     finally:
