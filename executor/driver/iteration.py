@@ -393,9 +393,8 @@ class IterationDriver:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between
-        if (
-            self.trains and self._runtime.inside_iteration and is_late
-        ):  # leave before a segment begins to offload, see its forward
+        # Leave before a segment begins to offload, see its forward.
+        if self.trains and self._runtime.inside_iteration and is_late:
             with self._forward:
                 self._leave(self.progress.unexpected(Op.FORWARD))
 
