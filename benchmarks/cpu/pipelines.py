@@ -4,8 +4,8 @@
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
 which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
-and in rounds. The machine is calibrated first (``ullage calibrate``), with what the processes take to exchange data;
-nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
+and in rounds. The machine is calibrated first (``ullage calibrate``): both devices at once, and what the processes take
+to exchange data. Nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
 """
 
 import json
@@ -70,10 +70,8 @@ def _two_devices() -> HardwareProfile:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "two-cores.json"
         subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(path)], check=True)
-        _in_two_processes("calibrate", "--only", "fabric", "--output", str(path))
-        found = load_profile(str(path))
-    topology = found.topology if found.devices_per_node == 2 else (*found.topology, ("host1", "dram"))
-    return HardwareProfile.model_validate(found.model_dump() | {"devices_per_node": 2, "topology": topology})
+        _in_two_processes("calibrate", "--only", "device,fabric", "--output", str(path))
+        return load_profile(str(path))
 
 
 def _run(plan: Path) -> dict[str, Any]:

@@ -10,13 +10,13 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
-from hwprofiles.calibrate.fabric import calibrate_collectives
 from hwprofiles.calibrate.options import (
     CalibrationOptions,
     Kernels,
     Pair,
     parse_only,
 )
+from hwprofiles.calibrate.ranks import calibrate_ranks
 from hwprofiles.calibrate.run import calibrate
 
 __all__ = [
@@ -24,6 +24,6 @@ __all__ = [
     "Kernels",
     "Pair",
     "calibrate",
-    "calibrate_collectives",
+    "calibrate_ranks",
     "parse_only",
 ]

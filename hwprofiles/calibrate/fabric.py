@@ -4,8 +4,6 @@ Collectives are measured between ranks that ``torchrun`` has started: NCCL betwe
 """
 
 import itertools
-import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -27,8 +25,7 @@ from hwprofiles.calibrate.sampling import (
     team_clock,
     wall_clock,
 )
-from hwprofiles.machine import num_cores, this_machine
-from hwprofiles.profile import Fabric, HardwareProfile, connected
+from hwprofiles.profile import Fabric, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20
@@ -40,7 +37,7 @@ def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
 
     Training has one process per GPU, but calibration is one process that sees all GPUs. Without starting others, it can
     time copies between two neighbours, which come close to a ring collective's bus bandwidth.
-    :mod:`hwprofiles.calibrate.fabric` measures the collectives themselves.
+    :func:`probe_collectives` measures the collectives themselves.
     """
     if num_devices < 2:
         return None
@@ -103,7 +100,6 @@ def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tup
 
 _LARGE_BYTES, _SMALL_BYTES = 64 * 2**20, 4096
 _FEWEST, _MOST = 5, 200  # repetitions
-_BUDGET_S, _QUICK_BUDGET_S = 20.0, 4.0
 
 # torch 2.13 renames both functions.
 _all_gather: Final[Callable[..., Any]] = (
@@ -112,48 +108,6 @@ _all_gather: Final[Callable[..., Any]] = (
 _reduce_scatter: Final[Callable[..., Any]] = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
-
-
-def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProfile:
-    """Measure collectives over the ranks that ``torchrun`` started, and return a profile with that many devices.
-
-    Args:
-        base: profile of the machine, calibrated before; it must have as many GPUs as there are ranks on a node.
-        quick: spend less time.
-
-    Raises:
-        ValueError: the ranks do not fit the machine.
-    """
-    size, per_node = ranks()
-    device, cores = base.device, num_cores()
-    on_gpu = device.kind == "gpu"
-    if on_gpu and base.devices_per_node != per_node:
-        raise ValueError(
-            f"{per_node} ranks were started on this node, but {base.name} has {base.devices_per_node} GPUs; start "
-            f"`torchrun --nproc-per-node {base.devices_per_node}`, or measure all parts again"
-        )
-    if not on_gpu and device.num_cores * per_node > cores:
-        raise ValueError(
-            f"{per_node} ranks would compute on {device.num_cores} cores each, but there are {cores}; start fewer"
-        )
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        fabric = probe_collectives(_QUICK_BUDGET_S if quick else _BUDGET_S)
-        distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
-    if size > per_node:  # each rank sends its part over the NICs of its node, which they share
-        share = fabric.bytes_per_s
-        less = {name: getattr(share, name) / per_node for name in ("value", "p10", "p90")}
-        found: dict[str, Any] = {"inter_node": fabric.model_copy(update={"bytes_per_s": share.model_copy(update=less)})}
-    else:
-        rest = (pair for pair in base.topology if not any(re.fullmatch(r"host\d+", place) for place in pair))
-        topology = base.topology if on_gpu else (*joined(device.kind, per_node, ()), *rest)
-        found = {"intra_node": fabric, "devices_per_node": per_node, "topology": topology}
-    data = base.model_copy(update={**found, "measured_on": base.measured_on or this_machine()})
-    return HardwareProfile.model_validate(data.model_dump(mode="json", exclude_none=True))
 
 
 def probe_collectives(budget_s: float) -> Fabric:
@@ -211,8 +165,3 @@ def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: floa
     times = torch.tensor([both() for _ in range(int(number.item()))], dtype=torch.float64, device=device)
     distributed.all_reduce(times, distributed.ReduceOp.MAX)
     return times.cpu().numpy()
-
-
-def ranks() -> tuple[int, int]:
-    """Return the number of ranks that ``torchrun`` has started, in total and on this node; (1, 1) without it."""
-    return int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

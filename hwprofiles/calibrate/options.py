@@ -79,6 +79,8 @@ class CalibrationOptions:
             copied from ``base``.
         base: this machine's profile, in which the parts of ``only`` are replaced.
         endurance_bytes_per_day: bytes that may be written to the drives per day, from their data sheet.
+        is_rank: whether other ranks measure at the same time. Then the host's own time stays that of ``base``: the tiny
+            model that takes it would train over all ranks.
     """
 
     quick: bool = False
@@ -93,6 +95,7 @@ class CalibrationOptions:
     only: Mapping[Part, Path | None] | None = None
     base: HardwareProfile | None = None
     endurance_bytes_per_day: float | None = None
+    is_rank: bool = False
 
     def __post_init__(self) -> None:
         if self.only is not None and self.base is None:

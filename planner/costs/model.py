@@ -370,7 +370,7 @@ class CostModel:
             moved_bytes = self._dtype_bytes * task.num_params
             copies = (Task(0, lane, Op.FLUSH, task.phase, num_bytes=moved_bytes) for lane in (Lane.H2D, Lane.D2H))
             duration_s += sum(self._copy(copy).duration_s for copy in copies)
-        uses = tuple(sorted([(Resource.FABRIC, 1.0), *self._rank.crossing(fabric, rate)]))
+        uses = tuple(sorted([*self._rank.exchanging(), *self._rank.crossing(fabric, rate)]))
         return Price(fabric.latency_s.value, duration_s, uses)
 
 

@@ -108,6 +108,11 @@ class RankHardware:
         uses.append((Resource.DRAM, self.at_most_dram(rate * num_passes)))
         return [*uses, (Resource.CORES, num_cores)] if num_cores else uses
 
+    def exchanging(self) -> Uses:
+        """Return what any exchange between ranks uses. Where cores are the device, gloo's sockets take one of them."""
+        uses: Uses = [(Resource.FABRIC, 1.0)]
+        return [*uses, (Resource.CORES, 1.0)] if self.profile.device.kind == "host" else uses
+
     def crossing(self, fabric: Fabric, rate: float) -> Uses:
         """Return what bytes over a fabric use of the link to the host, if they cross it."""
         best = self.profile.host_link.down.best_rate_per_s() / self.ranks_per_uplink
@@ -128,7 +133,7 @@ class RankHardware:
         size = group.per_node * group.nodes
         all_bytes, sent_bytes = num_rounds * num_bytes, num_rounds * num_bytes * (size - 1) / size
         latency_s = time_s = 0.0
-        uses: Uses = [(Resource.FABRIC, 1.0)]
+        uses = self.exchanging()
         if group.per_node > 1:
             fabric = self._inside()
             latency_s += _latency_s(fabric, num_rounds * (group.per_node - 1))

@@ -216,12 +216,20 @@ def test_connected_components_are_those_of_scipy(case: tuple[int, list[tuple[int
 COLLECTIVES = """
 import sys
 from pathlib import Path
-from hwprofiles.calibrate import calibrate_collectives, fabric
-from hwprofiles.registry import load_profile, save_profile, update_profile
-fabric._QUICK_BUDGET_S = 0.5
-fabric.num_cores = lambda: 2
-found = calibrate_collectives(load_profile(sys.argv[1]), quick=True)
-save_profile(found, Path(sys.argv[2] + str(fabric.distributed.is_initialized())))
+from hwprofiles.calibrate import CalibrationOptions, backend, calibrate_ranks, parse_only, ranks
+from hwprofiles.registry import load_profile, save_profile
+from ullage.this_machine.kernels import kernels
+ranks._QUICK_BUDGET_S = 0.5
+backend.HostBackend.pool_bytes = 2**25
+ranks.num_cores = lambda: 2
+options = CalibrationOptions(
+    quick=True, only=parse_only("device,fabric"), base=load_profile(sys.argv[1]), budget_s=0.1
+)
+steps = []
+found = calibrate_ranks(options, kernels(), lambda step, *_: steps.append(step))
+place = Path(sys.argv[2] + str(ranks.distributed.is_initialized()))
+if steps:
+    save_profile(found, place)
 """
 
 
@@ -246,6 +254,8 @@ def test_collectives_of_real_ranks(calibrated: Calibrated, tmp_path: Path) -> No
     assert 1e-6 < found.intra_node.latency_s.value < 1
     assert ("host1", "dram") in found.topology
     assert found.host == calibrated.profile.host
+    assert found.device.issue_s == calibrated.profile.device.issue_s
+    assert found.device.gemm["fp32"] != calibrated.profile.device.gemm["fp32"]  # of both devices at once
 
 
 def written(folder: Path, **files: str) -> None:

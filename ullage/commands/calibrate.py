@@ -1,6 +1,7 @@
 """``ullage calibrate``: measure this machine."""
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -25,12 +26,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements\n"
         "of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because\n"
         "other programs can only slow them down; p10 and p90 are over all repetitions.\n"
-        "Under torchrun, --only fabric measures collectives between the ranks.",
+        "Under torchrun, --only device,fabric measures all ranks' devices at once, and collectives between them.",
         """
         ullage calibrate
         ullage calibrate --quick --memory device=2GB
         ullage calibrate --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
+        torchrun --nproc-per-node 8 -m ullage calibrate --only device,fabric
         ullage calibrate --list
         """,
     )
@@ -96,16 +98,14 @@ def run(args: argparse.Namespace) -> int:
         make_folder("--output", path.parent)
     check_output("--output", path)  # before minutes of measuring
     base = _base(args, path) if args.only is not None else None
-    from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
-    from hwprofiles.calibrate.fabric import ranks  # noqa: PLC0415
+    from hwprofiles.calibrate import CalibrationOptions, calibrate, calibrate_ranks, parse_only  # noqa: PLC0415 - torch
+    from hwprofiles.calibrate.ranks import ranks  # noqa: PLC0415
 
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
         raise ValueError(
             "--device-cores is for a whole profile, but --only keeps the cores of the profile; leave one of them out"
         )
-    if ranks()[0] > 1:
-        return _collectives(args, base, path)
     options = CalibrationOptions(
         quick=args.quick,
         name=_name(args.output) if only is None else None,
@@ -120,8 +120,14 @@ def run(args: argparse.Namespace) -> int:
     from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
 
     begin_s = time.perf_counter()
+    pairs: Any = ()
     with seconds_bar() as progress:
-        profile, pairs = calibrate(options, kernels(), progress)
+        if ranks()[0] > 1:
+            profile = calibrate_ranks(options, kernels(), progress)
+        else:
+            profile, pairs = calibrate(options, kernels(), progress)
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # rank 0 writes and prints
     took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
     profile = _saved(profile, path, base)
     _print(args, profile, path, base, pairs, took)
@@ -143,21 +149,6 @@ def _base(args: argparse.Namespace, path: Path) -> HardwareProfile:
     if not args.allow_other_machine:
         check_measured_here(profile)
     return profile
-
-
-def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: Path) -> int:
-    """Measure collectives between the ranks that torchrun has started. Rank 0 writes and prints."""
-    import os  # noqa: PLC0415
-
-    from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
-
-    if base is None or args.only != "fabric":
-        raise ValueError("torchrun has started several ranks, which can only measure collectives; add --only fabric")
-    profile = calibrate_collectives(base, quick=args.quick)
-    if os.environ.get("RANK", "0") == "0":
-        profile = _saved(profile, path, base)
-        _print(args, profile, path, base)
-    return 0
 
 
 def _saved(profile: HardwareProfile, path: Path, base: HardwareProfile | None) -> HardwareProfile:
