@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from executor.callbacks import nodes
 from executor.distributed.shards import BindingError
 
 HIDDEN: Final = object()
@@ -44,12 +43,15 @@ class Crossing(NamedTuple):
             ``(args, kwargs)``.
         passed_on: its position among what crosses the cut before, if it crosses that too.
         like: a tensor of its shape and type, without values.
+        inner: the module in ``layer``, which is before the cut, that returns it, at this position among the leaves of
+            its output; empty for what a layer is given.
     """
 
     layer: str
     leaf: int
     passed_on: int | None = None
     like: Tensor | None = None
+    inner: str = ""
 
 
 Given = dict[str, dict[int, int]]
@@ -67,7 +69,7 @@ class Cuts(NamedTuple):
         crossing: of the cut before each chunk; nothing crosses before the first one.
         given: of each chunk, which of these its layers are given, and the model's output has.
         forms: what each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in
-            place of any other tensor.
+            place of any other tensor; what modules inside return whose output crosses, with tensors without values.
     """
 
     crossing: list[list[Crossing]]
@@ -131,10 +133,7 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) ->
     with mode:
         faked = without_values(twin, device)
         given = tree_map_only(Tensor, mode.from_tensor, dict(batch))
-    for path in (path for part in parts for path in part.layers):
-        layer = faked.get_submodule(path)
-        layer.register_forward_pre_hook(functools.partial(watch.begin, path), with_kwargs=True)
-        layer.register_forward_hook(functools.partial(watch.end, path), with_kwargs=True)
+    watch.hook(faked, parts)
     try:
         with torch.enable_grad(), mode, _AnyType():  # type: ignore[no-untyped-call]
             output = watch.finish(faked(**given))
@@ -144,23 +143,21 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) ->
         raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
     if watch.seen != [path for part in parts for path in part.layers]:
         raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
-    ends = [
-        [tensor for tensor, each in zip(whole, cut, strict=True) if each.passed_on is None]
-        for whole, cut in zip(watch.whole[1:], watch.crossing[1:], strict=True)
-    ]
-    ends.append([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
     names: dict[int, set[str]] = {}
     for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    for part, roots, begun in zip(parts, ends, watch.begun, strict=True):
-        leaves = [getattr(node, "variable", None) for node in nodes(*(root.grad_fn for root in roots))]
-        for leaf in (leaf for leaf in leaves if leaf is not None and not any(leaf is each for each in begun)):
+    roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    for chunk, part in reversed(list(enumerate(parts))):  # what crosses inside of layers adds to the cuts before
+        begun = {id(each) for each in watch.begun[chunk]}
+        for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
             found = names.get(id(leaf), {"a tensor"})
             if not part.parameters & found:
                 raise BindingError(
                     f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
                     f"beside what layers from {part.layers[0]} on are given, {_REMEDY}"
                 )
+        cut = zip(watch.whole[chunk], watch.crossing[chunk], strict=True)
+        roots = [tensor for tensor, each in cut if each.passed_on is None]
     return Cuts(watch.crossing, watch.given, watch.forms)
 
 
@@ -194,6 +191,17 @@ class _Watch:
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
         self._chunk = 0
+        self._inside: dict[Any, tuple[int, Crossing, Any]] = {}  # by node: chunk, crossing, and the module's output
+
+    def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
+        """Hook the layers, and the modules inside them."""
+        for path in (path for part in parts for path in part.layers):
+            layer = model.get_submodule(path)
+            layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
+            layer.register_forward_hook(functools.partial(self.end, path), with_kwargs=True)
+            for name, inner in layer.named_modules(prefix=path):
+                if inner is not layer:
+                    inner.register_forward_hook(functools.partial(self.end_inside, path, name))
 
     def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a graph where a tensor of an earlier chunk is given to this layer."""
@@ -238,6 +246,48 @@ class _Watch:
             self.begun[chunk].append(tensor.detach().requires_grad_())
             self.crossing[chunk].append(Crossing(path, leaf, before, tensor.detach()))
         return at
+
+    def end_inside(self, layer: str, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note what a module inside a layer returns."""
+        for leaf, tensor in enumerate(tree_leaves(output)):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                found = self._chunk, Crossing(layer, leaf, None, tensor.detach(), path), output
+                self._inside.setdefault(tensor.grad_fn, found)
+
+    def reached(self, chunk: int, roots: Sequence[Tensor]) -> list[Tensor]:
+        """Return the leaves behind some tensors of a chunk. What modules in earlier layers return begins a graph."""
+        leaves, seen = list[Tensor](), set[Any]()
+        # A node is given with whether the one that reads it is of this chunk.
+        left = [(each.grad_fn, True) for each in roots if each.grad_fn is not None]
+        leaves += [each for each in roots if each.grad_fn is None and each.requires_grad]
+        while left:
+            node, is_read_here = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                leaves.append(variable)
+                continue
+            made = self._inside.get(node)
+            if made is not None and made[0] < chunk and is_read_here:
+                self._cross_inside(chunk, *made)
+                continue
+            is_here = node._sequence_nr() >= self._numbers[chunk]
+            left += [(after, is_here) for after, _ in node.next_functions if after is not None]
+        return leaves
+
+    def _cross_inside(self, chunk: int, made: int, crossing: Crossing, output: Any) -> int:
+        """Let what a module in a layer of the chunk ``made`` returns cross all cuts up to a chunk's; return where."""
+        for at, each in enumerate(self.crossing[chunk]):
+            if (each.inner, each.leaf) == (crossing.inner, crossing.leaf):
+                return at
+        before = self._cross_inside(chunk - 1, made, crossing, output) if made < chunk - 1 else None
+        tensor = tree_leaves(output)[crossing.leaf]
+        self.crossing[chunk].append(crossing._replace(passed_on=before))
+        self.whole[chunk].append(tensor)
+        self.begun[chunk].append(tensor)
+        self.forms[crossing.inner] = tree_map_only(Tensor, Tensor.detach, output)
+        return len(self.crossing[chunk]) - 1
 
     def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check what a layer returns."""

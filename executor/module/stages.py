@@ -14,9 +14,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from executor.callbacks import replace_attribute
+from executor.callbacks import in_backward, replace_attribute
 from executor.distributed.shards import BindingError, check_outputs
 from executor.module.binding import segment_module, unit_modules
 from executor.module.cuts import (
@@ -96,6 +96,7 @@ class Stage:
             )
         self._parts = [_part(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
+        self._inside: dict[str, dict[str, nn.Module]] = {}  # modules in layers whose output crosses, by both paths
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
@@ -147,8 +148,18 @@ class Stage:
         if key not in self._known:
             self._known[key] = cuts_of(self._twin, self._parts, batch)
         self._cuts = self._known[key]
+        for each in {each for cut in self._cuts.crossing for each in cut if each.inner}:
+            self._watch_inside(each.layer, each.inner)
         if all(len(cut) < 2 for cut in self._cuts.crossing):
             self._twin = None
+
+    def _watch_inside(self, layer: str, path: str) -> None:
+        """Keep what a module inside one of the stage's layers returns, which crosses cuts."""
+        if path in (known := self._inside.setdefault(layer, {})):
+            return
+        module = known[path] = self._model.get_submodule(path)
+        if any(layer in part.layers for part in self._parts[self._number :: self._num_stages]):
+            self._undo.append(module.register_forward_hook(functools.partial(self._keep, path)).remove)
 
     @contextlib.contextmanager
     def in_round(self, turn: int) -> Iterator[None]:
@@ -209,11 +220,17 @@ class Stage:
 
     def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
-        crossing = self._cuts.crossing[self._chunk]
         if path == self._parts[self._chunk].layers[0]:
-            self.gradients = []
-            self._received = [self._receive(at, each, first_of(args, kwargs)) for at, each in enumerate(crossing)]
+            self._receive_all(first_of(args, kwargs))
         return self._with_received(path, (args, kwargs))
+
+    def _receive_all(self, hidden: Tensor | None = None) -> list[Tensor]:
+        """Receive what crosses the cut before the chunk, once; ``hidden`` is like the first of it, if that is known."""
+        if not self._received:
+            self.gradients = []
+            crossing = self._cuts.crossing[self._chunk]
+            self._received = [self._receive(at, each, hidden) for at, each in enumerate(crossing)]
+        return self._received
 
     def _with_received(self, path: str, value: Any) -> Any:
         given = self._cuts.given[self._chunk].get(path, {})
@@ -236,13 +253,14 @@ class Stage:
         """Return the model's output, with the tensors that earlier stages have made of it."""
         return self._with_received(OUTPUT, output)
 
-    def _receive(self, at: int, crossing: Crossing, hidden: Tensor) -> Tensor:
+    def _receive(self, at: int, crossing: Crossing, hidden: Tensor | None) -> Tensor:
         assert self.receive is not None
         assert self.gradients is not None
-        like = hidden if crossing.like is None or at == 0 else crossing.like
+        like = crossing.like if at or hidden is None else hidden
+        assert like is not None
         shape = list(like.shape)
         shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
-        values = torch.empty(shape, dtype=like.dtype, device=hidden.device)
+        values = torch.empty(shape, dtype=like.dtype, device=self._device if hidden is None else hidden.device)
         self.receive(values)
         self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes
         anchor = torch.ones(0, device="cpu", requires_grad=True)
@@ -256,14 +274,40 @@ class Stage:
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            behind = self._chunk + 1
-            for at, each in enumerate(self._cuts.crossing[behind] if behind < len(self._parts) else ()):
-                if each.layer == path and each.passed_on is None:
+            for at, each in self._to_send():
+                if each.layer == path and not each.inner:
                     self._sent[at] = tree_leaves((args, kwargs))[each.leaf]
+            for inner, module in self._inside.get(path, {}).items():
+                _run_hooks(module, self._elsewhere(inner))
             hidden = first_of(args, kwargs)
             return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._cuts.forms.get(path, HIDDEN))
 
         return forward
+
+    def _to_send(self) -> Iterator[tuple[int, Crossing]]:
+        """Yield what the chunk itself makes of what crosses the cut behind it, each with its position there."""
+        behind = self._chunk + 1
+        crossing = self._cuts.crossing[behind] if behind < len(self._parts) else ()
+        return ((at, each) for at, each in enumerate(crossing) if each.passed_on is None)
+
+    def _keep(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Keep what a module inside the chunk's layers returns, to be sent."""
+        for at, each in () if in_backward() else self._to_send():
+            if each.inner == path:
+                self._sent[at] = tree_leaves(output)[each.leaf]
+
+    def _elsewhere(self, path: str) -> Any:
+        """Return what a module inside a layer of another chunk returns: what was received of it, and zeros."""
+        output, received = self._cuts.forms[path], dict[int, Tensor]()
+        for at, each in enumerate(self._cuts.crossing[self._chunk]):
+            if each.inner == path:
+                received[each.leaf] = self._receive_all()[at]
+        leaves, structure = tree_flatten(output)
+        for leaf, tensor in enumerate(leaves):
+            if isinstance(tensor, Tensor):
+                zeros = torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
+                leaves[leaf] = received.get(leaf, zeros)
+        return tree_unflatten(leaves, structure)
 
     def _check_call(self, *_: object) -> None:
         if self.receive is None:
@@ -305,16 +349,27 @@ class _Received(torch.autograd.Function):
 class _StandIn(nn.Module):
     """Hands on what one of the stage's modules gets in the rounds of others, without its hooks.
 
-    The model finds the module's other attributes, of which some choose masks.
+    The model finds the module's other attributes, of which some choose masks, and the modules inside it, because
+    ``transformers`` hooks all that it finds in the first forward.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
         vars(self)["_stands_for"] = module  # not as a child
+        self._modules = module._modules
         self.forward = forward
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stands_for"], name)
+
+
+def _run_hooks(module: nn.Module, output: Any) -> None:
+    """Run the forward hooks of others on a module, such as those that collect what it returns."""
+    for number, hook in module._forward_hooks.items():
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        if not function.__module__.startswith("executor."):
+            given = ({}, output) if number in module._forward_hooks_with_kwargs else (output,)
+            hook(module, (), *given)
 
 
 def _around_layers(model: nn.Module, others: Collection[nn.Module]) -> dict[str, tuple[nn.Module, str, nn.Parameter]]:

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from virtual.watch import watched
 import ullage
 from executor.weights.loading import load
 from executor.weights.saving import save
+from planner.choices.request import Request
 from planner.decisions import Decisions
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import memory_use
@@ -151,6 +153,7 @@ def planned_orders(_rank: int, size: int) -> list[str | None]:
 _SIZES = training._LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _OF_BOTH = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
+IN_ROUNDS = "a loss that balances experts, in rounds"
 OTHERS = {
     "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
     "two rotations": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4),
@@ -159,6 +162,9 @@ OTHERS = {
         **_SIZES, n_layer=4, n_head=4, attention_dropout=0, hidden_dropout=0
     ),
     "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
+    IN_ROUNDS: lambda: transformers.MixtralConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1
+    ),
     "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
     "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
     "an encoder's output": lambda: transformers.BartConfig(
@@ -197,7 +203,9 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         with warnings.catch_warnings(action="ignore"):  # peft calls what transformers has deprecated
             return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
 
-    return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
+    rounds = functools.partial(Request, pipeline_rounds=2 if kind == IN_ROUNDS else None)
+    with mock.patch("ullage.this_machine.planning.Request", rounds):
+        return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
 
 
 def _counted(pipeline) -> list[int]:

@@ -112,6 +112,27 @@ def _given_bytes(recording: Recording, layer: str, layers: Collection[str]) -> i
     return sum(each.num_bytes for each in crossing) if len(crossing) > 1 else None
 
 
+def _with_collected(segments: Sequence[CapturedSegment], recording: Recording) -> Iterator[CapturedSegment]:
+    """Yield segments whose stages are also given what earlier layers make and only code behind all layers reads.
+
+    Such are the scores of routers, for a loss that balances experts.
+    """
+    layers, of = {segment.path for segment in segments if segment.path}, {c.path: c.of for c in recording.copies}
+    visits = {visit.path: visit for visit in recording.visits if visit.path in layers and visit.call == 1}
+    last = max((visit.stop for visit in visits.values()), default=0)
+    read = {number for event in recording.forward[last:] for number in event.reads}
+    known, total_bytes = recording.storages, 0
+    for segment in segments:
+        visit = visits.get(of.get(segment.path, segment.path)) if segment.call is None else None
+        if visit is not None and total_bytes:
+            given_bytes = segment.given_bytes or sum(known[n].num_bytes for n in visit.inputs)
+            yield segment.model_copy(update={"given_bytes": given_bytes + total_bytes})
+        else:
+            yield segment
+        if visit is not None:
+            total_bytes += sum(known[n].num_bytes for n in read if visit.first <= known[n].born < visit.stop)
+
+
 def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
     """Add the blocks that were not recorded to a captured model; see [Note: Copies].
 
@@ -140,7 +161,7 @@ def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
         block_of[copy.path] = block_of[copy.of]
         like = next(segment for segment in segments if segment.path == copy.of)
         segments.insert(after[-1] + 1, like.model_copy(update={"path": copy.path}))
-    return captured.model_copy(update={"segments": tuple(segments)})
+    return captured.model_copy(update={"segments": tuple(_with_collected(segments, recording))})
 
 
 def _between(recording: Recording, first: int, stop: int) -> list[Kernel]:

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -254,7 +255,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kernels := kernels_of(func, args, kwargs, output):
             self._try(func, args, kwargs, output)
         known = len(found.storages)
-        read = [self._storage(part) for part in strided((args, kwargs))]
+        given = strided((args, kwargs))
+        read = [self._storage(part) for part in given]
         for storage in found.storages[known:] if found.is_step else ():
             storage.owner = "parameter"  # of another model, or what else a step finds outside of the model
         results = strided(output)
@@ -275,6 +277,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product_bytes=sum(t.numel() * t.element_size() for t in products if t.is_floating_point()),
             parameters=tuple(dict.fromkeys(self._name[n] for n in read if n in self._name and not inside)),
             changes=func._schema.is_mutable and not self._in_backward,
+            reads=() if self._in_backward else tuple(itertools.compress(read, map(torch.is_floating_point, given))),
         )
         if self._in_backward:
             found.backward.append(event)

@@ -82,6 +82,7 @@ class Event:
         product_bytes: bytes of all floating results, if it is a product.
         parameters: names of the parameters that it read.
         changes: whether it changes these storages in place.
+        reads: numbers of the storages that it reads, floating ones alone; empty in backward.
     """
 
     visit: int
@@ -92,6 +93,7 @@ class Event:
     product_bytes: int
     parameters: tuple[str, ...]
     changes: bool = False
+    reads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
