@@ -261,8 +261,6 @@ class IterationDriver:
             self._on_demand.drop(dropped)
             self.gradients.absorb()
         self.gradients.reopen(dropped)
-        if in_backward():  # until then, they can be dropped
-            self.gradients.clear()
         return dropped
 
     def _leave(self, error: OutOfOrderError, *, is_read: bool = False) -> None:

@@ -189,7 +189,7 @@ class Progress:
 
     def awaits_gradient(self, unit: str) -> bool:
         """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
-        return self.task is not None and unit not in self._left
+        return self.task is not None and self.task.op in _INSIDE_BACKWARD and unit not in self._left
 
     def recompute(self, unit: str) -> None:
         """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`reach`."""

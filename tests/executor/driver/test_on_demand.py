@@ -100,9 +100,16 @@ def exceptions(model, optimizer, batch, *, where):
         yield forward(model, batch, "whole")
 
 
+def losses_of_weights_alone(model, _optimizer, batch):
+    """A forward whose output gets no gradient, as that of a sampler (RBM), before a loss that reads a weight."""
+    for _ in range(2):
+        yield forward(model, batch, "whole").detach() + model.transformer.ln_f.weight.square().sum()
+
+
 LOOPS = {
     "late": functools.partial(gradients_that_come_late, is_marked=True),
     "late, not marked": functools.partial(gradients_that_come_late, is_marked=False),
+    "of weights alone": losses_of_weights_alone,
     "raising in forward": functools.partial(exceptions, where="forward"),
     "raising in backward": functools.partial(exceptions, where="backward"),
 }

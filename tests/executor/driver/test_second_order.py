@@ -37,6 +37,26 @@ def test_a_planned_penalty_follows_the_order_and_the_memory_of_its_plan(monkeypa
         torch.testing.assert_close(model.state_dict()[name].cpu(), weight, rtol=1e-4, atol=1e-5)
 
 
+def test_used_gradients_may_be_dropped_between_a_gradient_and_its_penalty():
+    def train(model, optimizer):
+        for _ in range(2):
+            at = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+            model.zero_grad()  # as StyleGAN's loop does
+            gradient.square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    alone, model, x = Critic(), Critic(), torch.randn(8, 16)
+    model.load_state_dict(alone.state_dict())
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+    model, optimizer = ullage.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), x, hardware="epyc-turin-2c")
+    with optimizer.session:
+        train(model, optimizer)
+        for name, weight in alone.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], weight)
+
+
 @pytest.mark.parametrize(
     ("train", "options", "stages", "num_left"),
     [(trained, {"step": wasserstein}, {1, 2}, 0), (unknown, {"device_memory": "400kB"}, {3}, 3)],
