@@ -8,6 +8,8 @@ from machines import machine
 
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Sharding
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task, Tier
 from planner.search import Scorer
@@ -147,6 +149,20 @@ def test_roundpipe_moves_weights_twice_and_gradients_once(ranks: int, num_micro_
     assert len(layers) == num_micro_batches * len(UNITS)
     firsts = list(dict.fromkeys(name.split(".attn")[0].split(".mlp")[0] for name in layers))
     assert firsts == list(dict.fromkeys(unit.segment for unit in UNITS))  # one segment after the other
+
+
+def test_roundpipe_holds_more_inputs_the_larger_the_vocabulary_is() -> None:
+    """Stages are as long as the backward of the head, and inputs of their layers stay until they end."""
+    config = resolve_model("demo-llama").model_copy(update={"num_layers": 8})
+    layer = sum(unit.num_params for unit in UNITS if unit.segment == "layers.0")
+    held = []
+    for times in (1, 2):
+        vocab_size = -(-times * layer // config.hidden_size)
+        some = units(build_graph(config.model_copy(update={"vocab_size": vocab_size}), Batch(1, 128)))
+        (decisions,) = round_pipe(Setup(some, Sharding(clip=False)))
+        held.append(decisions.device_buffer_bytes)
+    hidden_bytes = max(unit.activation_output_bytes for unit in some if unit.in_layer)
+    assert held[1] - held[0] == 4 * hidden_bytes  # six layers forward and two backward, in place of three and one
 
 
 def test_roundpipe_waits_for_the_optimizer_only_if_set_to() -> None:

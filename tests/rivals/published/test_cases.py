@@ -12,6 +12,7 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.graph import Attention
 from planner.models import num_parameters, resolve_model
+from planner.models.kernels import flop
 from planner.schedule.tasks import Op
 from planner.setup import pieces
 from ullage.rivals.cases import CaseError, Metric, load_cases, read_case
@@ -190,6 +191,16 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
     times = 2 if all_reduced else setup.given.num_micro_batches if zero_stage >= 2 else 1
     assert scattered == 2 * params * times  # bytes of bf16
     assert updated == pytest.approx(params if zero_stage == 0 else params / 8, rel=0.01)
+
+
+def test_only_runs_that_shard_by_themselves_checkpoint_as_pytorch_does():
+    """Megatron's reentrant checkpoints run all of a layer again, those of FSDP's users stop before the last product."""
+    again = []
+    for zero_stage in (0, 3):
+        setup, _, _ = scheduled(case(IN_MEMORY, zero_stage=zero_stage, activations="recompute"))
+        (unit,) = (unit for unit in setup.units if unit.name == "layers.0.mlp")
+        again.append(flop(unit.recompute) / flop(unit.forward))
+    assert again == [1, pytest.approx(0.5)]
 
 
 UNSUPPORTED = {

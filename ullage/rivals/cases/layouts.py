@@ -108,14 +108,15 @@ def _trained(values: Values) -> Values:
             f"data_parallel {data_parallel}; correct it"
         )
     offloaded = values["engine.name"] != "gpu-only"
+    sharded = not offloaded and values["zero_stage"] == 3  # by FSDP, which checkpoints as PyTorch does by itself
     fraction, flush = values["engine.cpu_optimizer_fraction"], values["engine.gradient_flush"]
     swaps = values["offload.optimizer"] == "nvme"  # gradients always leave through pinned buffers
     engines = {"gpu-only": "megatron", "zero3-offload": "zero-infinity" if swaps else "twin-flow"}
     return {
         "model": _sized(values, max(_POSITIONS, values["batch.seq_len"])),
         "attention": values["attention"] if values["model.flash_attention"] else "unfused",
-        "engine": engines.get(values["engine.name"], values["engine.name"]),
-        "kernels": "megatron-lm",
+        "engine": "fsdp" if sharded else engines.get(values["engine.name"], values["engine.name"]),
+        "kernels": "transformers" if sharded else "megatron-lm",
         "loop": True,
         "zero_stage": values["zero_stage"],
         "host_share": fraction if offloaded and not swaps else None,

@@ -1,5 +1,6 @@
 """Rates of runs whose kernels differ from those that profiles describe."""
 
+import math
 import re
 from typing import Final, Literal
 
@@ -10,17 +11,23 @@ from hwprofiles.quantity import Provenance
 AttentionKernel = Literal["flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "triton"]
 """``triton`` is the kernel of 2023 in Triton's tutorials, as llm-foundry has it."""
 
-# On a B300, FlashAttention-2 takes 3.9 times as long as FlashAttention-4 forward, and 3.6 times backward (2 sequences
-# of 8192 tokens, 32 heads of 128 values; github.com/whitecircle/halo, agent-docs/optimization/flash-attention.md). Its
-# kernels are those for Ampere. What PyTorch and TransformerEngine take there, cuDNN's, is as fast as FlashAttention-4.
-_BLACKWELL: Final = re.compile(r"(NVIDIA )?G?B[23]00")
-_ON_BLACKWELL: Final[dict[AttentionKernel, tuple[float, float]]] = {"flash-attention-2": (0.70 / 2.71, 2.3 / 8.19)}
+# FlashAttention-2's kernels are those for Ampere. The most FLOP/s that they reach on newer devices, forward and
+# backward, by names of devices. On a B300, 2 sequences of 8192 tokens with 32 heads of 128 values take 2.71 and
+# 8.19 ms, 3.9 and 3.6 times as long as with FlashAttention-4 (github.com/whitecircle/halo,
+# agent-docs/optimization/flash-attention.md). What PyTorch and TransformerEngine take there, cuDNN's, is as fast as
+# FlashAttention-4. On an H100 they reach 35 % of the datasheet's 989 TFLOP/s (arXiv 2407.08608).
+_FLASH_2: Final = (
+    (re.compile(r"(NVIDIA )?G?B[23]00"), (406e12, 336e12)),
+    (re.compile(r"(NVIDIA )?(GH200|H[12]00)"), (346e12, 346e12)),
+)
+_UNBOUNDED: Final = (math.inf, math.inf)
 # Rates of forward and backward, as shares of FlashAttention-2's (arXiv 2307.08691). In its table 1, GPT3-1.3B reaches
 # 196 and 220 TFLOP/s at 2k and 8k tokens, with FlashAttention 189 and 170. Attention alone differs, so the older kernel
 # has 0.47 of the rate. In its section 4.1, it is 1.3 to 1.5 times as fast as the kernel in Triton forward, and about
 # twice as fast backward.
 _SHARES: Final[dict[AttentionKernel, tuple[float, float]]] = {
     "flash-attention-1": (0.47, 0.47),
+    "flash-attention-2": (1.0, 1.0),
     "triton": (1 / 1.4, 1 / 2),
 }
 
@@ -28,19 +35,17 @@ _SHARES: Final[dict[AttentionKernel, tuple[float, float]]] = {
 def with_attention(profile: HardwareProfile, kernel: AttentionKernel) -> HardwareProfile:
     """Return a machine whose attention is as fast as one kernel's, if that is slower than what profiles have."""
     device = profile.device
-    shares = _ON_BLACKWELL if _BLACKWELL.match(device.name) else _SHARES
-    if kernel not in shares:
+    most = next((rates for names, rates in _FLASH_2 if names.match(device.name)), None)
+    if kernel not in _SHARES or (kernel == "flash-attention-2" and not most):
         return profile
-    forward, backward = shares[kernel]
     both = device.model_copy(update={"attention_backward": device.attention_backward or device.attention})
     profile = profile.model_copy(update={"device": both})
-    rates = {
-        path: number(item) * (backward if path.startswith("device.attention_backward.") else forward)
-        for path, item in quantities(profile).items()
-        if path.startswith(("device.attention.", "device.attention_backward."))
-    }
-    source = f"{profile.name} x {forward:.2f} forward and {backward:.2f} backward: {kernel}"
-    return replace(profile, rates, Provenance(origin="assumed", source=source))
+    known, rates = quantities(profile), dict[str, float]()
+    ways = ("attention", "attention_backward")
+    for way, flash_2, share in zip(ways, most or _UNBOUNDED, _SHARES[kernel], strict=True):
+        paths = [path for path in known if path.startswith(f"device.{way}.")]
+        rates |= {path: min(number(known[path]), flash_2) * share for path in paths}
+    return replace(profile, rates, Provenance(origin="assumed", source=f"{profile.name} with {kernel}"))
 
 
 # GeForce cards add up products of fp16 in fp16 twice as fast as in fp32, other cards as fast (NVIDIA Ada GPU

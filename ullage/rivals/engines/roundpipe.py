@@ -17,7 +17,7 @@ whole batch. The first tasks of the schedule take that time: forwards of the lay
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from planner.decisions import Place
 from planner.lowering.compute import lay_backward
@@ -38,6 +38,8 @@ _STAGES_ON_DEVICE = 2
 # Hidden states beside those of the micro-batch that computes: of the next one, its input and the gradient of its output
 # come to the device, and the gradient of the last one's input leaves it (``run.py::run_backward``).
 _UNDER_WAY = 3
+# Backward over forward, before RoundPipe has timed a layer (``timer.py::ModelTimer``).
+_BACKWARD_OVER_FORWARD = 3
 # Bytes per parameter: ``_move_grad_to_optim`` reads gradients in the weights' type and writes them in fp32; the update
 # reads fp32 gradients; ``sync_optim_param`` copies fp32 weights to those that are fetched.
 _FP32_BYTES = 4
@@ -61,6 +63,8 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
     segments: dict[str, int] = defaultdict(int)
     for unit in setup.units:
         segments[unit.segment] += unit.num_weights
+    layers = {unit.segment for unit in setup.units if unit.in_layer}
+    num_hidden = _UNDER_WAY + _num_held_inputs(segments, layers)
     several = setup.given.data_parallel > 1
     stages_bytes = _STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0
     hidden_bytes = max((unit.activation_output_bytes for unit in setup.units if unit.in_layer), default=0)
@@ -75,7 +79,7 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         gradient_path=GradientPath.BUFFERED,
         overlap_next_forward=publishes_late,
         num_param_slots=_STAGES_ON_DEVICE,
-        device_buffer_bytes=stages_bytes + _UNDER_WAY * hidden_bytes,  # gradients of a stage are whole on its device
+        device_buffer_bytes=stages_bytes + num_hidden * hidden_bytes,  # gradients of a stage are whole on its device
         layer_by_layer=True,
         publishes_late=publishes_late,
         prepare_bytes=weight_bytes + _FP32_BYTES + (_CLIP_PASSES * _FP32_BYTES if setup.given.clip else 0),
@@ -83,6 +87,25 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
         host_bytes=_FP32_BYTES,
         head_percent=_HEAD_PERCENT,
     )
+
+
+def _num_held_inputs(segments: Mapping[str, int], layers: Collection[str]) -> int:
+    """Return the inputs of layers that a device holds beside that of the layer whose backward it computes.
+
+    They are those of a stage of backward, and of the stage of forward before it: what one stream leaves to another is
+    freed when a later copy makes the first wait for it (``device.py::InterStreamMemManager``). Most layers are in a
+    stage in the first iteration. There, times are taken for proportional to weights, and a stage is as long as the
+    longest backward (``scheduler.py::ModelExecutePlan.auto``): if the vocabulary is large, that of the head.
+
+    Args:
+        segments: parameters of each segment.
+        layers: the segments that are layers.
+    """
+    largest, layer = max(segments.values(), default=0), max((segments[name] for name in layers), default=0)
+    if not layer:
+        return 0
+    of_forward = min(_BACKWARD_OVER_FORWARD * largest // layer, len(layers))
+    return of_forward + min(largest // layer, len(layers)) - 1
 
 
 def round_pipe_sync(setup: Setup) -> Iterator[RivalDecisions]:
