@@ -160,7 +160,9 @@ OTHERS = {
     ),
     "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
     "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
-    "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
+    "states": lambda: transformers.Mamba2Config(
+        **_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8, chunk_size=8
+    ),
     "an encoder's output": lambda: transformers.BartConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
     ),

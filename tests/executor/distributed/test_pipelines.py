@@ -164,7 +164,7 @@ def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.
             assert (weights[name].float() - values.float()).norm() <= error * values.float().norm() + error, name
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), STAGED.values(), ids=STAGED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
@@ -359,7 +359,7 @@ def test_what_stages_save_goes_on_in_any_stages(processes, tmp_path):
 
 @pytest.mark.parametrize("degrees", [{"data_parallel": 2, "zero_stage": 3}, {"tensor_parallel": 2}], ids=str)
 def test_stages_evaluate_save_and_load(processes, tmp_path, degrees):
-    task = Task("llama-tied-shared", num_micro_batches=2, iterations=3)
+    task = Task("llama-tied-shared", num_micro_batches=2, iterations=2)
     decisions = decide(task, OFF, pipeline_parallel=2, **degrees)
     for first, again, state in processes.call(4, around_training, task, decisions, tmp_path / "saved"):
         assert first[:2] == again[:2]

@@ -415,7 +415,7 @@ def test_weights_over_gradients_have_the_same_bits_as_apart(name, seed, num_para
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads instructions of x86-64")
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("name", "update"),
     [("adamw", adamw._update), ("adagrad", sgd._update_adagrad), ("lion", lion._update), ("sgd", sgd._update)],
