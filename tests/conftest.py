@@ -55,7 +55,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Let them pass over what each file has left: caches, and what was imported late. Trainers collect after each run."""
+    """Let them pass over what each file leaves: caches, and what was imported late. Trainers collect after each run."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()

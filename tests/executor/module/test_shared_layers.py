@@ -64,7 +64,7 @@ def in_the_simplest_way(processes, task, tensor_parallel):
     return processes.call(tensor_parallel, trained, task, decisions)
 
 
-@settings(max_examples=examples(6, fewest=3), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(6), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     plans(families=["gpt2-shared", "llama-shared"], degrees={"tensor_parallel": 2}, optimizers=["adamw", "muon"]),
     st.integers(0, 99),

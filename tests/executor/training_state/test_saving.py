@@ -101,7 +101,7 @@ def flat(seen):
     return list(itertools.chain.from_iterable(seen.values()))
 
 
-@settings(max_examples=examples(15, fewest=3))
+@settings(max_examples=examples(15))
 @given(plan=plans(), other=plans(), seed=st.integers(0, 99), start=st.integers(1, 3), data=st.data())
 def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_from_each(
     plan, other, seed, start, data, tmp_path_factory
