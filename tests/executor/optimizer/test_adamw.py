@@ -198,12 +198,6 @@ def test_weight_decay_alone_shrinks_the_weight():
     assert (stepped(state, replace(PARAMS, lr=0.5, weight_decay=0.25), 1)[0] == 0.875).all()
 
 
-def test_grad_scale_is_a_scaled_gradient():
-    state = random_state(1000, 3, "float32")
-    scaled = [*state[:3], state[3] * np.float32(0.3)]
-    assert bits_equal(stepped(state, PARAMS, 5, 0.3), stepped(scaled, PARAMS, 5))
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     num_params=st.integers(1, 700),
@@ -335,4 +329,5 @@ def test_after_warm_up_nothing_is_compiled():
                     adamw_step(np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
             assert set(adamw._update.signatures) == compiled, grad.dtype
         """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
