@@ -245,7 +245,7 @@ def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
     assert any(message in str(error) for error in processes.results(2))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("family", "choose", "rounds"),
     [
@@ -253,9 +253,9 @@ def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
         ("qwen3", KEPT, 1),
         ("qwen3", LEAVING, 1),
         ("llama-deep", OFF, 2),
+        ("llama-tied", OFF, 0),
         ("llama-deep", ON_DRIVES, 2),
         ("llama-tied-deep-shared", HOST, 2),
-        ("llama-tied", OFF, 0),
         ("qwen3", LEAVING, 0),
     ],
 )
@@ -274,7 +274,7 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rou
         assert seen == pytest.approx(losses[0], rel=1e-3)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("choose", "way"),
     [
