@@ -1,6 +1,5 @@
 """The one-pass AdamW against numpy operation by operation, a float64 oracle with derived bounds, and torch."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from amount import examples
+from forked import completed, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -310,8 +310,8 @@ def assert_python_runs_on(call):
     assert during >= 5
 
 
-def test_after_warm_up_nothing_is_compiled():
-    script = """if True:
+def test_after_warm_up_nothing_is_compiled(tmp_path):
+    (program := tmp_path / "program.py").write_text("""if True:
         import numpy as np, torch
         from executor.optimizer import adamw
         from executor.optimizer.adamw import AdamWParams, adamw_step
@@ -328,6 +328,6 @@ def test_after_warm_up_nothing_is_compiled():
                 with WorkerTeam(2) as team:
                     adamw_step(np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
             assert set(adamw._update.signatures) == compiled, grad.dtype
-        """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        """)
+    done = completed(script, str(program))
     assert done.returncode == 0, done.stderr
