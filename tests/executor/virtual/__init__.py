@@ -34,7 +34,7 @@ class NoVirtualGpuError(RuntimeError):
 
 @functools.cache
 def install():
-    """Build the device and return its extension; half a minute the first time.
+    """Build the device and return its extension; twenty seconds the first time.
 
     To be called before a process goes backward for the first time, when autograd makes a thread for each device there
     is. ``torch.cuda`` itself finds the device inside :func:`present` alone.
