@@ -18,7 +18,7 @@ import pytest
 from planner import search
 
 ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
-_FEWEST: Final = 4
+_FEWEST: Final = 3
 
 
 def examples(number: int, fewest: int = _FEWEST) -> int:

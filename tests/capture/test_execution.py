@@ -88,7 +88,7 @@ def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
 @given(data=st.data())
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(6, fewest=4))
 def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataObject) -> None:
     found = units_of(name, dtype)
     decisions = data.draw(decided(found, dtype))

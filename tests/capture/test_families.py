@@ -71,7 +71,15 @@ FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], str]] 
     "bloom": (causal("bloom", **_SPECIAL, hidden_size=32, n_layer=2, n_head=4), _TEXT, "fp32"),
     "mamba 2": (
         causal(
-            "mamba2", **_SPECIAL, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1
+            "mamba2",
+            **_SPECIAL,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_heads=8,
+            head_dim=8,
+            state_size=8,
+            n_groups=1,
+            chunk_size=8,
         ),
         _TEXT,
         "fp32",

@@ -166,7 +166,9 @@ OTHERS = {
         **_SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1
     ),
     "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
-    "states": lambda: transformers.Mamba2Config(**_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8),
+    "states": lambda: transformers.Mamba2Config(
+        **_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8, chunk_size=8
+    ),
     "an encoder's output": lambda: transformers.BartConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
     ),

@@ -53,7 +53,7 @@ def changed(task, first, second, tmp_path, after=1):
         optimizer.session.close()
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10, fewest=4), deadline=None)
 @given(
     ways=st.tuples(st.sampled_from(WAYS), st.sampled_from(WAYS)),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

@@ -1,6 +1,6 @@
 """Many iterations under any plan, of every optimizer, on 1, 2 and 4 ranks: the same bits as in memory.
 
-Two hundred of them (thirty in ``make test``), with clipping, a learning rate that changes at every step, groups of
+Two hundred of them (twenty in ``make test``), with clipping, a learning rate that changes at every step, groups of
 other decay and rate, dropout, and accumulation.
 """
 
@@ -17,7 +17,7 @@ from training import OPTIMIZERS, Task, assert_same, decide, planned, prepare, re
 
 from planner.decisions import Place
 
-LONG = {"family": "small", "iterations": 200 if ALL else 30, "max_norm": 0.5}
+LONG = {"family": "small", "iterations": 200 if ALL else 20, "max_norm": 0.5}
 GRAINS = (1500, 100_000)
 OF_THE_TABLE = ["adamw", "adam", "sgd", "adagrad", "lion"]
 

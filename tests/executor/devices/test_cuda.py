@@ -83,7 +83,7 @@ def test_placements_give_the_bits_of_what_is_resident(family, dtype, attention, 
     The host's kernel of updates and the device's round differently, by far less than training moves. cuDNN's attention
     sums up in any order.
     """
-    task = Task(family, dtype, iterations=ITERATIONS, max_norm=max_norm)
+    task = Task(family, dtype, iterations=3, max_norm=max_norm)
     exact = attention is not SDPBackend.CUDNN_ATTENTION
     resident = {}  # by whether the device updates
     with sdpa_kernel(attention):
@@ -102,18 +102,6 @@ def test_placements_give_the_bits_of_what_is_resident(family, dtype, attention, 
                 assert_same((seen, final), first)
             assert seen == pytest.approx(first[0], rel=0.02)
     assert resident[True][0] == pytest.approx(resident[False][0], rel=0.02)
-
-
-def test_places_agree_with_each_other():
-    """The host's kernel and the device's round differently, by far less than training moves."""
-    task = Task("llama", iterations=ITERATIONS, splits=True)
-    curves = []
-    for params, place, activations in PLACES:
-        model, optimizer = prepare(task, decide(task, uniform(params, place, activations)), device="cuda")
-        with optimizer.session:
-            curves.append(train(task, model, optimizer))
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=0.01)
 
 
 @pytest.mark.part(4)

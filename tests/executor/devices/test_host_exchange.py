@@ -25,7 +25,7 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15, fewest=4), deadline=None)
 @given(
     st.integers(2, 4),
     st.sampled_from([64, 256, 4096]),

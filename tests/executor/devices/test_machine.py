@@ -65,7 +65,7 @@ def lane_threads():
     return [t for t in threading.enumerate() if t.name.startswith("lane ")]
 
 
-@settings(max_examples=examples(25), deadline=None, derandomize=True)
+@settings(max_examples=examples(25, fewest=4), deadline=None, derandomize=True)
 @given(schedules(), st.lists(st.integers(0, 2), min_size=12, max_size=12), SUBMITTED)
 def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(schedule, durations_ms, submitted):
     def perform(task, _iteration):

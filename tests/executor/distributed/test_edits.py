@@ -18,7 +18,7 @@ TASK = Task("gpt2-untied", torch.float32, max_norm=None, iterations=3, schedule=
 PLANS = {"0": (0, mixed), "2": (2, uniform("gpu", "cpu", "recompute")), "3": (3, mixed)}
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(10)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", EDITS)
 def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):
@@ -33,6 +33,7 @@ def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):
             assert off == 0
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}], ids=str)
 @pytest.mark.parametrize("name", ["rows", "penalty", "writes", "another_optimizer"])
 def test_ranks_that_share_layers_or_experts_refuse_it(processes, name, degrees):

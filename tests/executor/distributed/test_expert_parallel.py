@@ -101,7 +101,7 @@ def test_memory_and_times_are_those_of_the_schedule(processes):
 
 
 def test_evaluation_states_and_a_closed_model_are_whole(processes):
-    task = Task("mixtral-shared", torch.float32, iterations=2, schedule=False)
+    task = Task("mixtral-shared", torch.float32, iterations=1, schedule=False)
     decisions, more = (
         decide(task, mixed, data_parallel=4, expert_parallel=2, expert_units=num_expert_units, zero_stage=stage)
         for num_expert_units, stage in ((2, 3), (1, 0))

@@ -119,7 +119,7 @@ WAYS = [uniform("gpu", "gpu"), uniform("gpu", "stream"), uniform("host", "cpu"),
 RANKS = {"gpt2-shared": (2, 2), "llama-shared": (2, 2), "qwen3-shared": (4, 1)}
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "degrees"), RANKS.items(), ids=RANKS)
 def test_any_place_gives_the_same_bits_and_the_losses_of_one_rank(processes, family, degrees):
     """An orthogonalized value is rounded to 8 bits: after two steps a loss differs by much less than that."""

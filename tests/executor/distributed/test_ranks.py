@@ -78,7 +78,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("dtype", "optimizer"), [(torch.bfloat16, "adamw"), (torch.float32, "adamw"), (torch.float32, "nadam")], ids=str
 )
@@ -344,7 +344,7 @@ def test_a_killed_rank_ends_all(processes):
         assert re.search(r"rank 1 \(process \d+\) has ended without reporting why", str(error)), error
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("size", "zero_stage", "optimizer"), [(2, 0, "adamw"), (2, 3, "nadam"), (3, 1, "adamw"), (4, 2, "adamw")]
 )

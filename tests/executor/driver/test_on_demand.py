@@ -169,7 +169,7 @@ DIVIDED = Task("llama-shared", torch.float32, iterations=3)
 @example(plan=(SHARDED, decide(SHARDED, mixed, data_parallel=2, zero_stage=3)), program=LATE)
 @example(plan=(DIVIDED, decide(DIVIDED, mixed, tensor_parallel=2)), program=OFTEN)
 @given(plans(sizes=(2,), iterations=3, dtype=torch.float32, max_norm=0.5), programs())
-@settings(max_examples=examples(20), deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(20, fewest=2), deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_ranks_leave_the_plan_together(processes, plan, program):
     task, decisions = plan
     for found, expected, off in processes.call(2, ran, program, task, decisions):

@@ -4,13 +4,12 @@ import errno
 import fcntl
 import mmap
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from amount import ALL
+from forked import completed, script
 from training import (
     Task,
     assert_memory_is_stated,
@@ -162,10 +161,12 @@ except OSError as error:
 
 
 def test_no_room_is_reported_at_the_start_and_leaves_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, check=True)
-    assert f"{tmp_path}/state needs 2,097,152 B" in done.stdout
+    (program := tmp_path / "program.py").write_text(FULL)
+    (folder := tmp_path / "drive").mkdir()
+    done = completed(script, str(program), str(folder))
+    assert f"{folder}/state needs 2,097,152 B" in done.stdout, done.stderr
     assert "B are free there (File too large); make room, choose another --storage-dir" in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 def test_a_folder_is_needed():

@@ -278,13 +278,14 @@ def test_a_loop_that_never_drops_gradients_is_refused_before_its_second_step():
 def test_gradients_on_the_way_to_another_model_may_come_on_used_ones():
     """As in a GAN, whose loop drops them before the discriminator's own turn."""
     loop = Loop(1)
-    with loop.optimizer.session, warnings.catch_warnings():
+    with loop.optimizer.session as session, warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             loop.optimizer.zero_grad()
             loop.backward()
             loop.optimizer.step()
             loop.backward()  # for another model's sake
+        assert (session.iteration, session.num_left) == (3, 0)
 
 
 def test_norms_that_were_read_can_be_read_after_the_step():

@@ -183,7 +183,7 @@ def test_evaluation_sees_the_trained_weights():
 )
 def test_blocks_that_ranks_share_are_compiled_between_what_they_exchange(processes, family, degrees):
     """To rounding, as above; and all is compiled in the first iteration."""
-    task = Task(family, torch.float32, iterations=4)
+    task = Task(family, torch.float32, iterations=2)
     decisions = decide(task, mixed, **degrees)
     expected = processes.call(2, trained, task, decisions)
     found = processes.call(2, compiled, task, decisions, DECOMPOSED)

@@ -378,7 +378,7 @@ def _is_copied(session, name) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(12, fewest=4))
 @example((TASK, decide(TASK, uniform("gpu", "cpu"))), ["data", "vector"], 3)
 @example((TASK, decide(TASK, uniform("nvme", "nvme"))), ["foreach lerp", "norm in grad mode"], 3)
 @given(

@@ -154,7 +154,7 @@ def test_what_leaves_is_what_the_plan_counts_and_no_sum_is_made_again(processes,
 
 
 def test_evaluation_states_and_a_closed_model_are_whole(processes):
-    task = Task("gpt2-shared", torch.float32, iterations=2, schedule=False)
+    task = Task("gpt2-shared", torch.float32, iterations=1, schedule=False)
     decisions, more = (
         decide(task, choose, tensor_parallel=2, data_parallel=2, zero_stage=stage)
         for choose, stage in ((uniform("host", "cpu"), 3), (mixed, 0))

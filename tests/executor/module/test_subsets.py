@@ -52,7 +52,7 @@ def own_groups(model: torch.nn.Module, choose) -> list[dict]:
     return [{"params": parameters, **dict(options)} for options, parameters in found.items()]
 
 
-def compare(task: Task, choose, trained, make_groups, make=OPTIMIZERS["adamw"], change=None) -> None:
+def assert_same_as_in_memory(task: Task, choose, trained, make_groups, make=OPTIMIZERS["adamw"], change=None) -> None:
     """Train in memory and under a plan; the same bits must come out. ``change(model)`` happens after two steps."""
 
     def run(model, optimizer):
@@ -76,15 +76,15 @@ def test_adapters_are_trained_and_all_else_is_frozen(optimizer, place, num_micro
     task = Task("gpt2", torch.bfloat16, num_micro_batches, optimizer=optimizer)
     for activations in ("keep", "recompute"):
         groups = functools.partial(own_groups, choose=lambda name: {} if adapters(name) else None)
-        compare(task, uniform("gpu", place, activations), adapters, groups, OPTIMIZERS[optimizer])
+        assert_same_as_in_memory(task, uniform("gpu", place, activations), adapters, groups, OPTIMIZERS[optimizer])
 
 
 @pytest.mark.parametrize("place", ["stream", "cpu"])
 def test_adapters_of_fetched_weights_are_trained(place):
     groups = functools.partial(own_groups, choose=lambda name: {} if adapters(name) else None)
-    compare(Task("gpt2"), uniform("host", place), adapters, groups)
+    assert_same_as_in_memory(Task("gpt2"), uniform("host", place), adapters, groups)
     for dtype in (torch.bfloat16, torch.float32):
-        compare(
+        assert_same_as_in_memory(
             Task("llama", dtype),
             uniform("host", place, "recompute"),
             lambda name: "q_proj" in name or "v_proj" in name,
@@ -98,7 +98,7 @@ def test_adapters_of_fetched_weights_are_trained(place):
 def test_what_the_optimizer_has_not_stays_as_it_is(params, place, dtype):
     """It has a gradient, which counts for nothing, but may take the place of the host's weights."""
     groups = functools.partial(own_groups, choose=lambda name: {} if adapters(name) else None)
-    compare(Task("gpt2", dtype), uniform(params, place), lambda _: True, groups)
+    assert_same_as_in_memory(Task("gpt2", dtype), uniform(params, place), lambda _: True, groups)
 
 
 @pytest.mark.part(3)
@@ -111,7 +111,9 @@ def test_a_tied_weight_is_one_parameter_frozen_or_not(family, place, trains_tied
     def trained(name):
         return trains_tied if "wte" in name or "embed_tokens" in name else "mlp" in name
 
-    compare(Task(family), uniform("gpu", place), trained, lambda model: [{"params": list(model.parameters())}])
+    assert_same_as_in_memory(
+        Task(family), uniform("gpu", place), trained, lambda model: [{"params": list(model.parameters())}]
+    )
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -129,7 +131,7 @@ def test_any_groups_over_any_subset_give_the_same_bits(data):
     }
     task = Task("gpt2", data.draw(st.sampled_from([torch.bfloat16, torch.float32])), iterations=3)
     groups = functools.partial(own_groups, choose=lambda name: options.get(of[name]))
-    compare(task, mixed, lambda name: of[name] > 0, groups)
+    assert_same_as_in_memory(task, mixed, lambda name: of[name] > 0, groups)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -137,7 +139,7 @@ def test_any_groups_over_any_subset_give_the_same_bits(data):
 def test_what_is_trained_may_change_on_the_way(place, thaws):
     """As in fine-tuning that unfreezes layer by layer: the plan has room for all."""
     task = Task("gpt2", torch.bfloat16, iterations=4)
-    compare(
+    assert_same_as_in_memory(
         task,
         uniform("gpu", place),
         adapters if thaws else lambda _: True,
@@ -227,7 +229,7 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_piece_that_is_frozen_in_part_changes_in_the_other_part_alone(place):
-    compare(
+    assert_same_as_in_memory(
         Task("gpt2", torch.bfloat16, iterations=3),
         uniform("gpu", place),
         lambda name: name.endswith("mlp.c_fc.bias"),

@@ -1,6 +1,5 @@
 """The one-pass AdamW against numpy operation by operation, a float64 oracle with derived bounds, and torch."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from amount import examples
+from forked import completed, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -198,12 +198,6 @@ def test_weight_decay_alone_shrinks_the_weight():
     assert (stepped(state, replace(PARAMS, lr=0.5, weight_decay=0.25), 1)[0] == 0.875).all()
 
 
-def test_grad_scale_is_a_scaled_gradient():
-    state = random_state(1000, 3, "float32")
-    scaled = [*state[:3], state[3] * np.float32(0.3)]
-    assert bits_equal(stepped(state, PARAMS, 5, 0.3), stepped(scaled, PARAMS, 5))
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     num_params=st.integers(1, 700),
@@ -316,8 +310,8 @@ def assert_python_runs_on(call):
     assert during >= 5
 
 
-def test_after_warm_up_nothing_is_compiled():
-    script = """if True:
+def test_after_warm_up_nothing_is_compiled(tmp_path):
+    (program := tmp_path / "program.py").write_text("""if True:
         import numpy as np, torch
         from executor.optimizer import adamw
         from executor.optimizer.adamw import AdamWParams, adamw_step
@@ -334,5 +328,6 @@ def test_after_warm_up_nothing_is_compiled():
                 with WorkerTeam(2) as team:
                     adamw_step(np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
             assert set(adamw._update.signatures) == compiled, grad.dtype
-        """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+        """)
+    done = completed(script, str(program))
+    assert done.returncode == 0, done.stderr

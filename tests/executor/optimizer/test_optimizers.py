@@ -47,7 +47,7 @@ ATOL = {
 ATOL |= {f"{name}-rounded": ATOL[name] for name in ("adamw-bf16", "adamw-8bit")}
 
 
-@pytest.mark.part(11)
+@pytest.mark.part(22)
 @pytest.mark.parametrize("form", ["bf16", "split", "fp32"])
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 @pytest.mark.parametrize("optimizer", OTHERS)

@@ -34,7 +34,7 @@ class NoVirtualGpuError(RuntimeError):
 
 @functools.cache
 def install():
-    """Build the device and return its extension; half a minute the first time.
+    """Build the device and return its extension; twenty seconds the first time.
 
     To be called before a process goes backward for the first time, when autograd makes a thread for each device there
     is. ``torch.cuda`` itself finds the device inside :func:`present` alone.
@@ -65,7 +65,7 @@ def _build(source, built):
         command = [
             *[os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(source)],
             *[f"-I{path}" for path in paths],
-            *[f"-DTORCH_EXTENSION_NAME={_NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"],
+            f"-DTORCH_EXTENSION_NAME={_NAME}",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *[f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(target)],
         ]

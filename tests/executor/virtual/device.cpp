@@ -2,6 +2,7 @@
 // events, an allocator, pinned memory, and autograd in a thread of its own, while every kernel is the CPU's and has run
 // when its launch returns. What `observer` is told are the promises that streams make or do not make; races.py judges.
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -10,7 +11,8 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <chrono>

@@ -81,7 +81,7 @@ def wait_for(folder: Path, count: int, process: Forked) -> None:
     while len(list(folder.glob("step-*"))) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def check(out: str) -> None:
     assert "of mine: " in out  # the plan
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     "script", sorted(path for path in EXAMPLES.glob("*.py") if path.stem != OF_RANKS), ids=lambda path: path.stem
 )

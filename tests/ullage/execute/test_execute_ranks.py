@@ -323,7 +323,7 @@ def test_an_elastic_run_goes_on_when_a_node_is_lost_with_all_that_it_had(tmp_pat
     )
 
     def started(*names: str) -> list[Forked]:
-        words = ("execute", str(plan), "--elastic", "--iterations", "24", "--output-dir", str(tmp_path / "out"))
+        words = ("execute", str(plan), "--elastic", "--iterations", "16", "--output-dir", str(tmp_path / "out"))
         shared = ("--checkpoint-dir", f"{progress.parent},every=100")
         there = []
         for rank, env in enumerate(environments(4)):
@@ -348,7 +348,7 @@ def test_an_elastic_run_goes_on_when_a_node_is_lost_with_all_that_it_had(tmp_pat
     assert [process.communicate() and process.returncode for process in processes] == [0] * 4, err
     assert f"continuing from {tmp_path}/c/step-{newest:08d}" in " ".join(err.split()), err
     lines = {line["iteration"]: line for line in list(read_progress(progress))[len(before) :]}
-    assert sorted(lines) == list(range(newest, 24))
+    assert sorted(lines) == list(range(newest, 16))
     for number in lines.keys() & before.keys():
         assert lines[number]["loss"] == pytest.approx(before[number]["loss"], rel=2e-7)
         assert lines[number]["position"] == before[number]["position"]

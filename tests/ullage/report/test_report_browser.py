@@ -161,7 +161,11 @@ def test_zooming_one_chart_zooms_all_over_the_same_iteration(shown):
     assert shown.ranges() == before
 
 
-def test_colours_follow_the_system_and_the_switch(shown):
+def test_colours_follow_the_system_and_the_switch(browser, tmp_path):
+    path = tmp_path / "study.html"  # of one part: each change draws all charts again
+    path.write_text(render([part_of(study())]), encoding="utf-8")
+    shown = Shown(browser, path, color_scheme="light")
+
     def grounds(theme: str) -> str:
         """Wait until the charts have a theme, and return the ground of the page."""
         colour = COLOURS["paper"][theme == "dark"]
@@ -183,6 +187,7 @@ def test_colours_follow_the_system_and_the_switch(shown):
     shown.page.click("[data-choose=auto]")
     shown.page.emulate_media(color_scheme="light")
     assert grounds("light") == light
+    shown.close()
 
 
 def test_a_phone_has_no_need_to_scroll_sideways(browser, report):
