@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from planner.decisions import Decisions, Place
-from planner.explain.trial import Bench, Trial, changed
+from planner.explain.bench import Bench, changed
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
+from planner.search.scoring import Candidate
 
 Off = Callable[[Bench], Iterator[Decisions]]
 
@@ -36,7 +37,7 @@ class Trick:
 
 def worths(
     bench: Bench, progress: Callable[[int], object] = lambda _: None, tricks: Sequence[Trick] | None = None
-) -> dict[Trick, Trial | None]:
+) -> dict[Trick, Candidate | None]:
     """Switch off one trick at a time, and return the best without each; ``None`` if the plan does not use it.
 
     Args:
@@ -51,7 +52,7 @@ def worths(
     return found
 
 
-def without(bench: Bench, trick: Trick) -> Trial | None:
+def without(bench: Bench, trick: Trick) -> Candidate | None:
     """Return the best that can be done without a trick, or ``None`` if the plan does not use it.
 
     A plan does not use a trick if the schedule stays the same without it.
@@ -62,7 +63,7 @@ def without(bench: Bench, trick: Trick) -> Trial | None:
     return min((bench.trial(decisions) for decisions in other), key=lambda trial: trial.order, default=None)
 
 
-def with_compiled_kernels(bench: Bench) -> Trial | None:
+def with_compiled_kernels(bench: Bench) -> Candidate | None:
     """Return the plan with compiled kernels; ``None`` if it has others than those of ``transformers``, or they cannot.
 
     They are for GPUs, and change the last bits of losses.
