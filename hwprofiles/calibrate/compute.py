@@ -114,7 +114,7 @@ class ComputeProbe:
         The FLOP of forward are 2 batch heads seq² head_dim, without the masked half. Those of backward are 2.5 times
         as many: it has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
         """
-        heads = {name: sizes for name, sizes in self.backend.attention.heads.items() if name.startswith(dtype)}
+        heads = {name: sizes for name, sizes in self.backend.heads.items() if name.startswith(dtype)}
         part_s = budget_s / len(heads)
         return {
             name: self._attention(dtype, head_dim, num_key_value_heads, part_s, backward=backward)
@@ -124,8 +124,7 @@ class ComputeProbe:
     def _attention(
         self, dtype: Dtype, head_dim: int, num_key_value_heads: int, budget_s: float, *, backward: bool
     ) -> Curve:
-        sizes = self.backend.attention
-        batch, num_heads = sizes.batch, sizes.num_heads
+        batch, num_heads = self.backend.batch, self.backend.num_heads
         cases = [
             Case(
                 (5.0 if backward else 2.0) * batch * num_heads * seq**2 * head_dim,
@@ -136,7 +135,7 @@ class ComputeProbe:
                     backward=backward,
                 ),
             )
-            for seq in (sizes.backward_seq_lens if backward else sizes.seq_lens)
+            for seq in (self.backend.backward_seq_lens if backward else self.backend.seq_lens)
         ]
         found = self.backend.sample(cases, budget_s)
         what = "the backward of fused causal attention" if backward else "fused causal attention forward"
