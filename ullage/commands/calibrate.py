@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
         make_folder("--output", path.parent)
     check_output("--output", path)  # before minutes of measuring
     base = _base(args, path) if args.only is not None else None
-    from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
-    from hwprofiles.calibrate.fabric import ranks  # noqa: PLC0415
+    from ullage.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
+    from ullage.calibrate.fabric import ranks  # noqa: PLC0415
 
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
@@ -117,11 +117,10 @@ def run(args: argparse.Namespace) -> int:
         base=base,
         endurance_bytes_per_day=args.drive_endurance,
     )
-    from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
 
     begin_s = time.perf_counter()
     with seconds_bar() as progress:
-        profile, pairs = calibrate(options, kernels(), progress)
+        profile, pairs = calibrate(options, progress)
     took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
     profile = _saved(profile, path, base)
     _print(args, profile, path, base, pairs, took)
@@ -130,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _name(output: Path | None) -> str | None:
     """Return the name that a file gives its profile; ``None``: the file's name cannot be one."""
-    from hwprofiles.calibrate.options import NAME_PATTERN  # noqa: PLC0415
+    from ullage.calibrate.options import NAME_PATTERN  # noqa: PLC0415
 
     return output.stem if output and re.fullmatch(NAME_PATTERN, output.stem) else None
 
@@ -149,7 +148,7 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
     """Measure collectives between the ranks that torchrun has started. Rank 0 writes and prints."""
     import os  # noqa: PLC0415
 
-    from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
+    from ullage.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
 
     if base is None or args.only != "fabric":
         raise ValueError("torchrun has started several ranks, which can only measure collectives; add --only fabric")

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import distributed
 
-from hwprofiles.calibrate.backend import CudaBackend
-from hwprofiles.calibrate.options import Floats, Pair
-from hwprofiles.calibrate.sampling import (
+from hwprofiles.machine import num_cores, this_machine
+from hwprofiles.profile import Fabric, HardwareProfile, connected
+from ullage.calibrate.backend import CudaBackend
+from ullage.calibrate.options import Floats, Pair
+from ullage.calibrate.sampling import (
     Case,
     Summary,
     median_s,
@@ -27,8 +29,6 @@ from hwprofiles.calibrate.sampling import (
     team_clock,
     wall_clock,
 )
-from hwprofiles.machine import num_cores, this_machine
-from hwprofiles.profile import Fabric, HardwareProfile, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20
@@ -40,7 +40,7 @@ def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
 
     Training has one process per GPU, but calibration is one process that sees all GPUs. Without starting others, it can
     time copies between two neighbours, which come close to a ring collective's bus bandwidth.
-    :mod:`hwprofiles.calibrate.fabric` measures the collectives themselves.
+    :mod:`ullage.calibrate.fabric` measures the collectives themselves.
     """
     if num_devices < 2:
         return None

@@ -16,10 +16,11 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
-from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
+from ullage.calibrate import kernels
+from ullage.calibrate.options import Array
+from ullage.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
 
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
@@ -135,10 +136,10 @@ class HostBackend:
 
         return functools.partial(in_turn, copy, self.copy_pool_bytes)
 
-    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
-        """Return updates by the injected CPU kernel on the device's cores."""
+    def optimizer_cases(self) -> list[Case]:
+        """Return updates by the CPU kernel on the device's cores."""
         state = adamw_state(max(self.optimizer_sizes))
-        return adamw_cases(self.optimizer_sizes, state, kernels.cpu_adamw, self.num_cores)
+        return adamw_cases(self.optimizer_sizes, state, self.num_cores)
 
 
 class CudaBackend:
@@ -275,8 +276,8 @@ class CudaBackend:
         source, target = (on_host, on_device) if direction == "down" else (on_device, on_host)
         return functools.partial(in_turn, lambda part: target[part].copy_(source[part], non_blocking=True), pool_bytes)
 
-    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
-        """Return updates by the injected kernel; subgroups rotate through the state of the largest."""
+    def optimizer_cases(self) -> list[Case]:
+        """Return updates on the device; subgroups rotate through the state of the largest."""
         num_params = max(self.optimizer_sizes)
         state = [torch.full((num_params,), value, device=self.device) for value in (0.02, 1e-3, 1e-6)]
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
@@ -297,9 +298,9 @@ def adamw_state(num_params: int) -> tuple[Array, ...]:
     return master, exp_avg, exp_avg_sq, gradient, weight
 
 
-def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
+def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], num_threads: int) -> list[Case]:
     """Return one CPU AdamW update per number of parameters, on subgroups that rotate through the state."""
-    return _rotating(sizes, state, lambda m, avg, sq, grad, w: cpu_adamw(m, avg, sq, grad, w, num_threads))
+    return _rotating(sizes, state, lambda *arrays: kernels.cpu_adamw(arrays, num_threads))
 
 
 def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
+from ullage.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 
 _QUICK_FILE_BYTES = 2**28
 _MARGIN = 1.2  # leave some space for other programs
