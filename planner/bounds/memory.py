@@ -1,11 +1,19 @@
-"""Conditions on memory: of the device at every backward, of the host and its drives all the time."""
+"""Conditions on memory: of the device at every backward, of the host and its drives all the time.
+
+At the last unit's backward all saved activations of the segments before it are somewhere. Those that are kept are on
+the device. Offloaded ones are still on the device, on the host, or, if evicted, on NVMe. A copy in progress occupies
+two places, which only takes more memory.
+
+State on NVMe passes through host buffers. A buffer holds a subgroup from its read to its write. So
+when updates may begin, at most the buffers' bytes of state have been read, and when all updates have ended, at most the
+buffers' bytes are still to be written.
+"""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import RING, ROOM, Sum
-from planner.bounds.storage import STATE_BUFFERS, offloaded
+from planner.bounds.program import RING, ROOM, LinearProgram, Sum
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.workspace import least_workspace_bytes
@@ -13,6 +21,7 @@ from planner.schedule.tasks import Tier
 from planner.simulate.prediction import capacities
 
 STATE_SLOT = "state slot"
+STATE_BUFFERS = "state in host buffers"
 
 Rings = dict[str, tuple[float, list[Unit]]]
 """Rings of parameter slots, by variable: the share of device memory of one slot, and the units that use it."""
@@ -215,3 +224,34 @@ def saved_activations(on: Placement, segment: Sequence[Unit]) -> Sum:
             rest = num_tiles * segment[0].activation_output_bytes if way == "recompute" else 0.0
             held[variable] = rest - saved
     return held
+
+
+def offloaded(
+    program: LinearProgram, passages: Iterable[tuple[Sequence[Unit], int]], unit_bytes: float, where: str = ""
+) -> dict[Tier, str]:
+    """Add variables for the offloaded activations on each tier, in multiples of ``unit_bytes``; return them by tier.
+
+    Args:
+        program: the program to extend.
+        passages: segments, each with the number of times that its activations are there.
+        unit_bytes: the unit of the variables.
+        where: ends the names of variables and rows.
+    """
+    everything, evicted = Sum(), Sum()
+    for segment, count in passages:
+        moved = count * sum(unit.swap_bytes for unit in segment) / unit_bytes
+        for way, sums in (("offload", (everything,)), ("evict", (everything, evicted))):
+            if (name := f"{segment[0].segment}:{way}") in program.boxes:
+                for terms in sums:
+                    terms[name] += moved
+    if not everything:
+        return {}
+    tiers = (Tier.GPU, Tier.HOST, *((Tier.NVME,) if evicted else ()))
+    high = program.highest(everything)
+    found = {tier: program.variable(f"offloaded activations on {tier}{where}", 0.0, high) for tier in tiers}
+    program.at_least(
+        f"offloaded activations are somewhere{where}", Sum(*((name, 1.0) for name in found.values())), everything
+    )
+    if evicted:
+        program.at_least(f"evicted activations alone are on NVMe{where}", evicted, Sum((found[Tier.NVME], 1.0)))
+    return found

@@ -5,10 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from planner.bounds.loads import Key, Load, label
-from planner.bounds.memory import STATE_SLOT, Rings
+from planner.bounds.memory import STATE_BUFFERS, STATE_SLOT, Rings
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import TIME, Sum
-from planner.bounds.storage import STATE_BUFFERS
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit
