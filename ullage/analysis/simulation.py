@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from planner.choices.request import Request
 from planner.choices.variants import variants
@@ -21,7 +22,11 @@ from ullage.rivals.engines.zenflow import zen_flow
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
-_ByCount = Callable[[Setup, tuple[int, ...]], Iterator[Decisions]]
+_BY_COUNT: Final[Mapping[str, tuple[Callable[[Setup, tuple[int, ...]], Iterator[Decisions]], str]]] = {
+    "zenflow": (zen_flow, "update interval"),
+    "interleaved": (interleaved, "stride"),
+}
+"""Engines whose setting is a number, and what that is."""
 
 
 def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
@@ -112,7 +117,7 @@ def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decis
     }
     if engine not in by_count:
         raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")
-    policy, what = by_count[engine]
+    policy, what = _BY_COUNT[engine]
     if not setting.isdecimal() or int(setting) < 1:
         raise ValueError(f"{engine} {setting}: the {what} must be a whole number of at least 1")
     return lambda setup: policy(setup, (int(setting),))
