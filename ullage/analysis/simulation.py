@@ -111,11 +111,7 @@ def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decis
         if not 0 <= fraction <= 1:
             raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must be between 0 and 1")
         return lambda setup: by_fraction(setup, (fraction,))
-    by_count: Mapping[str, tuple[_ByCount, str]] = {
-        "zenflow": (zen_flow, "update interval"),
-        "interleaved": (interleaved, "stride"),
-    }
-    if engine not in by_count:
+    if engine not in _BY_COUNT:
         raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")
     policy, what = _BY_COUNT[engine]
     if not setting.isdecimal() or int(setting) < 1:
