@@ -201,10 +201,9 @@ def test_interrupt_leaves_nothing(stop_at: str, tmp_path: Path, monkeypatch: pyt
     assert torch.get_num_threads() == threads
 
 
-def test_scratch_file_is_gone_even_while_in_use(tmp_path: Path) -> None:
-    with disk._scratch_file(tmp_path) as (descriptor, _):
+def test_scratch_file_has_no_name_even_while_in_use(tmp_path: Path) -> None:
+    with disk.open_disk(tmp_path, quick=True):
         assert not list(tmp_path.iterdir())
-        assert os.write(descriptor, bytes(0)) == 0
 
 
 def probe_disk(folder: Path, budget_s: float) -> Storage:
@@ -253,16 +252,7 @@ def test_scratch_directory_must_exist(tmp_path: Path) -> None:
 
 
 def test_disk_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_open = os.open
-
-    def no_direct(path: Any, flags: int, mode: int = 0o777) -> int:
-        descriptor = real_open(path, flags & ~os.O_DIRECT, mode)  # as Linux does: create the file, then refuse
-        if flags & os.O_DIRECT:
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "no direct I/O")
-        return descriptor
-
-    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(disk, "enable_direct_io", lambda _descriptor: False)
     storage = probe_disk(tmp_path, 0.2)
     assert "page cache" in storage.read.provenance.source
     assert not list(tmp_path.iterdir())

@@ -175,7 +175,7 @@ def test_writing_replaces(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("field", "message"), [("start_s", "is a run"), ("host_link", "is a hardware profile")])
+@pytest.mark.parametrize(("field", "message"), [("start_s", "is a run"), ("host_link", "is a profile")])
 def test_another_kind_of_file_is_named(field: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(f'{{"schema_version": 1, "{field}": []}}', encoding="utf-8")
