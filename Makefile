@@ -42,13 +42,13 @@ TIMED := tests/ullage/test_agreement.py
 # Each part imports torch and all else once, and so does what it forks from: so there are few.
 PARTS := test-executor test-ullage test-planner test-others
 test-executor:
-	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks tests/hwprofiles
+	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks tests/hwprofiles tests/calibrate
 test-ullage:
 	nice -n 5 $(BIN)/python -m pytest tests/ullage tests/checkpoint --ignore=$(TIMED)
 test-planner:
 	nice -n 19 $(BIN)/python -m pytest tests/planner
 test-others:
-	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks hwprofiles ullage checkpoint planner)
+	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks hwprofiles calibrate ullage checkpoint planner)
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -106,12 +106,3 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "inter_node.partial_group_ratio": Entry("fitted", "", "groups with some of a node's devices; calibration has all"),
 }
 """By dotted path as in :mod:`hwprofiles.paths`, with ``*`` for a key; multiprocessors, cores and drives are counts."""
-
-
-def entry_of(path: str) -> Entry:
-    """Return the entry of a quantity's path, such as ``device.gemm.bf16``.
-
-    Raises:
-        KeyError: there is no such quantity.
-    """
-    return CATALOGUE.get(path) or CATALOGUE[f"{path.rpartition('.')[0]}.*"]

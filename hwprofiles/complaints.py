@@ -1,12 +1,53 @@
 """Data of files as objects, and the errors of pydantic about them as one line."""
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from hwprofiles.files import read_json
+
 _Of = TypeVar("_Of", bound=BaseModel)
+_MARKS: Final[Mapping[str, str]] = {"run": "start_s", "plan": "decisions", "study": "request", "profile": "host_link"}
+
+
+def kind_of(data: Any) -> str | None:
+    """Return whether the data of a file are a run, a plan, a study or a profile, by a field that only these have."""
+    return next((kind for kind, mark in _MARKS.items() if isinstance(data, dict) and mark in data), None)
+
+
+def read_document(
+    of: type[_Of],
+    path: Path,
+    kind: str,
+    remedy: str,
+    again: str,
+    error: type[ValueError] = ValueError,
+    also: Collection[int] = (),
+) -> _Of:
+    """Return the object in a file of a kind; see :func:`kind_of`.
+
+    Args:
+        of: the class of the object.
+        path: the file.
+        kind: its kind.
+        remedy: what to do if it is missing, or of another kind.
+        again: what to do if it has another schema version.
+        error: the class of errors to raise.
+        also: schema versions that can be read beside the class's own.
+
+    Raises:
+        error: the file cannot be read, or is of another kind or version.
+    """
+    data = read_json(path, error, remedy)
+    if (found := kind_of(data)) != kind:
+        raise error(f"{path} is {f'a {found}, ' if found else ''}not a {kind}; {remedy}")
+    own = of.model_fields["schema_version"].default
+    if (version := data.get("schema_version", own)) not in {own, *also}:
+        raise error(f"{path} has schema_version {version}, but this program reads {own}; {again}")
+    return validated(of, data, path, kind, error)
 
 
 def validated(kind: type[_Of], data: Any, where: Path | str, whole: str, error: type[ValueError] = ValueError) -> _Of:

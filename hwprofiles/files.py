@@ -45,7 +45,7 @@ def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """
     encoded = data.encode() if isinstance(data, str) else data
     try:
-        if _is_stream(path):
+        if _is_stream(path, str(path)):
             _write_into(path, encoded)
         else:
             _replace(path.resolve(), encoded, durable=durable)
@@ -82,14 +82,12 @@ def check_output(option: str, path: Path | None, *, only_regular: bool = False) 
     try:
         if (standard := _STANDARD.get(_descriptor(path))) is not None:
             raise ValueError(f"{option} {path} is {standard}; give the name of a file, or a pipe")
-        if not _is_stream(path):
+        if not _is_stream(path, f"{option} {path}"):
             _check_folder(option, path, path.resolve().parent)
         elif only_regular:
             raise ValueError(f"{option} {path} is {_kind(path.stat().st_mode)}; give the name of a regular file")
         elif not os.access(path, os.W_OK):
             raise ValueError(f"{option} {path} must not be written by this user; give the name of another file")
-    except FileIsSpecialError as error:
-        raise ValueError(f"{option} {error}") from None
     except OSError as error:  # a loop of links, a name that is too long, a folder without permission
         raise ValueError(f"{option} {path}: {error.strerror}; give the name of a file that can be written") from error
 
@@ -115,20 +113,16 @@ def make_folder(option: str, path: Path) -> None:
         ) from error
 
 
-class FileIsSpecialError(ValueError):
-    """A path names something that cannot be read or written as a file."""
-
-
 def check_regular(path: Path) -> int:
     """Return the size in bytes of a regular file, for example before mapping it.
 
     Raises:
-        FileIsSpecialError: the path is a folder, a device, a pipe or a socket.
+        ValueError: the path is a folder, a device, a pipe or a socket.
         OSError: the file does not exist.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}; give a regular file")
+        raise ValueError(f"{path} is {_kind(found.st_mode)}; give a regular file")
     return found.st_size
 
 
@@ -136,21 +130,21 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return all bytes of a regular file or of a pipe.
 
     Raises:
-        FileIsSpecialError: the path is a folder, a device or a socket, or the file is empty or over ``most_bytes``.
+        ValueError: the path is a folder, a device or a socket, or the file is empty or over ``most_bytes``.
         OSError: the file cannot be read.
     """
     found = path.stat()
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
-        raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}")
+        raise ValueError(f"{path} is {_kind(found.st_mode)}")
     if stat.S_ISREG(found.st_mode) and not found.st_size:  # files of /proc have size 0 too, and some never end
-        raise FileIsSpecialError(f"{path} is empty")
+        raise ValueError(f"{path} is empty")
     chunks, num_bytes = [], 0
     with path.open("rb") as file:  # a pipe has no size, so it must be read to the end
         while max(found.st_size, num_bytes) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
             chunks.append(chunk)
             num_bytes += len(chunk)
     if max(found.st_size, num_bytes) > most_bytes:
-        raise FileIsSpecialError(f"{path} has more than {most_bytes:,} B, which no file of that kind has")
+        raise ValueError(f"{path} has more than {most_bytes:,} B, which no file of that kind has")
     return b"".join(chunks)
 
 
@@ -166,11 +160,13 @@ def read_json(path: Path, error: type[ValueError], remedy: str) -> Any:
         error: the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(read_whole(path).decode(), object_pairs_hook=_with_unique_fields)
-    except FileIsSpecialError as problem:
+        content = read_whole(path)
+    except ValueError as problem:
         raise error(f"{problem}; {remedy}") from problem
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or type(problem).__name__}; {remedy}") from problem
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_with_unique_fields)
     except (ValueError, RecursionError) as problem:  # not UTF-8, not JSON, or nested too deeply
         raise error(f"{path} is not JSON ({problem}); {remedy}") from problem
 
@@ -189,11 +185,11 @@ def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
-def _is_stream(path: Path) -> bool:
-    """Return whether a path names a device or pipe, which is written into; see the module.
+def _is_stream(path: Path, words: str) -> bool:
+    """Return whether a path, in words, names a device or pipe, which is written into; see the module.
 
     Raises:
-        FileIsSpecialError: the path names something that is never written, such as a folder.
+        ValueError: the path names something that is never written, such as a folder.
         OSError: the path cannot be examined.
     """
     try:
@@ -204,7 +200,7 @@ def _is_stream(path: Path) -> bool:
         return _descriptor(path) is not None
     if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
         return True
-    raise FileIsSpecialError(f"{path} is {_kind(mode)}; give the name of a file{' in it' * stat.S_ISDIR(mode)}")
+    raise ValueError(f"{words} is {_kind(mode)}; give the name of a file{' in it' * stat.S_ISDIR(mode)}")
 
 
 def _descriptor(path: Path) -> int | None:

@@ -55,7 +55,7 @@ def small_measurements() -> Iterator[None]:
                 "traffic._THREADS_PARAMS": 2**20,
                 "sampling.NUM_WINDOWS": 4,
             }.items():
-                patched.setattr(f"hwprofiles.calibrate.{name}", size)
+                patched.setattr(f"ullage.calibrate.{name}", size)
         yield
 
 

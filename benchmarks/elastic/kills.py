@@ -59,7 +59,7 @@ _PRELOADED: Final = (
     "executor.prepare",
     "planner.plan.planning",
     "ullage.commands.execute.run",
-    "ullage.this_machine.kernels",
+    "ullage.calibrate.kernels",
 )
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108 - shared memory is intended
 _RANKS: Final = 4

@@ -400,12 +400,11 @@ class DeviceProbe:
 
 
 def _update_of_ullage(num_params: int) -> Callable[[int], object]:
-    from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - the probe runs without it
+    from ullage.calibrate.kernels import cpu_adamw  # noqa: PLC0415 - the probe runs without it
 
-    adamw: Callable[..., object] = kernels().cpu_adamw
     state = [torch.full((num_params,), value).numpy() for value in (0.02, 1e-3, 1e-6)]
     narrow = [torch.full((num_params,), value, dtype=torch.int16).numpy().view("uint16") for value in (0x3A83, 0)]
-    return lambda threads: adamw(*state, *narrow, threads)
+    return lambda threads: cpu_adamw((*state, *narrow), threads)
 
 
 def _update_of_torch(num_params: int) -> Callable[[int], object]:

@@ -25,10 +25,9 @@ from typing import Literal
 
 from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
-from hwprofiles.calibrate import CalibrationOptions, calibrate
 from hwprofiles.registry import load_profile
+from ullage.calibrate import CalibrationOptions, calibrate
 from ullage.cli.arguments import parse_bytes
-from ullage.this_machine.kernels import kernels
 
 OUTPUT = Path(__file__).parents[2] / "out" / "gpu" / "peers.json"
 # sequences, tokens of each, micro-batches, norm, whether peers recompute, type of master copy and moments
@@ -88,7 +87,7 @@ def main() -> None:
         profile = load_profile(args.profile)
     else:
         options = CalibrationOptions(quick=True, device="gpu" if args.device == "cuda" else "host")
-        profile = calibrate(options, kernels(), lambda *_: None)[0]
+        profile = calibrate(options, lambda *_: None)[0]
     threads = profile.device.num_cores
     cells = [cell_of(*names, args.device_memory, threads) for names in chosen(args.models, args.cells)]
     rounds = Rounds(args.rounds, *((2, 5) if args.rounds == 1 else (5, 20)), args.tries)

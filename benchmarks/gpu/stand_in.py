@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes, num_cores
 from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
+from ullage.calibrate.run import USABLE_SHARE
 from ullage.cli.arguments import parse_bytes
 
 _DEVICE_SHARE = 0.95

@@ -32,7 +32,7 @@ Order = Mapping[str, Any]
 
 @final
 class NodePlaces:
-    """The places of this node, and what its leader does there when rank 0 orders it.
+    """The places of this node, what its leader does there when rank 0 orders it, and rank 0's log of orders.
 
     Args:
         peers: all ranks.
@@ -46,6 +46,14 @@ class NodePlaces:
     ) -> None:
         self.peers, self.places, self.num_divided, self._check = peers, tuple(places), num_divided, check
         self._copies: dict[str, tuple[Manifest, list[FileRecord]]] = {}  # that are not complete, by name
+        self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
+        self._num_given = [0] * len(self.places)
+        self._num_forgotten = [0] * len(self.places)
+
+    @property
+    def levels(self) -> range:
+        """The levels with orders: divided ones, and the first shared one, which gets its files from all nodes."""
+        return range(min(self.num_divided + 1, len(self.places)))
 
     def local(self, level: int) -> FolderPlace:
         """Return the folder of this node on a divided level."""
@@ -82,6 +90,50 @@ class NodePlaces:
                 raise AssertionError(other)
         return None
 
+    def give(self, level: int, order: Order) -> int:
+        """Give an order to the leaders of all other nodes, without waiting for it; return its number.
+
+        Raises:
+            CheckpointError: the ranks can no longer reach each other.
+        """
+        with self._lock:
+            number, self._num_given[level] = self._num_given[level], self._num_given[level] + 1
+            self.peers.send(_key(level, number), json.dumps(order))
+        return number
+
+    def ask(self, level: int, order: Order, check: Callable[[], None] = lambda: None) -> list[Any]:
+        """Give an order to all leaders, this one too; return all answers, by node.
+
+        Raises:
+            OSError: a node cannot do it.
+        """
+        number = self.give(level, order)
+        failure: OSError | None = None
+        answers: list[Any] = []
+        try:
+            answers.append(self.do(level, order))
+        except OSError as error:
+            failure = error
+        for node in range(1, len(self.peers.nodes)):
+            answer = json.loads(self.peers.receive(_key(level, number, node), check=check))
+            answers.append(answer.get("is"))
+            if "error" in answer:
+                failure = failure or CheckpointError(f"node {node}: {answer['error']}")
+        with self._lock:  # each is forgotten by one thread: who looks for a text that goes waits long
+            first = self._num_forgotten[level]
+            self._num_forgotten[level] = max(first, number + 1)
+        for earlier in range(first, number + 1):  # leaders have done all until here
+            self.peers.forget(_key(level, earlier))
+        if failure is not None:
+            raise failure
+        return answers
+
+    def end(self) -> None:
+        """Let the followers of all levels end."""
+        with contextlib.suppress(CheckpointError):
+            for level in self.levels:
+                self.give(level, {"do": _END})
+
     def _held(self, folder: Folder) -> tuple[str, list[int]]:
         """Return the digest of a checkpoint, and the indices of the files that are here and whole."""
         try:
@@ -107,59 +159,6 @@ class NodePlaces:
                     self.local(level).begin_copy(manifest, name.rpartition("-")[2])
                 self._copies[name] = manifest, records
             self.places[level].copy(name, source, records, self._check)
-
-
-@final
-class Orders:
-    """Rank 0's log of orders of one level."""
-
-    def __init__(self, here: NodePlaces, level: int) -> None:
-        self.here, self._level = here, level
-        self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
-        self._number = self._num_forgotten = 0
-
-    def give(self, order: Order) -> int:
-        """Give an order to all other leaders, without waiting for it; return its number.
-
-        Raises:
-            CheckpointError: the ranks can no longer reach each other.
-        """
-        with self._lock:
-            number, self._number = self._number, self._number + 1
-            self.here.peers.send(_key(self._level, number), json.dumps(order))
-        return number
-
-    def ask(self, order: Order, check: Callable[[], None] = lambda: None) -> list[Any]:
-        """Give an order to all leaders, this one too; return all answers, by node.
-
-        Raises:
-            OSError: a node cannot do it.
-        """
-        peers = self.here.peers
-        number = self.give(order)
-        failure: OSError | None = None
-        answers: list[Any] = []
-        try:
-            answers.append(self.here.do(self._level, order))
-        except OSError as error:
-            failure = error
-        for node in range(1, len(peers.nodes)):
-            answer = json.loads(peers.receive(_key(self._level, number, node), check=check))
-            answers.append(answer.get("is"))
-            if "error" in answer:
-                failure = failure or CheckpointError(f"node {node}: {answer['error']}")
-        with self._lock:  # each is forgotten by one thread: who looks for a text that goes waits long
-            first, self._num_forgotten = self._num_forgotten, max(self._num_forgotten, number + 1)
-        for earlier in range(first, number + 1):  # leaders have done all until here
-            peers.forget(_key(self._level, earlier))
-        if failure is not None:
-            raise failure
-        return answers
-
-    def close(self) -> None:
-        """Let the other leaders end."""
-        with contextlib.suppress(CheckpointError):
-            self.give({"do": _END})
 
 
 @final
@@ -220,10 +219,10 @@ def _key(level: int, number: int, node: int | None = None) -> str:
 class DividedPlace(Place):
     """A folder of each node, as rank 0 sees it: what it does here, the other leaders do too."""
 
-    def __init__(self, orders: Orders, level: int) -> None:
-        self.local = orders.here.local(level)
+    def __init__(self, here: NodePlaces, level: int) -> None:
+        self.local = here.local(level)
         super().__init__(self.local.place)
-        self._orders = orders
+        self._here, self._level = here, level
         self._elsewhere: dict[str, Folder] | None = None  # checkpoints of earlier starts on other nodes, by name
 
     def folder(self, step: int, nonce: int = 0) -> Folder:
@@ -240,7 +239,7 @@ class DividedPlace(Place):
 
     def steps(self) -> list[set[int]]:
         """Return the steps of each node's checkpoints, damaged or not."""
-        of_nodes = [set(steps) for steps in self._orders.ask({"do": "steps"})]
+        of_nodes = [set(steps) for steps in self._here.ask(self._level, {"do": "steps"})]
         self._elsewhere = {self.folder(step).name: self.folder(step) for step in set().union(*of_nodes)}
         return of_nodes
 
@@ -253,11 +252,11 @@ class DividedPlace(Place):
         Raises:
             DamagedError: some part of it is on no node.
         """
-        answers = self._orders.ask({"do": "held", "step": step}, check)
+        answers = self._here.ask(self._level, {"do": "held", "step": step}, check)
         for digest in dict.fromkeys(digest for digest, files in answers if files):
             files = [whole if its == digest else [] for its, whole in answers]
             node = next(node for node, of_node in enumerate(files) if of_node)
-            text = self._orders.ask({"do": "manifest", "step": step, "node": node})[node]
+            text = self._here.ask(self._level, {"do": "manifest", "step": step, "node": node})[node]
             manifest = Manifest.read(text.encode())
             if set().union(*files) == set(range(len(manifest.files))):
                 return manifest, files
@@ -279,14 +278,14 @@ class DividedPlace(Place):
 
     def complete_copy(self, name: str, manifest: Manifest) -> Folder:
         """See :class:`Place`."""
-        self._orders.ask({"do": "complete", "name": name})
+        self._here.ask(self._level, {"do": "complete", "name": name})
         return self.folder(manifest.step)
 
     def abandon_copy(self, name: str, manifest: Manifest) -> None:
         """See :class:`Place`."""
         self.local.abandon_copy(name, manifest)
         with contextlib.suppress(CheckpointError):
-            self._orders.give({"do": "abandon", "name": name})
+            self._here.give(self._level, {"do": "abandon", "name": name})
 
     def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:
         self.held(step_of(folder), check)
@@ -295,7 +294,7 @@ class DividedPlace(Place):
         """See :class:`Place`."""
         if self._elsewhere is not None:
             self._elsewhere.pop(folder.name, None)
-        self._orders.give({"do": "remove", "step": step_of(folder)})
+        self._here.give(self._level, {"do": "remove", "step": step_of(folder)})
         self.local.remove(folder)
 
     def _remove_dead_drafts(self, last: int) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
 
-from executor.checkpoint.divided import DividedPlace, Follower, NodePlaces, Orders
+from executor.checkpoint.divided import DividedPlace, Follower, NodePlaces
 from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
@@ -220,7 +220,7 @@ class Levels:
             self._locks = locks.pop_all()  # locked until closed; see [Note: One run]
         self.num_divided = 0
         self._followers: list[Follower] = []
-        self._orders: list[Orders] = []
+        self._nodes: NodePlaces | None = None  # of rank 0, if nodes have folders of their own
         self._on_outcome = on_outcome
         self._newest: _Request | None = None
         self._num_whole = 0
@@ -248,14 +248,13 @@ class Levels:
         """
         self.num_divided = num_divided
         here = NodePlaces(peers, self.places, num_divided, self._check_open)
-        levels = range(min(num_divided + 1, len(self.places)))  # the first of the shared ones gets its files from all
         if peers.rank:
             for place in self.places[:num_divided]:
                 self._locks.enter_context(place.lock())
-            self._followers = [Follower(here, level) for level in levels]
+            self._followers = [Follower(here, level) for level in here.levels]
         else:
-            self._orders = [Orders(here, level) for level in levels]
-            divided = (DividedPlace(self._orders[level], level) for level in range(num_divided))
+            self._nodes = here
+            divided = (DividedPlace(here, level) for level in range(num_divided))
             self.places = (*divided, *self.places[num_divided:])
 
     @property
@@ -340,8 +339,8 @@ class Levels:
                 hanging = worker.close(_END_S)
                 if hanging is not None and level:
                     self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
-            for orders in self._orders:
-                orders.close()
+            if self._nodes is not None:
+                self._nodes.end()
             self._locks.close()
 
     def _submit(self, level: int, request: _Request) -> None:
@@ -407,7 +406,8 @@ class Levels:
                 return self.places[level].put(checkpoint, self._check_open, copy)
 
     def _copy_on_nodes(self, level: int, order: Mapping[str, Any], name: str) -> None:
-        self._orders[level].ask({**order, "name": name}, self._check_open)
+        assert self._nodes is not None, "only nodes with folders of their own copy together"
+        self._nodes.ask(level, {**order, "name": name}, self._check_open)
 
     def _check_open(self) -> None:
         if self._end is not None:

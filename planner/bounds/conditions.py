@@ -33,11 +33,11 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from planner.bounds.memory import Memory
+from planner.bounds.memory import memory
 from planner.bounds.pipelines import pipelined
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import NEVER_S, OVERRUN, ROOM, LinearProgram
-from planner.bounds.windows import Windows
+from planner.bounds.windows import windows
 from planner.bounds.work import work
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
@@ -75,7 +75,7 @@ def _conditions(setup: Setup, cost: CostModel) -> LinearProgram:
             return program
     placement = Placement(setup, cost, NEVER_S)
     work(placement)
-    Windows(placement, Memory(placement))
+    windows(placement, *memory(placement))
     _KNOWN.append((setup, cost, placement.program))
     return placement.program
 
@@ -85,7 +85,7 @@ def memory_conditions(setup: Setup, cost: CostModel) -> LinearProgram:
     if setup.given.pipeline_parallel > 1:
         return conditions(setup, cost, NEVER_S, soft=True)
     placement = Placement(setup, cost, NEVER_S)
-    Memory(placement)
+    memory(placement)
     return _softened(placement.program)
 
 

@@ -24,10 +24,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, label
-from planner.bounds.memory import saved_activations, weights_or_gradients
+from planner.bounds.memory import offloaded, saved_activations, weights_or_gradients
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import ROOM, TIME, LinearProgram, Sum
-from planner.bounds.storage import offloaded
 from planner.bounds.windows import returning
 from planner.bounds.work import load_of
 from planner.costs.model import CostModel

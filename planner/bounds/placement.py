@@ -1,5 +1,6 @@
 """The variables of a linear program: where everything is, and what follows for each unit alone."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, Loads
@@ -39,6 +40,7 @@ class Placement:
         self.weight_bytes = self.given.precision.weight_bytes
         self.repeats = repeats or self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
+        self._coming: dict[str, Load] = {}
         self.program = LinearProgram(TIME)
         self.program.variable(TIME, 0.0, limit_s)
         for room in ROOM.values():
@@ -172,6 +174,17 @@ class Placement:
             self.loads.copy(load, Resource.LINK_DOWN, num_bytes, host)
             away.plus(host, -1.0)
         self.loads.copy(load, Resource.LINK_DOWN, own_bytes, away)
+
+    def coming(self, unit: Unit) -> Load:
+        """Return the load of bringing a unit's parameters to the device for one use."""
+        if (known := self._coming.get(unit.name)) is not None:
+            return known
+        load = self._coming[unit.name] = defaultdict(Sum)
+        if f"{unit.name}:fills" in self.program.boxes:
+            if self.given.gathers(unit):
+                self.gathered(load, unit)
+            self.comes(load, unit)
+        return load
 
     def gathered(self, load: Load, unit: Unit) -> None:
         """Add one all-gather of a unit's parameters, perhaps in fp8."""

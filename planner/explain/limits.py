@@ -25,7 +25,7 @@ from planner.bounds.solver import solve
 from planner.choices.variants import variant
 from planner.costs.scalable import Scalable, scaled
 from planner.costs.scalable import scalables as scalables_of
-from planner.explain.trial import Bench, bounding_lane
+from planner.explain.bench import Bench, bounding_lane
 from planner.schedule.tasks import Lane, Tier
 
 # The largest factor in the search for a crossing, and the ratio of two factors that bracket it.
@@ -108,7 +108,7 @@ def _limit(bench: Bench, scalable: Scalable, bound_elasticity: float) -> Limit:
     bound_s = binding_proof(bench).bound_s or 0.0
     worth = {"bound_elasticity": bound_elasticity, "bound_s_per_unit": bound_elasticity * bound_s / value}
     if scalable.tier is not None:
-        needed = bench.own.peak_bytes(scalable.tier) / value
+        needed = bench.own.peak_bytes.get(scalable.tier, 0) / value
         return Limit(scalable, value, item.unit, 0.0, own_s, None, None, fits_from=needed, **worth)
     (more_s, _), (less_s, _) = (_at(bench, scalable, factor) for factor in (1 + _STEP, 1 / (1 + _STEP)))
     return Limit(
@@ -210,7 +210,7 @@ def bound_rests_on(bench: Bench) -> dict[tuple[str, str], float]:
 def full_tiers(bench: Bench) -> Iterator[tuple[Tier, float]]:
     """Yield tiers without room for the state of one more of the largest subgroups, with the fraction in use."""
     largest = max(size for unit in bench.units.values() for size in bench.decisions.piece_params(unit) or (0,))
-    for tier, use in bench.own.memory.items():
+    for tier, use in bench.memory.items():
         ranks = 1 if tier is Tier.GPU else bench.cost.ranks_per_node
         if use.capacity_bytes - use.peak_bytes < bench.decisions.state_bytes_per_param * largest * ranks:
             yield tier, use.peak_bytes / use.capacity_bytes

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import networkx as nx
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.explain.trial import Bench, Trial
+from planner.explain.bench import Bench
 from planner.schedule.tasks import Lane, Op, Tier
+from planner.search.scoring import Candidate
 from planner.simulate.critical_path import critical_steps
 
 # Times that differ by a smaller fraction count as equal.
@@ -59,7 +60,7 @@ class Group:
     params: str
     activations: str
     updates: dict[Place, float]
-    cheapest: dict[str, Trial | None]
+    cheapest: dict[str, Candidate | None]
 
 
 def find_unit(bench: Bench, name: str) -> str:
@@ -77,7 +78,7 @@ def find_unit(bench: Bench, name: str) -> str:
 
 def alternatives(
     bench: Bench, unit: str, progress: Callable[[int, int], object] = lambda *_: None
-) -> tuple[Trial, ...]:
+) -> tuple[Candidate, ...]:
     """Simulate every decision for a unit as a whole, the plan's own first (``bench.own``).
 
     These are all valid combinations of one place for all its updates, gradients of streamed subgroups on the device or
@@ -149,7 +150,7 @@ def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
             yield decision
 
 
-def cheapest_move(bench: Bench, unit: str) -> Trial | None:
+def cheapest_move(bench: Bench, unit: str) -> Candidate | None:
     """Return the cheapest of a unit's single moves, preferring those that fit; ``None`` if there is none."""
     trials = (bench.trial(moved(bench, unit, decision)) for decision in single_moves(bench, unit))
     return min(trials, key=lambda trial: trial.order, default=None)
@@ -170,7 +171,7 @@ def groups(
     total = sum(map(len, tried.values()))
     done, found = 0, []
     for name, units in runs.items():
-        cheapest: dict[str, Trial | None] = {}
+        cheapest: dict[str, Candidate | None] = {}
         for unit in tried[name]:
             progress(done, total)
             cheapest[unit] = cheapest_move(bench, unit)
@@ -247,7 +248,7 @@ def deadline(bench: Bench, unit: str) -> Deadline | None:
     )
 
 
-def why(bench: Bench, found: Sequence[Trial]) -> tuple[str, Trial | None]:
+def why(bench: Bench, found: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     """Return the reason why a unit is where it is, and the alternative that the reason is about.
 
     Args:
@@ -274,6 +275,6 @@ def why(bench: Bench, found: Sequence[Trial]) -> tuple[str, Trial | None]:
     return ("fastest", fitting[0]) if fitting else ("only", None)
 
 
-def peak_change_bytes(bench: Bench, trial: Trial, tier: Tier) -> int:
+def peak_change_bytes(bench: Bench, trial: Candidate, tier: Tier) -> int:
     """Return by how much a trial changes the peak of a tier."""
-    return trial.peak_bytes(tier) - bench.own.peak_bytes(tier)
+    return trial.peak_bytes.get(tier, 0) - bench.own.peak_bytes.get(tier, 0)

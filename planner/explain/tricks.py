@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from planner.decisions import Decisions, Place
-from planner.explain.trial import Bench, Trial, changed
+from planner.explain.bench import Bench, changed
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
+from planner.search.scoring import Candidate
 
 Off = Callable[[Bench], Iterator[Decisions]]
 
@@ -36,7 +37,7 @@ class Trick:
 
 def worths(
     bench: Bench, progress: Callable[[int], object] = lambda _: None, tricks: Sequence[Trick] | None = None
-) -> dict[Trick, Trial | None]:
+) -> dict[Trick, Candidate | None]:
     """Switch off one trick at a time, and return the best without each; ``None`` if the plan does not use it.
 
     Args:
@@ -51,7 +52,7 @@ def worths(
     return found
 
 
-def without(bench: Bench, trick: Trick) -> Trial | None:
+def without(bench: Bench, trick: Trick) -> Candidate | None:
     """Return the best that can be done without a trick, or ``None`` if the plan does not use it.
 
     A plan does not use a trick if the schedule stays the same without it.
@@ -62,7 +63,7 @@ def without(bench: Bench, trick: Trick) -> Trial | None:
     return min((bench.trial(decisions) for decisions in other), key=lambda trial: trial.order, default=None)
 
 
-def with_compiled_kernels(bench: Bench) -> Trial | None:
+def with_compiled_kernels(bench: Bench) -> Candidate | None:
     """Return the plan with compiled kernels; ``None`` if it has others than those of ``transformers``, or they cannot.
 
     They are for GPUs, and change the last bits of losses.
@@ -228,49 +229,18 @@ TRICKS: tuple[Trick, ...] = (
     ),
     Trick("forward-order", "updates in the order of the next forward", "in the order of backward", _forward_order),
     Trick("early-updates", "updates start during backward", "they start at the step", _options(update_start="step")),
+    Trick("several-places", "CPU, resident, streamed updates at once", "all in the best one place", _several_places),
+    Trick("shares-by-rate", "CPU and streamed updates shared by rate", "every second one streamed", _shares_by_rate),
+    Trick("resident-state", "spare device memory holds optimizer state", "streamed, or on the CPU", _resident_state),
     Trick(
-        "several-places",
-        "CPU, resident, streamed updates at once",
-        "all in the best one place",
-        _several_places,
+        "nearest-deadline", "resident state where the deadline is nearest", "where it is farthest", _nearest_deadline
     ),
     Trick(
-        "shares-by-rate",
-        "CPU and streamed updates shared by rate",
-        "every second one streamed",
-        _shares_by_rate,
+        "resident-parameters", "parameters resident where there is room", "fetched for every use", _resident_parameters
     ),
-    Trick(
-        "resident-state",
-        "spare device memory holds optimizer state",
-        "streamed, or on the CPU",
-        _resident_state,
-    ),
-    Trick(
-        "nearest-deadline",
-        "resident state where the deadline is nearest",
-        "where it is farthest",
-        _nearest_deadline,
-    ),
-    Trick(
-        "resident-parameters",
-        "parameters resident where there is room",
-        "fetched for every use",
-        _resident_parameters,
-    ),
-    Trick(
-        "recompute-by-layer",
-        "each layer keeps or recomputes by itself",
-        "all one way, the better",
-        _each_its_own,
-    ),
+    Trick("recompute-by-layer", "each layer keeps or recomputes by itself", "all one way, the better", _each_its_own),
     Trick("loss-in-tiles", "the loss in tiles of tokens", "all logits at once", _without("loss_tile_tokens")),
-    Trick(
-        "layers-in-tiles",
-        "norms and MLPs in tiles of tokens",
-        "all tokens at once",
-        _without("layer_tile_tokens"),
-    ),
+    Trick("layers-in-tiles", "norms and MLPs in tiles of tokens", "all tokens at once", _without("layer_tile_tokens")),
     Trick(
         "breadth-order",
         "some sequences pass a layer at a time",
@@ -283,12 +253,7 @@ TRICKS: tuple[Trick, ...] = (
         "one for each operation",
         _kernel_for_each_operation,
     ),
-    Trick(
-        "fp8-products",
-        "products of hidden layers in fp8",
-        "in the type of weights",
-        _products_in_weights_type,
-    ),
+    Trick("fp8-products", "products of hidden layers in fp8", "in the type of weights", _products_in_weights_type),
     Trick(
         "fp8-weights",
         "weights fetched or gathered in fp8",
@@ -302,18 +267,12 @@ TRICKS: tuple[Trick, ...] = (
         _options(pipeline_order=None),
     ),
     Trick(
-        "ring",
-        "keys pass among ranks of a sequence",
-        "they exchange tokens for heads",
-        _without("context_exchange"),
+        "ring", "keys pass among ranks of a sequence", "they exchange tokens for heads", _without("context_exchange")
     ),
     Trick("through-host", "collectives go through the host", "over the fabric", _options(collectives=None)),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
     Trick(
-        "state-slots",
-        "several slots for streamed state",
-        "one slot: in and out in turn",
-        _options(num_state_slots=1),
+        "state-slots", "several slots for streamed state", "one slot: in and out in turn", _options(num_state_slots=1)
     ),
 )

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from hwprofiles.complaints import validated
-from hwprofiles.files import read_json, write_whole
+from hwprofiles.complaints import read_document
+from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
@@ -212,19 +212,8 @@ def load_plan(path: Path | str) -> Plan:
         PlanError: it is missing, no plan, of another schema version, or was edited.
     """
     path = Path(path)
-    data = read_json(path, PlanError, "make a plan with `ullage plan`")
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    for field, kind in (("start_s", "a run, which `ullage compare` reads"), ("host_link", "a hardware profile")):
-        if isinstance(data, dict) and field in data:
-            raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
-    if version is None:
-        raise PlanError(f"{path} is no plan: it has no schema_version; make a plan with `ullage plan`")
-    if version not in {SCHEMA_VERSION, _BEFORE}:
-        raise PlanError(
-            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
-            "make the plan again with this version"
-        )
-    plan = validated(Plan, data, path, "plan", PlanError)
+    remedy, again = "make a plan with `ullage plan`", "make the plan again with this version"
+    plan = read_document(Plan, path, "plan", remedy, again, PlanError, also=(_BEFORE,))
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan

@@ -18,7 +18,7 @@ from planner.lowering import lower
 from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Tier
-from planner.simulate.machine import run_until_steady
+from planner.simulate.machine import Simulation, run_until_steady
 from planner.simulate.prediction import Prediction, always_held, capacities, needs_bytes, predict
 
 Progress = Callable[["Candidate", int], None]
@@ -43,7 +43,8 @@ class Candidate:
         missing_bytes: by tier, how much memory is missing (empty if it fits).
         overload: the sum of ``missing_bytes`` as fractions of capacity; plus 1 if it was rejected before simulating.
         traffic_bytes: bytes that cross links and host memory in an iteration, hidden or not.
-        filled: by tier, the peak as a fraction of the capacity; without a simulation, only bytes that are always held.
+        peak_bytes: by tier, the peak of one device, or of one node; empty without a simulation.
+        filled: the same as a fraction of the capacity; without a simulation, only bytes that are always held.
         busy_s: seconds that each lane is occupied.
     """
 
@@ -52,8 +53,14 @@ class Candidate:
     missing_bytes: dict[Tier, int]
     overload: float = 0.0
     traffic_bytes: int = 0
+    peak_bytes: dict[Tier, int] = dataclasses.field(default_factory=dict)
     filled: dict[Tier, float] = dataclasses.field(default_factory=dict)
     busy_s: dict[Lane, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier holds its peak."""
+        return not self.missing_bytes
 
     @property
     def order(self) -> tuple[float, float]:
@@ -236,15 +243,24 @@ class Scorer:
             filled = {tier: num_bytes / capacity[tier] for tier, num_bytes in held.items() if num_bytes}
             return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity), filled=filled)
         self.num_simulations += 1
-        simulation = run_until_steady(schedule, cost, quick=True)
-        timeline, steady = simulation.timeline, simulation.steady
-        peaks = needs_bytes(timeline, steady, cost)
-        missing = {tier: peak - capacity[tier] for tier, peak in peaks.items() if peak > capacity[tier]}
-        filled = {tier: peak / capacity[tier] for tier, peak in peaks.items() if peak}
-        overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
-        return Candidate(
-            decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
-        )
+        return candidate_of(decisions, run_until_steady(schedule, cost, quick=True), cost)
+
+
+def candidate_of(decisions: Decisions, simulation: Simulation, cost: CostModel) -> Candidate:
+    """Return the candidate of decisions whose schedule was simulated."""
+    timeline, steady, capacity = simulation.timeline, simulation.steady, capacities(cost)
+    peaks = needs_bytes(timeline, steady, cost)
+    missing = {tier: peak - capacity[tier] for tier, peak in peaks.items() if peak > capacity[tier]}
+    return Candidate(
+        decisions,
+        simulation.period_s,
+        missing,
+        overload=_overload(missing, capacity),
+        traffic_bytes=traffic_bytes(timeline.schedule, decisions),
+        peak_bytes=peaks,
+        filled={tier: peak / capacity[tier] for tier, peak in peaks.items() if peak},
+        busy_s=timeline.busy_s(steady),
+    )
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -28,33 +28,8 @@ _SOURCES = ("compiled.py", "state.py")
 _LOCK = threading.Lock()
 
 
-class Kernel:
-    """:func:`planner.simulate.compiled.kernel`, ready to be called. It releases the GIL while it runs.
-
-    Args:
-        symbol: the kernel's name in the object file.
-        code: the object file.
-        num_arguments: the number of its arguments, see :func:`_flattened`.
-    """
-
-    def __init__(self, symbol: str, code: bytes, num_arguments: int) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the code
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        # A function compiled by numba takes pointers for its value and its exception, and returns 0 unless it raised.
-        kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * num_arguments)
-        self._function = kind(self._engine.get_function_address(symbol))
-
-    def __call__(self, state: State) -> int:
-        """Call the kernel."""
-        value, exception = ctypes.c_int64(), ctypes.c_void_p()
-        status = self._function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state))
-        assert status == 0, "the kernel raises nothing"
-        return value.value
-
+Kernel = Callable[[State], int]
+""":func:`planner.simulate.compiled.kernel`, ready to be called. It releases the GIL while it runs."""
 
 _kernel: Kernel | None = None
 
@@ -65,8 +40,29 @@ def kernel_for(state: State) -> Kernel:
     with _LOCK:
         if _kernel is None:
             symbol, code = _read() or _compile(state)
-            _kernel = Kernel(symbol, code, sum(1 for _ in _flattened(state)))
+            _kernel = _loaded(symbol, code, sum(1 for _ in _flattened(state)))
     return _kernel
+
+
+def _loaded(symbol: str, code: bytes, num_arguments: int) -> Kernel:
+    """Return the kernel with a name in an object file, and with so many arguments; see :func:`_flattened`."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the code
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    # A function compiled by numba takes pointers for its value and its exception, and returns 0 unless it raised.
+    kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * num_arguments)
+    function = kind(engine.get_function_address(symbol))
+
+    def call(state: State, _owner: Any = engine) -> int:
+        value, exception = ctypes.c_int64(), ctypes.c_void_p()
+        status = function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state))
+        assert status == 0, "the kernel raises nothing"
+        return value.value
+
+    return call
 
 
 def kernel_paths() -> list[Path]:

@@ -5,11 +5,11 @@ import torch
 
 from benchmarks.cpu.checkpoint_engines import check, num_bytes_of, predicted, report
 from benchmarks.cpu.engines import Blocking, CheckFreq
-from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.models import resolve_model
 from planner.plan.planning import make_plan
+from ullage.calibrate.sampling import quantity
 
 STATE = {"0.master": torch.randn(300, 7), "0.step": torch.tensor(3.0)}
 

@@ -7,7 +7,7 @@ from machines import machine
 from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.explain.trial import Bench
+from planner.explain.bench import Bench
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan

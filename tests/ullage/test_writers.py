@@ -60,9 +60,9 @@ WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
 
 ALLOWED = {
     "hwprofiles/files.py": "the one place",
-    "hwprofiles/calibrate/disk.py": "a probe of drives: a file of its own, without a name while it is used",
+    "ullage/calibrate/disk.py": "a probe of drives: a file of its own, without a name while it is used",
     "executor/driver/pipeline.py": "state for other stages, into memory",
-    "hwprofiles/calibrate/run.py": "a probe of torch.save, into memory",
+    "ullage/calibrate/run.py": "a probe of torch.save, into memory",
     "executor/memory/nvme_files.py": "state while training, and on its way between two plans, in files without others",
     "executor/checkpoint/files/system_calls.py": "checkpoints: one method per system call",
     "executor/checkpoint/places/folder.py": "checkpoints: folders get their names by renaming",

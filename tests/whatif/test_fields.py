@@ -5,7 +5,7 @@ from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from ullage.cli.options import known_options
-from ullage.whatif.fields import ALIASES, Fields, changed_machine, changed_model, of_machine
+from ullage.whatif.fields import ALIASES, changed_machine, changed_model, field_named, fields_of, of_machine
 from ullage.whatif.values import Number
 
 MODEL = resolve_model("opt-1.3b")
@@ -15,7 +15,7 @@ FACTOR = 1.5
 @pytest.mark.parametrize("name", ["a100-80", "rtx4090-12ssd", "polaris-a100-40g", "epyc-turin-2c"])
 def test_every_number_of_a_machine_can_be_scaled_by_its_name(name):
     hardware = load_profile(name)
-    fields = [f for f in Fields(hardware, MODEL).by_name.values() if f.kind == "machine" and not f.switch]
+    fields = [f for f in fields_of(hardware, MODEL).values() if f.kind == "machine" and not f.switch]
     assert {f.name for f in fields} >= set(quantities(hardware))
     for field in fields:
         if field.name in {"devices_per_node", "host.num_optimizer_cores"}:  # cannot be more than there are
@@ -27,14 +27,14 @@ def test_every_number_of_a_machine_can_be_scaled_by_its_name(name):
 
 
 def test_every_option_of_a_plan_can_be_varied():
-    fields = Fields(load_profile("a100-80"), MODEL)
-    assert fields.by_name.keys() >= known_options().keys() - {"memory"}
+    fields = fields_of(load_profile("a100-80"), MODEL)
+    assert fields.keys() >= known_options().keys() - {"memory"}
     for name in known_options().keys() - {"memory"}:
-        assert fields[name].kind == "option"
-        assert "%%" not in fields[name].words
-    assert fields["mtbf"].parse("memory=2h,nvme=1d") == "memory=2h,nvme=1d"
+        assert field_named(name, fields).kind == "option"
+        assert "%%" not in field_named(name, fields).words
+    assert field_named("mtbf", fields).parse("memory=2h,nvme=1d") == "memory=2h,nvme=1d"
     with pytest.raises(ValueError, match="mtbf=soon"):
-        fields["mtbf"].parse("soon")
+        field_named("mtbf", fields).parse("soon")
 
 
 def test_curves_are_scaled_as_a_whole():
@@ -89,17 +89,17 @@ def test_sizes_of_the_model_change_together():
 
 
 def test_names_are_found_by_alias_and_near_ones_are_suggested():
-    fields = Fields(load_profile("a100-80"), MODEL)
-    assert fields["link.pcie.h2d_bytes_per_s"].name == "host_link.down"
-    assert fields["--seq-len"].name == fields["seq-len"].name == "seq_len"
+    fields = fields_of(load_profile("a100-80"), MODEL)
+    assert field_named("link.pcie.h2d_bytes_per_s", fields).name == "host_link.down"
+    assert field_named("--seq-len", fields).name == field_named("seq-len", fields).name == "seq_len"
     known = {name for name in ALIASES.values() if not name.startswith(("nvme", "inter_node"))}
-    assert known <= set(fields.by_name)
+    assert known <= fields.keys()
     with pytest.raises(ValueError, match=r"did you mean .*host\.dram_bytes_per_s.*--fields"):
-        fields["host.dram_byte_per_s"]
+        field_named("host.dram_byte_per_s", fields)
 
 
 def test_values_are_checked_by_their_field():
-    fields = Fields(load_profile("a100-80"), MODEL)
+    fields = fields_of(load_profile("a100-80"), MODEL)
     for name, text in {
         "gpus": "0",
         "storage": "disk",
@@ -108,5 +108,5 @@ def test_values_are_checked_by_their_field():
         "host-dram": "3s",
     }.items():
         with pytest.raises(ValueError, match=f"{name}={text}"):
-            fields[name].parse(text)
-    assert fields["clip"].parse("false") is False
+            field_named(name, fields).parse(text)
+    assert field_named("clip", fields).parse("false") is False

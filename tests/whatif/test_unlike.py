@@ -15,7 +15,7 @@ from ullage.whatif.questions import answer, study
 from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.running.store import Store
 from ullage.whatif.study import Study, StudyRequest
-from ullage.whatif.unlike import _Kind, _shares, least_longest
+from ullage.whatif.unlike import _shares, least_longest
 
 SLOWER = 3
 
@@ -111,7 +111,7 @@ def test_the_bound_is_the_least_longest_of_all_divisions(times, data):
 
 @pytest.mark.parametrize(("count", "most"), [(1, 64), (1, 65), (3, 5000), (8, 8)])
 def test_shares_are_whole_and_few(count, most):
-    found = _shares(_Kind("a100-80", count), most)
+    found = _shares(("a100-80", count), most)
     assert 0 < len(found) <= 64
     assert all(share % count == 0 and share <= most for share in found)
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Self
 
 from planner.decisions import Place, UnitDecision
+from planner.explain.bench import Bench, bounding_lane
 from planner.explain.limits import Limit, bound_rests_on, full_tiers, limits
 from planner.explain.moves import (
     SAME,
@@ -15,9 +16,9 @@ from planner.explain.moves import (
     peak_change_bytes,
     why,
 )
-from planner.explain.trial import Bench, Trial, bounding_lane
 from planner.explain.tricks import Trick, with_compiled_kernels, worths
 from planner.schedule.tasks import Lane, Tier
+from planner.search.scoring import Candidate
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
 from ullage.rivals.tricks import TRICKS
@@ -57,8 +58,8 @@ class PlanExplained:
     lane: Lane
     full: tuple[Tier, ...]
     rests_on: dict[tuple[str, str], float]
-    worths: dict[Trick, Trial | None]
-    compiled: Trial | None
+    worths: dict[Trick, Candidate | None]
+    compiled: Candidate | None
     groups: tuple[Group, ...]
     limits: tuple[Limit, ...]
 
@@ -77,7 +78,7 @@ class PlanExplained:
         )
 
     @property
-    def better(self) -> tuple[str, Trial] | None:
+    def better(self) -> tuple[str, Candidate] | None:
         """The best move that fits and makes the plan faster, with its unit, if the search missed one."""
         enough_s = self.bench.own.iteration_s * (1 - SAME)
         moves = [(unit, move) for group in self.groups for unit, move in group.cheapest.items() if move]
@@ -95,7 +96,7 @@ class PlanExplained:
             "binds": {
                 "lane": self.lane,
                 "critical_s": plan.prediction.critical_s,
-                "memory": {tier: {**dict(use), "full": tier in self.full} for tier, use in own.memory.items()},
+                "memory": {tier: {**dict(use), "full": tier in self.full} for tier, use in self.bench.memory.items()},
                 "bound_rests_on": [
                     {"kind": kind, "by": by, "weight": weight} for (kind, by), weight in self.rests_on.items()
                 ],
@@ -141,9 +142,9 @@ class UnitExplained:
     bench: Bench
     unit: str
     deadline: Deadline | None
-    alternatives: tuple[Trial, ...]
+    alternatives: tuple[Candidate, ...]
     reason: str
-    about: Trial | None
+    about: Candidate | None
 
     @classmethod
     def of(cls, bench: Bench, unit: str, progress: Report) -> Self:
@@ -190,13 +191,13 @@ class UnitExplained:
         }
 
 
-def change(bench: Bench, trial: Trial) -> tuple[float, float]:
+def change(bench: Bench, trial: Candidate) -> tuple[float, float]:
     """Return the seconds and the fraction by which a trial is slower than the plan; negative: faster."""
     own_s = bench.own.iteration_s
     return trial.iteration_s - own_s, trial.iteration_s / own_s - 1
 
 
-def lacks(trial: Trial) -> str:
+def lacks(trial: Candidate) -> str:
     """Return the missing memory of a trial, of the device if not said otherwise; ``yes`` if it fits."""
     missing = [
         f"{si(n, 'B')}{'' if tier is Tier.GPU else f' {TIERS[tier]}'}" for tier, n in trial.missing_bytes.items()
@@ -204,7 +205,7 @@ def lacks(trial: Trial) -> str:
     return f"lacks {', '.join(missing)}" if missing else "yes"
 
 
-def move_words(bench: Bench, unit: str, trial: Trial) -> str:
+def move_words(bench: Bench, unit: str, trial: Candidate) -> str:
     """Return the differences between a trial's decision for a unit and the plan's, in words."""
     own, decision = bench.decisions.units[unit], trial.decisions.units[unit]
     changes = []
@@ -252,7 +253,7 @@ def _head(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
+def _trial(bench: Bench, trial: Candidate) -> dict[str, Any]:
     seconds, share = change(bench, trial)
     return {
         "iteration_s": trial.iteration_s,

@@ -7,14 +7,13 @@ from typing import Any, Final, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from hwprofiles.complaints import validated
-from hwprofiles.files import read_json, write_whole
+from hwprofiles.complaints import read_document
+from hwprofiles.files import write_whole
 from hwprofiles.quantity import Frozen
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 
-SCHEMA_VERSION: Final = 1
 MIN_MEASURED: Final = 6
 """The fewest iterations of which some count as measurements: the first ones warm up, and the last is not complete."""
 
@@ -115,16 +114,5 @@ def load_run(path: Path) -> RunRecord:
     Raises:
         ValueError: the file is missing, is not a run, or has another schema version.
     """
-    data = read_json(path, ValueError, "`ullage execute` writes run files")
-    fields = data if isinstance(data, dict) else {}
-    for field, kind in (("decisions", "a plan"), ("host_link", "a profile")):
-        if field in fields:
-            raise ValueError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` writes of a plan")
-    version = fields.get("schema_version")
-    if "start_s" not in fields:
-        raise ValueError(f"{path} is not a run; give the run.json that `ullage execute` wrote")
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; execute the plan again"
-        )
-    return validated(RunRecord, data, path, "run")
+    remedy, again = "give the run.json that `ullage execute` writes of a plan", "execute the plan again"
+    return read_document(RunRecord, path, "run", remedy, again)

@@ -1,7 +1,8 @@
 """Simulate a plan, or an engine policy in its place."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from planner.choices.request import Request
 from planner.choices.variants import variants
@@ -21,6 +22,11 @@ from ullage.rivals.engines.zenflow import zen_flow
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES
+_BY_COUNT: Final[Mapping[str, tuple[Callable[[Setup, tuple[int, ...]], Iterator[Decisions]], str]]] = {
+    "zenflow": (zen_flow, "update interval"),
+    "interleaved": (interleaved, "stride"),
+}
+"""Engines whose setting is a number, and what that is."""
 
 
 def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
@@ -97,20 +103,17 @@ def chosen_request(plan: Plan) -> Request:
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:
-    if policy := {"twin-flow": twin_flow, "super-offload": super_offload}.get(engine):
+    if by_fraction := {"twin-flow": twin_flow, "super-offload": super_offload}.get(engine):
         try:
             fraction = float(setting)
         except ValueError:
             fraction = -1.0
         if not 0 <= fraction <= 1:
             raise ValueError(f"{engine} {setting}: the fraction that the CPU updates must be between 0 and 1")
-        return lambda setup: policy(setup, (fraction,))
-    if engine == "zenflow":
-        if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"zenflow {setting}: the update interval must be a whole number of at least 1")
-        return lambda setup: zen_flow(setup, (int(setting),))
-    if engine == "interleaved":
-        if not setting.isdecimal() or int(setting) < 1:
-            raise ValueError(f"interleaved {setting}: the stride must be a whole number of at least 1")
-        return lambda setup: interleaved(setup, (int(setting),))
-    raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")
+        return lambda setup: by_fraction(setup, (fraction,))
+    if engine not in _BY_COUNT:
+        raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")
+    policy, what = _BY_COUNT[engine]
+    if not setting.isdecimal() or int(setting) < 1:
+        raise ValueError(f"{engine} {setting}: the {what} must be a whole number of at least 1")
+    return lambda setup: policy(setup, (int(setting),))

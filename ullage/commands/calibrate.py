@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
         make_folder("--output", path.parent)
     check_output("--output", path)  # before minutes of measuring
     base = _base(args, path) if args.only is not None else None
-    from hwprofiles.calibrate import CalibrationOptions, calibrate, calibrate_ranks, parse_only  # noqa: PLC0415 - torch
-    from hwprofiles.calibrate.ranks import ranks  # noqa: PLC0415
+    from ullage.calibrate import CalibrationOptions, calibrate, calibrate_ranks, parse_only  # noqa: PLC0415 - torch
+    from ullage.calibrate.ranks import ranks  # noqa: PLC0415
 
     only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
@@ -117,15 +117,14 @@ def run(args: argparse.Namespace) -> int:
         base=base,
         endurance_bytes_per_day=args.drive_endurance,
     )
-    from ullage.this_machine.kernels import kernels  # noqa: PLC0415 - torch
 
     begin_s = time.perf_counter()
     pairs: Any = ()
     with seconds_bar() as progress:
         if ranks()[0] > 1:
-            profile = calibrate_ranks(options, kernels(), progress)
+            profile = calibrate_ranks(options, progress)
         else:
-            profile, pairs = calibrate(options, kernels(), progress)
+            profile, pairs = calibrate(options, progress)
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 writes and prints
     took = f"measured in {time.perf_counter() - begin_s:.0f} s; "
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _name(output: Path | None) -> str | None:
     """Return the name that a file gives its profile; ``None``: the file's name cannot be one."""
-    from hwprofiles.calibrate.options import NAME_PATTERN  # noqa: PLC0415
+    from ullage.calibrate.options import NAME_PATTERN  # noqa: PLC0415
 
     return output.stem if output and re.fullmatch(NAME_PATTERN, output.stem) else None
 

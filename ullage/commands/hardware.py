@@ -80,16 +80,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
     from hwprofiles.machine import check_measured_here  # noqa: PLC0415
-    from ullage.this_machine.kernels import kernels  # noqa: PLC0415
+    from ullage.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
 
     profile = load_profile(args.names[0] if args.names else "local")
     check_measured_here(profile, otherwise="")
     sampled = {part: None for part in ("device", "cpu", "copies", "disk") if part != "disk" or profile.nvme}
     options = CalibrationOptions(quick=True, only=sampled, base=profile)  # type: ignore[arg-type]
     with seconds_bar() as progress:
-        now, _ = calibrate(options, kernels(), progress)
+        now, _ = calibrate(options, progress)
     if args.output:
         save_profile(now, args.output)
     measured = of.measured_again(profile, now)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from planner.explain.bench import Bench
 from planner.explain.limits import Crossing, Limit
-from planner.explain.moves import SAME, Group
-from planner.explain.trial import Bench, Trial
+from planner.explain.moves import SAME, Group, peak_change_bytes
 from planner.explain.tricks import Trick
 from planner.schedule.tasks import Lane, Tier
+from planner.search.scoring import Candidate
 from ullage.analysis.explanation import (
     ACTIVATIONS,
     PARAMS,
@@ -83,7 +84,7 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
     plan, own = bench.plan, bench.own
     memory = ", ".join(
         f"{TIERS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}{' (full)' if tier in explained.full else ''}"
-        for tier, use in own.memory.items()
+        for tier, use in bench.memory.items()
     )
     rows = {
         "plan": f"{plan.model.name} on {plan.decisions.num_devices} device(s) of {plan.hardware.name}: "
@@ -132,7 +133,7 @@ def _worth(limit: Limit) -> str:
     return f"one more {unit} of {limit.scalable.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
 
 
-def tricks_section(bench: Bench, worths: Mapping[Trick, Trial | None]) -> Section:
+def tricks_section(bench: Bench, worths: Mapping[Trick, Candidate | None]) -> Section:
     """Show the effect of each technique: the plan simulated without it."""
     used = {trick: trial for trick, trial in worths.items() if trial is not None}
     slowdowns = {trick: _slowdown(bench, trial) for trick, trial in used.items()}
@@ -167,7 +168,7 @@ def tricks_section(bench: Bench, worths: Mapping[Trick, Trial | None]) -> Sectio
     return Section("tricks", "Techniques", "What each technique is worth", (), (chart, table) if used else (table,))
 
 
-def _lacking(trial: Trial) -> str:
+def _lacking(trial: Candidate) -> str:
     return "" if trial.fits else f", {lacks(trial)}"
 
 
@@ -202,7 +203,7 @@ def _cheapest(bench: Bench, group: Group) -> str:
     return f"{move_words(bench, unit, move)}: {range_}{_lacking(move)}"
 
 
-def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
+def _slowdown(bench: Bench, trial: Candidate) -> tuple[float, float]:
     """Return the seconds and fraction by which a trial is slower, or 0 if the difference is rounding."""
     seconds, share = change(bench, trial)
     return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
@@ -251,9 +252,9 @@ def _alternatives(explained: UnitExplained) -> Section:
     return Section("alternatives", "Alternatives", "Alternatives", (), (table,))
 
 
-def _alternative(bench: Bench, unit: str, trial: Trial) -> tuple[str, ...]:
+def _alternative(bench: Bench, unit: str, trial: Candidate) -> tuple[str, ...]:
     seconds, share = _slowdown(bench, trial)
-    changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
+    changes = [peak_change_bytes(bench, trial, tier) for tier in (Tier.GPU, Tier.HOST)]
     changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
     return (
         *treatment_words(trial.decisions.units[unit]),

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from hwprofiles.complaints import kind_of
 from hwprofiles.files import read_json
 from planner.explain.tricks import worths
 from planner.plan.document import Plan, load_plan
@@ -33,16 +34,16 @@ def load(path: Path) -> Source:
         ValueError: the file is none of these, is a study that was not run, or cannot be used.
     """
     data = read_json(path, ValueError, f"give a file that {_MAKERS} wrote")
-    keys = data.keys() if isinstance(data, dict) else ()
-    if "start_s" in keys:
-        return load_run(path)
-    if "decisions" in keys:
-        return load_plan(path)
-    if "request" in keys:
-        study = load_study(path)
-        if not study.points:
-            raise ValueError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
-        return study
+    match kind_of(data):
+        case "run":
+            return load_run(path)
+        case "plan":
+            return load_plan(path)
+        case "study":
+            study = load_study(path)
+            if not study.points:
+                raise ValueError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
+            return study
     raise ValueError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
 
 

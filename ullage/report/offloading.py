@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place
-from planner.explain.trial import Bench, Trial
+from planner.explain.bench import Bench
 from planner.schedule.tasks import Tier
+from planner.search.scoring import Candidate
 from ullage.analysis.explanation import lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si
@@ -19,7 +20,7 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
     pieces = bench.pieces()
     if not pieces or bench.decisions.pipeline_parallel > 1:
         return None
-    trials: list[tuple[float, Trial]] = []
+    trials: list[tuple[float, Candidate]] = []
     for step, (share, decisions) in enumerate(_shares(bench, pieces)):
         progress("moving state off the device", step, _STEPS + 1)
         trials.append((share, bench.trial(decisions)))
@@ -51,11 +52,11 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
         ),
         half=True,
     )
-    memory = [Trace("predicted", shares, [float(trial.peak_bytes(Tier.GPU)) for _, trial in trials], "curve", "first")]
-    memory.append(Trace("this plan", [own], [float(bench.own.peak_bytes(Tier.GPU))], "points", "second"))
+    memory = [Trace("predicted", shares, [float(trial.peak_bytes[Tier.GPU]) for _, trial in trials], "curve", "first")]
+    memory.append(Trace("this plan", [own], [float(bench.own.peak_bytes[Tier.GPU])], "points", "second"))
     if run is not None and Tier.GPU in run.memory:
         memory.append(Trace("this run", [own], [float(run.memory[Tier.GPU])], "points", "third", measured=True))
-    capacity = bench.own.memory[Tier.GPU].capacity_bytes
+    capacity = bench.memory[Tier.GPU].capacity_bytes
     peaks = Chart(
         key="offload-memory",
         title="What offloading saves",
@@ -88,7 +89,7 @@ def _shares(bench: Bench, pieces: list[tuple[str, int]]) -> Iterator[tuple[float
         yield len(leave) / len(pieces), min(ways, key=lambda decisions: bench.trial(decisions).order)
 
 
-def _offload_words(trial: Trial) -> str:
-    return f"{si(trial.iteration_s, 's')}, {si(trial.peak_bytes(Tier.GPU), 'B')} of device memory" + (
+def _offload_words(trial: Candidate) -> str:
+    return f"{si(trial.iteration_s, 's')}, {si(trial.peak_bytes[Tier.GPU], 'B')} of device memory" + (
         "" if trial.fits else f", {lacks(trial)}"
     )

@@ -20,7 +20,7 @@ from ullage.output.formatting import si, signed_percent
 from ullage.report.charts import Part, Section, Table
 
 if TYPE_CHECKING:
-    from hwprofiles.calibrate.options import Pair
+    from ullage.calibrate.options import Pair
 
 NOTICEABLE: Final = 0.1
 DRIFT: Final = 0.25

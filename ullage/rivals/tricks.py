@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from planner.decisions import Decisions
-from planner.explain.trial import Bench
+from planner.explain.bench import Bench
 from planner.explain.tricks import TRICKS as OWN
 from planner.explain.tricks import Off, Trick
 from planner.plan.document import Plan

@@ -24,7 +24,6 @@ from executor.optimizer.reference import rounds
 from executor.optimizer.table import entry_of
 from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
-from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes
 from hwprofiles.paths import replace
 from hwprofiles.profile import FOR_LIBRARIES_BYTES, Dtype, Fabric, HardwareProfile
@@ -37,6 +36,7 @@ from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
 from planner.terms import AuditTime, Storage
+from ullage.calibrate.run import USABLE_SHARE
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided

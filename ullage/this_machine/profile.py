@@ -4,12 +4,11 @@ import sys
 
 import torch
 
-from hwprofiles.calibrate import CalibrationOptions, calibrate
 from hwprofiles.machine import differences
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile, local_profile_path, save_profile
+from ullage.calibrate import CalibrationOptions, calibrate
 from ullage.output.progress import seconds_bar
-from ullage.this_machine.kernels import kernels
 
 
 def profile_here() -> HardwareProfile:
@@ -31,7 +30,7 @@ def profile_here() -> HardwareProfile:
     print_line(f"{why}: measuring it once, for half a minute")
     options = CalibrationOptions(quick=True)
     with seconds_bar() as progress, torch.random.fork_rng():  # the RNG state does not change
-        profile, _ = calibrate(options, kernels(), progress)
+        profile, _ = calibrate(options, progress)
     try:
         if path.is_file():
             path.replace(path.with_suffix(".json.old"))

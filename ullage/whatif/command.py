@@ -103,7 +103,7 @@ def matching_fields(args: argparse.Namespace) -> tuple[list[Field], dict[str, st
     if args.model is None:
         args.model = "opt-13b"  # all models have the same fields
     space = Space(study_request(args))
-    wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
+    wanted = [field for field in space.fields.values() if _matches(args.fields, field)]
     aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
     if not args.json and not wanted and not aliases:
         raise ValueError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")

@@ -16,9 +16,10 @@ from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import checkpoints_of, request_of, trained, types_of, with_pfs
 from ullage.whatif.fields import (
     Field,
-    Fields,
     changed_machine,
     changed_model,
+    field_named,
+    fields_of,
     of_machine,
     of_model,
     options_of,
@@ -64,7 +65,7 @@ class Space:
 
     Attributes:
         effort: effort for each point.
-        fields: all fields that can be varied.
+        fields: all fields that can be varied, by name.
         axes: the fields that vary.
 
     Raises:
@@ -76,8 +77,8 @@ class Space:
         self.effort: Effort = effort or ("certify" if request.certify else "plan")
         self._default_hardware = default_hardware()[0]
         self.fields = _fields(request, self._default_hardware)
-        self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in request.set.items()}
-        self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in request.sweep.items()}
+        self._set = {self.field(name).name: self.field(name).parse(text) for name, text in request.set.items()}
+        self._levels = {self.field(name).name: self._levels_of(name, texts) for name, texts in request.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
             raise ValueError(f"{twice[0]} is both set and swept; leave out one of them")
         if request.design == "random" and request.num_points is None:
@@ -88,6 +89,10 @@ class Space:
     def __len__(self) -> int:
         """Return the number of points."""
         return len(self._rows)
+
+    def field(self, name: str) -> Field:
+        """Return a field by any of its names; see :func:`ullage.whatif.fields.field_named`."""
+        return field_named(name, self.fields)
 
     def cases(self) -> Iterator[Case]:
         """Yield the points in the order of the design; the last axis varies fastest."""
@@ -113,7 +118,7 @@ class Space:
             effort: effort for the point. Default: that of the study.
         """
         given = {**self._set, **levels}
-        kinds = {name: self.fields[name].kind for name in given}
+        kinds = {name: self.field(name).kind for name in given}
         options: dict[str, Any] = {"hardware": self._default_hardware}
         options |= {name: value for name, value in given.items() if kinds[name] == "option"}
         machine, model = ({n: v for n, v in given.items() if kinds[n] == k} for k in ("machine", "model"))
@@ -137,7 +142,7 @@ class Space:
         return Case(settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints)
 
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level]:
-        field = self.fields[name]
+        field = self.field(name)
         levels: list[Level] = []
         for text in itertools.chain.from_iterable(map(field.values, texts)):
             if isinstance(text, str):
@@ -190,7 +195,7 @@ class Space:
         ]
 
     def _axis(self, name: str, position: int) -> Axis:
-        field = self.fields[name]
+        field = self.field(name)
         values = tuple(dict.fromkeys(_plain(row[position]) for row in self._rows))
         relative = any(_is_relative(row[position]) for row in self._rows)
         if self.request.design == "random":
@@ -198,7 +203,7 @@ class Space:
         return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
 
 
-def _fields(request: StudyRequest, default_hardware: str) -> Fields:
+def _fields(request: StudyRequest, default_hardware: str) -> dict[str, Field]:
     """Return the fields of the base point. If there are several machines or models, the first one counts."""
     first = {
         name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in request.sweep.items() if texts
@@ -211,7 +216,7 @@ def _fields(request: StudyRequest, default_hardware: str) -> Fields:
     hardware = load_profile(str(options.get("hardware", default_hardware)))
     as_on_gpu, given = hardware.device.kind == "gpu", options_of(options)
     model, *_ = trained(given, types_of(given, hardware), as_on_gpu=as_on_gpu)
-    return Fields(hardware, model)
+    return fields_of(hardware, model)
 
 
 def _recorded(before: Any, after: Any, changes: Mapping[str, Level], read: Any, varied: dict[str, Varied]) -> Any:

@@ -106,32 +106,26 @@ class Field:
         return parsed
 
 
-class Fields:
-    """All fields, by name.
+def fields_of(hardware: HardwareProfile, model: Model) -> dict[str, Field]:
+    """Return all fields of a base machine and a base model, by name."""
+    found = (*_option_fields(), *_model_fields(model), *_machine_fields(hardware))
+    return {field.name: field for field in found}
 
-    Args:
-        hardware: the base machine.
-        model: the base model.
+
+def field_named(name: str, fields: Mapping[str, Field]) -> Field:
+    """Return a field by its name, an alias, or its spelling as an option.
+
+    Raises:
+        ValueError: the field does not exist; the message names similar ones.
     """
-
-    def __init__(self, hardware: HardwareProfile, model: Model) -> None:
-        found = (*_option_fields(), *_model_fields(model), *_machine_fields(hardware))
-        self.by_name = {field.name: field for field in found}
-
-    def __getitem__(self, name: str) -> Field:
-        """Return a field by its name, an alias, or its spelling as an option.
-
-        Raises:
-            ValueError: the field does not exist; the message names similar ones.
-        """
-        plain = name.removeprefix("--")
-        for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
-            if (field := self.by_name.get(spelled)) is not None:
-                return field
-        inside = [other for other in self.by_name if plain in other][:3]
-        near = inside or difflib.get_close_matches(plain, [*self.by_name, *ALIASES], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
+    plain = name.removeprefix("--")
+    for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
+        if (field := fields.get(spelled)) is not None:
+            return field
+    inside = [other for other in fields if plain in other][:3]
+    near = inside or difflib.get_close_matches(plain, [*fields, *ALIASES], n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
 
 
 def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:

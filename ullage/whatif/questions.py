@@ -317,7 +317,7 @@ def _greatest_that_fits(
     values = tuple(dict.fromkeys(tried[item].settings[field] for item in sorted(order, key=lambda item: item[1])))
     axes = (
         Axis(name="storage", words="what may be used beside device and host", values=tuple(kinds)),
-        Axis(name=field, words=space.fields[field].words.partition(" (")[0], values=values),
+        Axis(name=field, words=space.field(field).words.partition(" (")[0], values=values),
     )
     shown = [item for item in order if item[1] == known[item[0]][0]] or order[:1]
     return known, refusals, run.study([tried[item] for item in shown], axes)

@@ -53,7 +53,7 @@ def sensitivities(evaluator: Evaluator) -> Sensitivities:
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise ValueError(f"the base point has no plan, so there is nothing to vary: {base.reason}")
     machine, present = base_case.request.hardware, base.figures.bound_by
-    fields = [space.fields[name] for name in (*(s.key for s in scalables_of(base_case.request)), _CORES)]
+    fields = [space.field(name) for name in (*(s.key for s in scalables_of(base_case.request)), _CORES)]
     values = {field.name: of_machine(machine, field.name) for field in fields}
 
     def tried(wanted: Collection[tuple[str, float]], what: str) -> Trials:

@@ -11,8 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from hwprofiles.complaints import validated
-from hwprofiles.files import read_json
+from hwprofiles.complaints import read_document
 from hwprofiles.quantity import Frozen
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.prediction import Prediction
@@ -361,10 +360,5 @@ def load_study(path: Path | str) -> Study:
     Raises:
         ValueError: the file is missing, is not a study, or has another schema version.
     """
-    path = Path(path)
-    data = read_json(path, ValueError, "make a study with `ullage whatif`")
-    if not isinstance(data, dict) or "request" not in data:
-        raise ValueError(f'{path} is not a study: it has no "request"; `ullage whatif --help` shows one')
-    if (version := data.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; run it again")
-    return validated(Study, data, path, "study")
+    remedy = "make a study with `ullage whatif`, whose --help shows one"
+    return read_document(Study, Path(path), "study", remedy, "run it again")

@@ -9,7 +9,6 @@ divisions, and promises the next one to plan, once plans have shown by how much 
 """
 
 import contextlib
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -26,20 +25,12 @@ from ullage.whatif.study import Answer, Axis, Result, Study
 
 _MOST_DIVISIONS = 8  # that are planned
 _MOST_SHARES = 64  # of one kind, whose bounds are worked out
+Kind = tuple[str, int]
+"""The profile of some devices, and their number."""
 Shares = tuple[int, ...]
 """Sequences of each kind."""
 Times = Mapping[int, float]
 """Seconds of a kind by its number of sequences."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    hardware: str
-    num_devices: int
-
-    @property
-    def words(self) -> str:
-        return f"{self.num_devices} x {self.hardware}"
 
 
 def divide(run: Evaluator) -> Study:
@@ -54,16 +45,16 @@ def divide(run: Evaluator) -> Study:
     tried = _tried(run, kinds, total, bounds)
     best = min(tried, key=lambda shares: tried[shares])
     shown = [_case(run, kind, share) for kind, share in zip(kinds, best, strict=True)]
-    alone = [_case(run, kind, total) for kind in kinds if total % kind.num_devices == 0]
+    alone = [_case(run, (name, count), total) for name, count in kinds if total % count == 0]
     results = run.results(alone, "each kind alone")
     fit = [(_time_s(result), case) for case, result in zip(alone, results, strict=True) if result.status == "fits"]
     exchange_s = _exchange_s([case.request for case in shown if case.request])
     iteration_s = tried[best] + exchange_s
-    done = "; ".join(f"{share} on {kind.words}" for kind, share in zip(kinds, best, strict=True))
+    done = "; ".join(f"{share} on {_words(kind)}" for kind, share in zip(kinds, best, strict=True))
     takes = f"{duration(iteration_s)} an iteration (predicted), {duration(exchange_s)} of it to add up gradients"
     words = [f"Of {total} sequences, {done}: {takes}"]
     steps = [_shares(kind, _most(kind, kinds, total)).step for kind in kinds]
-    of_all = steps == [kind.num_devices for kind in kinds]
+    of_all = steps == [count for _, count in kinds]
     divisions = "division" if of_all else f"division in steps of {' and '.join(map(str, steps))} sequences"
     words.append(
         f"no {divisions} is faster than {duration(bound_s)} (proven from what devices compute); this one takes "
@@ -88,7 +79,7 @@ def divide(run: Evaluator) -> Study:
     return run.study(cases, axes).model_copy(update={"answer": found})
 
 
-def _tried(run: Evaluator, kinds: Sequence[_Kind], total: int, bounds: Sequence[Times]) -> dict[Shares, float]:
+def _tried(run: Evaluator, kinds: Sequence[Kind], total: int, bounds: Sequence[Times]) -> dict[Shares, float]:
     """Return seconds of the slowest kind by shares: the most promising ones, as plans come closer to the bounds."""
     tried: dict[Shares, float] = {}
     expected = bounds
@@ -97,7 +88,7 @@ def _tried(run: Evaluator, kinds: Sequence[_Kind], total: int, bounds: Sequence[
         results = run.results(cases, f"{' + '.join(map(str, shares))} sequences")
         for kind, result in zip(kinds, results, strict=True):
             if result.status != "fits":
-                raise ValueError(f"{kind.words} cannot do a share of this batch: {result.reason}")
+                raise ValueError(f"{_words(kind)} cannot do a share of this batch: {result.reason}")
         tried[shares] = max(map(_time_s, results))
         over = [
             _time_s(result) / of_kind[share] for result, of_kind, share in zip(results, bounds, shares, strict=True)
@@ -109,7 +100,7 @@ def _tried(run: Evaluator, kinds: Sequence[_Kind], total: int, bounds: Sequence[
     return tried
 
 
-def _kinds(run: Evaluator) -> list[_Kind]:
+def _kinds(run: Evaluator) -> list[Kind]:
     names = [str(name) for name in run.space.values("hardware")]
     counts = [int(count) for count in run.space.values("gpus")]
     counts = counts * len(names) if len(counts) == 1 else counts
@@ -118,7 +109,12 @@ def _kinds(run: Evaluator) -> list[_Kind]:
             f"--question unlike is about two or more kinds of GPUs, but there are {len(names)}, with {len(counts)} "
             "numbers of devices; give both, as in --sweep hardware=h100,a100-80 --sweep gpus=8,4"
         )
-    return [_Kind(name, count) for name, count in zip(names, counts, strict=True)]
+    return [*zip(names, counts, strict=True)]
+
+
+def _words(kind: Kind) -> str:
+    hardware, count = kind
+    return f"{count} x {hardware}"
 
 
 def _global_batch(run: Evaluator) -> int:
@@ -127,8 +123,9 @@ def _global_batch(run: Evaluator) -> int:
     return int(given)
 
 
-def _case(run: Evaluator, kind: _Kind, share: int) -> Case:
-    return run.space.case({"hardware": kind.hardware, "gpus": kind.num_devices, "global_batch": share})
+def _case(run: Evaluator, kind: Kind, share: int) -> Case:
+    hardware, count = kind
+    return run.space.case({"hardware": hardware, "gpus": count, "global_batch": share})
 
 
 def _time_s(result: Result) -> float:
@@ -157,7 +154,7 @@ def _exchange_s(requests: Sequence[Request]) -> float:
     return 2 * (count - 1) * (num_bytes / count / min(rates) + latency_s)
 
 
-def _bounds(run: Evaluator, kinds: Sequence[_Kind], total: int) -> list[Times]:
+def _bounds(run: Evaluator, kinds: Sequence[Kind], total: int) -> list[Times]:
     """Return, of each kind, the time that each share takes at least.
 
     Raises:
@@ -171,21 +168,22 @@ def _bounds(run: Evaluator, kinds: Sequence[_Kind], total: int) -> list[Times]:
             run.progress("bounds for all divisions", sum(map(len, found)) + len(times), sum(map(len, shares.values())))
             case = _case(run, kind, share)
             if case.request is None:
-                raise ValueError(f"{kind.words}: {case.refused.reason if case.refused else ''}")
+                raise ValueError(f"{_words(kind)}: {case.refused.reason if case.refused else ''}")
             with contextlib.suppress(ValueError):  # no way to cut this share into micro-batches
                 times[share] = min(map(computing_s, variants(case.request)))
         found.append(times)
     return found
 
 
-def _most(kind: _Kind, kinds: Sequence[_Kind], total: int) -> int:
+def _most(kind: Kind, kinds: Sequence[Kind], total: int) -> int:
     """Return the largest share of a kind: each device of the others has a sequence."""
-    return total - sum(each.num_devices for each in kinds) + kind.num_devices
+    _, own = kind
+    return total - sum(count for _, count in kinds) + own
 
 
-def _shares(kind: _Kind, most: int) -> range:
+def _shares(kind: Kind, most: int) -> range:
     """Return the shares of a kind that are compared: whole sequences of each device, in steps that are few enough."""
-    step = kind.num_devices
+    _, step = kind
     while most > step * _MOST_SHARES:
         step *= 2
     return range(step, most + 1, step)

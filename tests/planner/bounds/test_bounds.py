@@ -15,11 +15,11 @@ from machines import machine, quantity, rate
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.conditions import conditions, decided, memory_conditions
-from planner.bounds.memory import Memory
+from planner.bounds.memory import memory
 from planner.bounds.placement import Placement
 from planner.bounds.program import NEVER_S, ROOM, LinearProgram, bound
 from planner.bounds.solver import Solver, solve
-from planner.bounds.windows import Windows
+from planner.bounds.windows import windows
 from planner.bounds.work import work
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, Sharding
@@ -111,7 +111,7 @@ def afresh(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
     """Return the conditions as they are written down, of all that is given and of this limit."""
     placement = Placement(setup, cost, limit_s)
     work(placement)
-    Windows(placement, Memory(placement))
+    windows(placement, *memory(placement))
     return placement.program
 
 

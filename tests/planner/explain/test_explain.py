@@ -18,6 +18,7 @@ from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
 from planner.choices.variants import variants
 from planner.decisions import Place, Precision
+from planner.explain.bench import bounding_lane
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, limits, scalables
 from planner.explain.moves import (
     _runs,
@@ -26,7 +27,6 @@ from planner.explain.moves import (
     moved,
     single_moves,
 )
-from planner.explain.trial import bounding_lane
 from planner.explain.tricks import with_compiled_kernels, without
 from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
@@ -45,7 +45,7 @@ SCALED = Provenance(origin="assumed", source="scaled for a test")
 def test_the_plan_is_simulated_as_it_was_predicted(name: str) -> None:
     explained = bench(name)
     assert explained.own.iteration_s == pytest.approx(explained.plan.prediction.iteration_s, rel=1e-12)
-    assert explained.own.memory == explained.plan.prediction.memory
+    assert explained.memory == explained.plan.prediction.memory
     assert (
         bounding_lane(explained.simulation)
         == max(explained.plan.prediction.critical_s.items(), key=lambda item: item[1])[0]
@@ -64,7 +64,7 @@ def test_alternatives_are_what_simulating_them_says(data: st.DataObject) -> None
         decisions = alternative.decisions
         prediction = predicted(explained, decisions)
         assert alternative.iteration_s == pytest.approx(prediction.iteration_s, rel=1e-12)
-        assert alternative.memory == prediction.memory
+        assert alternative.peak_bytes == {tier: use.peak_bytes for tier, use in prediction.memory.items()}
         assert alternative.fits == prediction.fits
         # Nothing else differs from the plan but the activations of the same segment.
         segment = explained.units[unit].segment
@@ -313,7 +313,7 @@ def test_a_capacity_binds_where_the_plan_no_longer_fits() -> None:
         if limit.scalable.tier is None:
             assert limit.fits_from is None
             continue
-        peak_bytes = explained.own.memory[limit.scalable.tier].peak_bytes
+        peak_bytes = explained.memory[limit.scalable.tier].peak_bytes
         assert limit.fits_from is not None
         for num_bytes, fits in ((peak_bytes, True), (peak_bytes - 1, False)):
             hardware = replace(explained.plan.hardware, {limit.scalable.paths[0]: float(num_bytes)}, SCALED)

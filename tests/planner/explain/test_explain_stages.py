@@ -6,7 +6,7 @@ from machines import machine
 
 from planner.choices.request import Request
 from planner.decisions import Place
-from planner.explain.trial import Bench, changed
+from planner.explain.bench import Bench, changed
 from planner.explain.tricks import worths
 from planner.models import resolve_model
 from planner.plan.planning import make_plan

@@ -7,6 +7,7 @@ from explained import NAMES, bench, with_decisions
 from machines import machine
 
 from planner.decisions import Place
+from planner.explain.bench import Bench
 from planner.explain.moves import (
     alternatives,
     cheapest_move,
@@ -17,7 +18,6 @@ from planner.explain.moves import (
     single_moves,
     why,
 )
-from planner.explain.trial import Bench
 from planner.schedule.tasks import Op, Tier
 
 
@@ -126,7 +126,7 @@ def test_reasons() -> None:
     assert best is not None
     assert best.iteration_s < bad.own.iteration_s
     found = alternatives(bad, unit)
-    short = dataclasses.replace(about, memory=_overfull(bad))
+    short = dataclasses.replace(about, missing_bytes={Tier.GPU: 1})
     lacking = (found[0], *(short for _ in found[1:]))
     assert why(bad, lacking)[0] == "lacks"
     assert why(bad, found[:1]) == ("only", None)
@@ -136,12 +136,6 @@ def test_reasons() -> None:
     assert why(bad, (found[0], louder)) == ("bytes", louder)
     equal = dataclasses.replace(bad.own)
     assert why(bad, (found[0], equal)) == ("equal", equal)
-
-
-def _overfull(explained: Bench) -> dict[Tier, object]:
-    memory = dict(explained.own.memory)
-    memory[Tier.GPU] = memory[Tier.GPU].model_copy(update={"capacity_bytes": memory[Tier.GPU].peak_bytes - 1})
-    return memory  # type: ignore[return-value]
 
 
 def test_an_unknown_unit_names_near_ones() -> None:

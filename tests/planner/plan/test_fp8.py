@@ -7,7 +7,7 @@ from hwprofiles.registry import list_profiles, load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.decisions import FP32, Precision
-from planner.explain.trial import Bench
+from planner.explain.bench import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Gemm
 from planner.models import resolve_model

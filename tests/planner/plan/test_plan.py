@@ -127,11 +127,11 @@ def test_an_edited_number_is_called_an_edit(data: dict[str, Any], tmp_path: Path
     ("edit", "message"),
     [
         (lambda d: d | {"schema_version": 1}, "schema_version 1, but this program reads 9; make the plan again"),
-        (lambda _: [1], "is no plan: it has no schema_version"),
+        (lambda _: [1], "is not a plan; make a plan"),
         (lambda d: {k: v for k, v in d.items() if k != "content_digest"}, "content_digest is missing"),
         (lambda d: d | {"content_digest": ""}, "content_digest is missing"),
         (lambda d: d | {"colour": "red"}, "colour: Extra inputs"),
-        (lambda d: {k: v for k, v in d.items() if k != "decisions"}, "decisions: Field required"),
+        (lambda d: {k: v for k, v in d.items() if k != "prediction"}, "prediction: Field required"),
         (lambda d: d | {"seq_len": 0}, "seq_len: .*greater than or equal to 1"),
     ],
 )
@@ -175,7 +175,7 @@ def test_writing_replaces(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("field", "message"), [("start_s", "is a run"), ("host_link", "is a hardware profile")])
+@pytest.mark.parametrize(("field", "message"), [("start_s", "is a run"), ("host_link", "is a profile")])
 def test_another_kind_of_file_is_named(field: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(f'{{"schema_version": 1, "{field}": []}}', encoding="utf-8")

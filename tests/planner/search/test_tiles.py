@@ -10,7 +10,7 @@ from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.tiles import tile_of
 from planner.choices.variants import variants
-from planner.explain.trial import Bench
+from planner.explain.bench import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Batch, build_graph, units
 from planner.models import ModelConfig, resolve_model

@@ -5,19 +5,19 @@ import numpy as np
 import pytest
 from amount import small_measurements
 
-import hwprofiles.calibrate
+import ullage.calibrate
 from executor.optimizer.adamw import AdamWParams, adamw_step
 from hwprofiles.machine import profile_name
 from hwprofiles.registry import load_profile
+from ullage.calibrate.kernels import cpu_adamw
 from ullage.main import main
-from ullage.this_machine.kernels import kernels
 
 
 @pytest.fixture
 def hurried(monkeypatch, tmp_path):
     """Spend a second on real measurements, and keep profiles in a folder of its own."""
-    options = partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
-    monkeypatch.setattr(hwprofiles.calibrate, "CalibrationOptions", options)
+    options = partial(ullage.calibrate.CalibrationOptions, budget_s=1.0)
+    monkeypatch.setattr(ullage.calibrate, "CalibrationOptions", options)
     monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
     with small_measurements():
         yield
@@ -48,8 +48,7 @@ def test_an_optimizer_step_is_the_executors_on_any_team():
     grad = (rng.random(1000, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     wanted, weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
     adamw_step(wanted, grad, weight, AdamWParams(), step=1)
-    step = kernels().cpu_adamw
     for num_threads in (1, 2, 2):
         got, got_weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
-        step(*got, grad, got_weight, num_threads)
+        cpu_adamw((*got, grad, got_weight), num_threads)
         assert all(np.array_equal(a, b) for a, b in zip((*got, got_weight), (*wanted, weight), strict=True))

@@ -11,7 +11,7 @@ from amount import small_measurements
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hwprofiles.calibrate
+import ullage.calibrate
 from hwprofiles.machine import this_machine
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
@@ -28,7 +28,7 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HardwareP
     """A profile of a machine with two cores as if it had been measured here; measurements take a second."""
     monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
     monkeypatch.setattr(
-        hwprofiles.calibrate, "CalibrationOptions", partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
+        ullage.calibrate, "CalibrationOptions", partial(ullage.calibrate.CalibrationOptions, budget_s=1.0)
     )
     profile = load_profile("epyc-turin-2c").model_copy(update={"measured_on": this_machine()})
     save_profile(profile, local_profile_path())

@@ -110,7 +110,6 @@ OF_COMMANDS = {
     "CertificateError",
     "CheckpointsError",
     "ContradictionError",
-    "FileIsSpecialError",
     "InstallationError",
     "RefusedOperatorError",
     "SignalledError",

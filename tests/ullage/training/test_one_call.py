@@ -17,10 +17,10 @@ from torch import nn
 
 import ullage
 from hwprofiles import registry
-from hwprofiles.calibrate import CalibrationOptions
 from hwprofiles.machine import this_machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
+from ullage.calibrate import CalibrationOptions
 from ullage.main import main
 from ullage.this_machine import profile as measuring
 from ullage.this_machine.planning import capture_live

@@ -1,6 +1,5 @@
 """Simulate a plan's model and machine under other decisions, in the same way as the plan's own."""
 
-import dataclasses
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -12,50 +11,12 @@ from planner.graph import Unit
 from planner.lowering import lower
 from planner.plan.document import Plan
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Tier
-from planner.search import traffic_bytes
-from planner.search.scoring import Lower
+from planner.schedule.tasks import Lane
+from planner.search.scoring import Candidate, Lower, candidate_of
 from planner.setup import Setup
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation, run_until_steady
-from planner.simulate.prediction import TierMemory, memory_peaks
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """Decisions and their simulation.
-
-    Attributes:
-        decisions: the simulated decisions.
-        iteration_s: iteration time, once iterations repeat.
-        memory: peaks and capacities of one device and of one host.
-        traffic_bytes: bytes over links and host memory in an iteration, hidden or not.
-    """
-
-    decisions: Decisions
-    iteration_s: float
-    memory: dict[Tier, TierMemory]
-    traffic_bytes: int
-
-    @property
-    def missing_bytes(self) -> dict[Tier, int]:
-        """Missing memory by tier; empty if it fits."""
-        return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak of every tier fits."""
-        return not self.missing_bytes
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """Sort key: trials that fit first, then less missing memory, relative to the tier, then faster ones."""
-        lacking = sum(use.missing_bytes / use.capacity_bytes for use in self.memory.values() if use.missing_bytes)
-        return (lacking, self.iteration_s)
-
-    def peak_bytes(self, tier: Tier) -> int:
-        """Return the peak of a tier; 0 if nothing is held there."""
-        return self.memory[tier].peak_bytes if tier in self.memory else 0
+from planner.simulate.prediction import memory_peaks
 
 
 class Bench:
@@ -69,7 +30,8 @@ class Bench:
         units: the model's units, by name, in forward order.
         cost: prices on the plan's machine.
         simulation: of the plan's own schedule.
-        own: the plan's own decisions.
+        own: the plan's own decisions, scored.
+        memory: their peaks and capacities, of one device and of one host.
     """
 
     def __init__(self, plan: Plan, lower: Lower = lower) -> None:
@@ -80,7 +42,8 @@ class Bench:
         self.cost = CostModel.of(plan.hardware, members, plan.decisions)
         self.schedule = plan.schedule()
         self.simulation = run_until_steady(self.schedule, self.cost)
-        self.own = self._trial(self.decisions, self.schedule, self.simulation)
+        self.own = candidate_of(self.decisions, self.simulation, self.cost)
+        self.memory = memory_peaks(self.simulation.timeline, self.simulation.steady, self.cost)
         setup = Setup(members)
         self._tied, self._swappable = setup.tied, set(setup.swappable)
 
@@ -92,10 +55,10 @@ class Bench:
         """
         return self._lower(self._members(decisions), decisions, asynchronous=self.cost.asynchronous)
 
-    def trial(self, decisions: Decisions) -> Trial:
-        """Simulate other decisions."""
-        schedule = self.lower(decisions)
-        return self._trial(decisions, schedule, run_until_steady(schedule, self._priced(decisions)))
+    def trial(self, decisions: Decisions) -> Candidate:
+        """Simulate other decisions until iterations repeat."""
+        cost = self._priced(decisions)
+        return candidate_of(decisions, run_until_steady(self.lower(decisions), cost), cost)
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
@@ -112,10 +75,6 @@ class Bench:
         if is_of(decisions) == is_of(self.decisions):
             return tuple(self.units.values())
         return self.plan.units(decisions)
-
-    def _trial(self, decisions: Decisions, schedule: Schedule, simulation: Simulation) -> Trial:
-        peaks = memory_peaks(simulation.timeline, simulation.steady, self.cost)
-        return Trial(decisions, simulation.period_s, peaks, traffic_bytes(schedule, decisions))
 
     def on(self, hardware: HardwareProfile) -> tuple[float, Lane]:
         """Simulate the plan's own schedule on another machine.

@@ -4,22 +4,23 @@ Probes are the same for both; they differ in the clock (wall time against CUDA e
 """
 
 import ctypes
-import dataclasses
 import functools
 import itertools
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.options import Array, CpuAdamW, Kernels
-from hwprofiles.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
 from hwprofiles.machine import cpu_name
 from hwprofiles.profile import AttentionType
+from ullage.calibrate import kernels
+from ullage.calibrate.options import Array
+from ullage.calibrate.sampling import ROBUST, SHARED, SUSTAINED, Call, Case, Summary, clock_of, sample
 
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
@@ -60,20 +61,6 @@ Direction = Literal["down", "up"]
 Copier = Callable[[int], Call]
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionSizes:
-    """Attention to measure: sequences of each length, and (head dimension, key-value heads) of each type.
-
-    The plain type of a data type comes first; others are of bf16 alone.
-    """
-
-    batch: int
-    num_heads: int
-    seq_lens: tuple[int, ...]
-    backward_seq_lens: tuple[int, ...]
-    heads: Mapping[AttentionType, tuple[int, int]]
-
-
 def in_turn(step: Callable[[slice], object], pool_size: int, item_size: int) -> Call:
     """Return a call that takes a step on the next item of a pool, round and round."""
     starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
@@ -91,7 +78,10 @@ class HostBackend:
         dram_bytes_per_copied_byte: host memory traffic of a copy: 1, or 2 where the device's memory is host memory.
         shapes: rows and hidden sizes of the matrix products to measure.
         beside: rows and hidden size of the product that runs beside other work.
-        attention: the attention to measure.
+        heads: of the attention to measure, the head dimension and the key-value heads of each type. The plain type of
+            a data type comes first; others are of bf16 alone.
+        num_heads, batch: its query heads and sequences.
+        seq_lens, backward_seq_lens: lengths of these, forward and backward.
         most_elements: elements of the largest elementwise kernel.
         optimizer_sizes: numbers of parameters of AdamW.
         of_host: how updates on the host, and its other passes over memory, are sampled.
@@ -106,6 +96,8 @@ class HostBackend:
     pool_bytes = 128 * 2**20
     pair_bytes, pair_copies = 8 * 2**20, 1
     of_host = ROBUST
+    heads: Mapping[AttentionType, tuple[int, int]] = MappingProxyType({"bf16": (64, 8), "fp32": (64, 8)})
+    num_heads, batch = 8, 1
 
     def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
         self.name = f"{num_cores} core{'s' if num_cores > 1 else ''} of {cpu_name()}"
@@ -116,8 +108,8 @@ class HostBackend:
             (256, 512, 1024, 2048),
         )
         self.beside = (256, 1024)
-        seq_lens = (64, 128, 256, 512, 1024, 2048, *(() if quick else (4096,)))
-        self.attention = AttentionSizes(1, 8, seq_lens, seq_lens, {"bf16": (64, 8), "fp32": (64, 8)})
+        self.seq_lens: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, *(() if quick else (4096,)))
+        self.backward_seq_lens = self.seq_lens
         self.most_elements = 4**11 if quick else 4**12
         self.optimizer_sizes = tuple(2**i for i in range(14, 25 if quick else 27, 2))
         self.copy_pool_bytes = max(min(_QUICK_COPY_BYTES * (1 if quick else 2), memory_bytes // 2), 2**16)
@@ -144,10 +136,10 @@ class HostBackend:
 
         return functools.partial(in_turn, copy, self.copy_pool_bytes)
 
-    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
-        """Return updates by the injected CPU kernel on the device's cores."""
+    def optimizer_cases(self) -> list[Case]:
+        """Return updates by the CPU kernel on the device's cores."""
         state = adamw_state(max(self.optimizer_sizes))
-        return adamw_cases(self.optimizer_sizes, state, kernels.cpu_adamw, self.num_cores)
+        return adamw_cases(self.optimizer_sizes, state, self.num_cores)
 
 
 class CudaBackend:
@@ -169,6 +161,16 @@ class CudaBackend:
     pair_bytes, pair_copies = 64 * 2**20, 4
     of_host = SHARED
     soak_s, lead_side = 2.0, 4096
+    heads: Mapping[AttentionType, tuple[int, int]] = MappingProxyType(
+        {
+            "bf16": (64, 32),
+            "fp32": (64, 32),
+            "bf16-gqa": (64, 8),
+            "bf16-128": (128, 32),
+            "bf16-128-gqa": (128, 8),
+        }
+    )
+    num_heads, batch = 32, 4
 
     def __init__(self, *, quick: bool) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -177,17 +179,9 @@ class CudaBackend:
         hiddens = (1024, 4096, 8192, 16384) if quick else (1024, 2048, 4096, 8192, 16384)
         self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (rows, hiddens)
         self.beside = (8192, 8192)
-        seq_lens = (128, 512, 2048, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+        self.seq_lens: tuple[int, ...] = (128, 512, 2048, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
         # With shorter sequences, a GPU computes a backward in less time than autograd takes to launch it.
-        backward_seq_lens = tuple(seq for seq in seq_lens if seq >= 512)
-        heads: dict[AttentionType, tuple[int, int]] = {
-            "bf16": (64, 32),
-            "fp32": (64, 32),
-            "bf16-gqa": (64, 8),
-            "bf16-128": (128, 32),
-            "bf16-128-gqa": (128, 8),
-        }
-        self.attention = AttentionSizes(4, 32, seq_lens, backward_seq_lens, heads)
+        self.backward_seq_lens = tuple(seq for seq in self.seq_lens if seq >= 512)
         self.most_elements = 4**14
         self.optimizer_sizes = tuple(2**i for i in range(14, 27, 2))
         self.copy_pool_bytes = 256 * 2**20
@@ -282,8 +276,8 @@ class CudaBackend:
         source, target = (on_host, on_device) if direction == "down" else (on_device, on_host)
         return functools.partial(in_turn, lambda part: target[part].copy_(source[part], non_blocking=True), pool_bytes)
 
-    def optimizer_cases(self, kernels: Kernels) -> list[Case]:
-        """Return updates by the injected kernel; subgroups rotate through the state of the largest."""
+    def optimizer_cases(self) -> list[Case]:
+        """Return updates on the device; subgroups rotate through the state of the largest."""
         num_params = max(self.optimizer_sizes)
         state = [torch.full((num_params,), value, device=self.device) for value in (0.02, 1e-3, 1e-6)]
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
@@ -304,9 +298,9 @@ def adamw_state(num_params: int) -> tuple[Array, ...]:
     return master, exp_avg, exp_avg_sq, gradient, weight
 
 
-def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
+def adamw_cases(sizes: tuple[int, ...], state: tuple[Array, ...], num_threads: int) -> list[Case]:
     """Return one CPU AdamW update per number of parameters, on subgroups that rotate through the state."""
-    return _rotating(sizes, state, lambda m, avg, sq, grad, w: cpu_adamw(m, avg, sq, grad, w, num_threads))
+    return _rotating(sizes, state, lambda *arrays: kernels.cpu_adamw(arrays, num_threads))
 
 
 def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import scipy.sparse.csgraph
 from amount import small_measurements
-from fake_kernels import KERNELS, Calibrated, silent
+from fake_kernels import Calibrated, silent
 from forked import Forked, environments
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from hwprofiles import machine
-from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only
-from hwprofiles.calibrate.fabric import groups_that_share, joined
 from hwprofiles.catalogue import CATALOGUE, PARTS, Entry
 from hwprofiles.files import locked
 from hwprofiles.paths import quantities
 from hwprofiles.profile import HardwareProfile, connected
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile, save_profile, update_profile
+from ullage.calibrate import CalibrationOptions, calibrate, parse_only
+from ullage.calibrate.fabric import groups_that_share, joined
 
 
 def leaves(kind: Any, path: str) -> Iterator[str]:
@@ -79,7 +79,7 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     )
     steps: list[str] = []
     with small_measurements():
-        found, pairs = calibrate(options, KERNELS, lambda step, _done, _total: steps.append(step))
+        found, pairs = calibrate(options, lambda step, _done, _total: steps.append(step))
     assert steps[0] == "disk"
     assert {"optimizer on the host", "shared file system"} < set(steps)
     assert not {"copies", "products in bf16", "all at once"} & set(steps)
@@ -101,7 +101,7 @@ def test_parts_are_measured_again_and_the_rest_stays(calibrated: Calibrated, tmp
     assert not list(tmp_path.iterdir())
     again = CalibrationOptions(quick=True, budget_s=1, device="host", only=parse_only(f"disk:{tmp_path}"), base=found)
     with small_measurements():
-        saved = calibrate(again, KERNELS, silent)[0].nvme
+        saved = calibrate(again, silent)[0].nvme
     assert saved is not None
     assert saved.endurance_bytes_per_day == found.nvme.endurance_bytes_per_day
 
@@ -125,11 +125,10 @@ def test_parts_that_cannot_be(calibrated: Calibrated) -> None:
     with pytest.raises(ValueError, match="nothing joins a single device; start several ranks"):
         calibrate(
             CalibrationOptions(budget_s=0.1, device="host", only=parse_only("fabric"), base=calibrated.profile),
-            KERNELS,
             silent,
         )
     with pytest.raises(ValueError, match="of a gpu device"):
-        calibrate(CalibrationOptions(device="host", only=parse_only("cpu"), base=load_profile("h100")), KERNELS, silent)
+        calibrate(CalibrationOptions(device="host", only=parse_only("cpu"), base=load_profile("h100")), silent)
     with pytest.raises(ValueError, match="give the profile whose other parts stay"):
         CalibrationOptions(only=parse_only("cpu"))
 
@@ -216,9 +215,8 @@ def test_connected_components_are_those_of_scipy(case: tuple[int, list[tuple[int
 COLLECTIVES = """
 import sys
 from pathlib import Path
-from hwprofiles.calibrate import CalibrationOptions, backend, calibrate_ranks, parse_only, ranks
+from ullage.calibrate import CalibrationOptions, backend, calibrate_ranks, parse_only, ranks
 from hwprofiles.registry import load_profile, save_profile
-from ullage.this_machine.kernels import kernels
 ranks._QUICK_BUDGET_S = 0.5
 backend.HostBackend.pool_bytes = 2**25
 ranks.num_cores = lambda: 2
@@ -226,7 +224,7 @@ options = CalibrationOptions(
     quick=True, only=parse_only("device,fabric"), base=load_profile(sys.argv[1]), budget_s=0.1
 )
 steps = []
-found = calibrate_ranks(options, kernels(), lambda step, *_: steps.append(step))
+found = calibrate_ranks(options, lambda step, *_: steps.append(step))
 place = Path(sys.argv[2] + str(ranks.distributed.is_initialized()))
 if steps:
     save_profile(found, place)

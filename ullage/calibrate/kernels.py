@@ -1,14 +1,15 @@
 """The executor's kernels for calibration, and a tiny model that runs through all of it, to measure the host's time."""
 
+import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from executor.devices.backend import as_array, sum_of_squares
+from executor.devices.backend import as_array
 from executor.devices.cuda import fused, update_on_device
 from executor.memory.pieces import state_buffers
 from executor.optimizer.adamw import AdamWParams, adamw_step
@@ -17,7 +18,6 @@ from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 from executor.options import Options
 from executor.prepare import prepare_session
-from hwprofiles.calibrate import Kernels
 from hwprofiles.profile import NarrowUpdate
 from planner.decisions import BF16
 from planner.graph import Batch, build_graph, units
@@ -25,36 +25,49 @@ from planner.models import resolve_model, to_hf_config_dict
 from planner.models.kernels import num_kernels
 from planner.placements import mixed
 from planner.setup import Mix, Setup
+from ullage.calibrate.options import Array
 
 
-def kernels() -> Kernels:
-    """Return the kernels of the executor."""
-    params = AdamWParams()
+def cpu_adamw(state: Sequence[Array], num_threads: int) -> None:
+    """Take one AdamW step in place, without the GIL.
+
+    Args:
+        state: flat arrays: the master copy and both averages in float32, the gradient, which is read, and the weight,
+            which is written, both in bfloat16 as uint16.
+        num_threads: threads that share it.
+    """
+    *buffers, gradient, weight = state
+    adamw_step(buffers, gradient, weight, AdamWParams(), step=1, team=_team(num_threads))
+
+
+@functools.cache
+def _team(num_threads: int) -> WorkerTeam:
+    """Return a team of threads, which persist between steps, as in training."""
+    return WorkerTeam(num_threads)
+
+
+def end_teams() -> None:
+    """End the threads of all steps on the CPU."""
+    _team.cache_clear()
+
+
+def device_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, gradient: Any, weight: Any) -> None:
+    """Take the same step on the current stream of a GPU, over tensors of float32 and bfloat16."""
     entry = next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW)
-    rule = Rule(entry, params, scale=0.5)  # as in clipping
-    teams: dict[int, WorkerTeam] = {}
-
-    def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
-        if num_threads not in teams:  # threads persist between steps, as in training
-            teams[num_threads] = WorkerTeam(num_threads)
-        adamw_step((master, exp_avg, exp_avg_sq), grad, weight, params, step=1, team=teams[num_threads])
-
-    def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
-        state = master, exp_avg, exp_avg_sq, weight
-        update_on_device(state, [grad], rule, step=1)
-
-    return Kernels(
-        cpu_adamw=step,
-        device_adamw=device_step,
-        fuses_updates=lambda: fused() is not None,
-        sum_of_squares=sum_of_squares,
-        host_times=host_times,
-        narrow_updates=_narrow_updates,
-    )
+    rule = Rule(entry, AdamWParams(), scale=0.5)  # as in clipping
+    update_on_device((master, exp_avg, exp_avg_sq, weight), [gradient], rule, step=1)
 
 
-def _narrow_updates(num_params: int) -> dict[NarrowUpdate, Callable[[], object]]:
-    """See :data:`hwprofiles.calibrate.options.NarrowUpdates`."""
+def fuses_updates() -> bool:
+    """Return whether all updates of AdamW on a GPU are one kernel."""
+    return fused() is not None
+
+
+def narrow_updates(num_params: int) -> dict[NarrowUpdate, Callable[[], object]]:
+    """Return compiled updates with state in fewer bytes.
+
+    Each is a call that takes a step over so many parameters in the calling thread.
+    """
     found = {name: _narrow_update(name, num_params) for name in get_args(NarrowUpdate)}
     for update in found.values():
         update()  # compiles it
@@ -93,11 +106,15 @@ _REPEATS = 12
 
 
 def host_times(device: str) -> tuple[list[float], list[float]]:
-    """Time a model so small that computing takes no time; see :data:`hwprofiles.calibrate.options.MeasureHost`.
+    """Time a model so small that computing takes no time, on ``cpu`` or ``cuda``.
 
     With a GPU everything stays there, so that no kernel waits for a copy or for an update on the host: the simulator
     counts such waits itself. For the same reason a step begins when the GPU has ended the backward, and ends before the
     loss is read.
+
+    Returns:
+        The wall seconds per kernel of forward and backward, without waiting for a GPU, and those per parameter tensor
+        from the end of backward to the next forward, one of each per repetition.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
 

@@ -10,51 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hwprofiles.catalogue import PARTS, Part
-from hwprofiles.profile import HardwareProfile, NarrowUpdate
+from hwprofiles.profile import HardwareProfile
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile; checked before half a minute of measuring
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 
-#: ``cpu_adamw(master, exp_avg, exp_avg_sq, grad, weight, num_threads)``: one AdamW step in place over flat float32
-#: arrays. It reads a bfloat16 gradient (as uint16), writes bfloat16 weights (as uint16), and must release the GIL.
-CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
-
-#: ``device_adamw(master, exp_avg, exp_avg_sq, grad, weight)``: the same on the current stream of a GPU, over tensors of
-#: float32 and bfloat16.
-DeviceAdamW = Callable[[Any, Any, Any, Any, Any], object]
-
-#: ``fuses_updates()``: whether all updates of AdamW on a GPU are one kernel, as ``device_adamw`` then is.
-FusesUpdates = Callable[[], bool]
-
-#: ``sum_of_squares(bits)``: the sum of squares of a flat bfloat16 gradient (as uint16).
-SumOfSquares = Callable[[Array], float]
-
-#: ``narrow_updates(num_params)``: compiled updates with state in fewer bytes. Each is a call that takes a step over so
-#: many parameters in the calling thread.
-NarrowUpdates = Callable[[int], Mapping[NarrowUpdate, Callable[[], object]]]
-
 #: ``progress(step, done_s, total_s)``: called before each step and once after the last; seconds are of the budget.
 Progress = Callable[[str, float, float], None]
-
-
-#: ``host_times(device)``: host time in iterations of a model so small that computing takes no time, on ``cpu`` or
-#: ``cuda``. It returns the wall seconds per kernel of forward and backward, without waiting for a GPU, and those per
-#: parameter tensor from the end of backward to the next forward, one of each per repetition.
-MeasureHost = Callable[[str], tuple[list[float], list[float]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """The executor's kernels. The caller passes them in, because the executor imports this package."""
-
-    cpu_adamw: CpuAdamW
-    device_adamw: DeviceAdamW
-    fuses_updates: FusesUpdates
-    sum_of_squares: SumOfSquares
-    host_times: MeasureHost
-    narrow_updates: NarrowUpdates
 
 
 @dataclasses.dataclass(frozen=True)

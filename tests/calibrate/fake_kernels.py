@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import pytest
 
-from hwprofiles.calibrate import Kernels, Pair
 from hwprofiles.profile import HardwareProfile, NarrowUpdate
+from ullage.calibrate import Pair, kernels
 
 
-def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
+def cpu_adamw(state: tuple[Any, ...], num_threads: int) -> None:
     """Touches what AdamW touches."""
+    master, exp_avg, exp_avg_sq, grad, weight = state
     assert num_threads >= 1
     exp_avg *= np.float32(0.9)
     exp_avg_sq *= np.float32(0.95)
@@ -21,14 +23,19 @@ def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any
 
 HOST = [15e-6] * 5, [25e-6] * 5
 
-KERNELS = Kernels(
-    cpu_adamw=cpu_adamw,
-    device_adamw=lambda *_state: None,
-    fuses_updates=lambda: True,
-    sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
-    host_times=lambda _device: HOST,
-    narrow_updates=lambda num_params: {name: np.zeros(num_params).sum for name in get_args(NarrowUpdate)},
-)
+HOST_TIMES = kernels.host_times  # the executor's
+FAKES = {
+    "cpu_adamw": cpu_adamw,
+    "device_adamw": lambda *_state: None,
+    "fuses_updates": lambda: True,
+    "host_times": lambda _device: HOST,
+    "narrow_updates": lambda num_params: {name: np.zeros(num_params).sum for name in get_args(NarrowUpdate)},
+}
+
+
+def put_fakes(patched: pytest.MonkeyPatch) -> None:
+    for name, fake in FAKES.items():
+        patched.setattr(kernels, name, fake)
 
 
 def silent(step: str, done: float, total: float) -> None:

@@ -35,8 +35,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from hwprofiles.calibrate.options import Floats
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity, Unit
+from ullage.calibrate.options import Floats
 
 FASTEST = 0.25
 _MIN_ROUNDS = 3

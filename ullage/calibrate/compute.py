@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hwprofiles.calibrate.backend import Backend, in_turn
-from hwprofiles.calibrate.options import Kernels, MeasureHost, SumOfSquares
-from hwprofiles.calibrate.sampling import (
+from executor.devices.backend import sum_of_squares
+from hwprofiles.profile import AttentionType, Dtype
+from hwprofiles.quantity import Curve, Quantity
+from ullage.calibrate import kernels
+from ullage.calibrate.backend import Backend, in_turn
+from ullage.calibrate.sampling import (
     Call,
     Case,
     Summary,
@@ -24,8 +27,6 @@ from hwprofiles.calibrate.sampling import (
     seconds,
     summarize,
 )
-from hwprofiles.profile import AttentionType, Dtype
-from hwprofiles.quantity import Curve, Quantity
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FP8_GRAIN = 16  # sizes of products in fp8 are multiples of this
@@ -114,7 +115,7 @@ class ComputeProbe:
         The FLOP of forward are 2 batch heads seq² head_dim, without the masked half. Those of backward are 2.5 times
         as many: it has five products of the size of which forward has two (Dao et al., FlashAttention, appendix B).
         """
-        heads = {name: sizes for name, sizes in self.backend.attention.heads.items() if name.startswith(dtype)}
+        heads = {name: sizes for name, sizes in self.backend.heads.items() if name.startswith(dtype)}
         part_s = budget_s / len(heads)
         return {
             name: self._attention(dtype, head_dim, num_key_value_heads, part_s, backward=backward)
@@ -124,8 +125,7 @@ class ComputeProbe:
     def _attention(
         self, dtype: Dtype, head_dim: int, num_key_value_heads: int, budget_s: float, *, backward: bool
     ) -> Curve:
-        sizes = self.backend.attention
-        batch, num_heads = sizes.batch, sizes.num_heads
+        batch, num_heads = self.backend.batch, self.backend.num_heads
         cases = [
             Case(
                 (5.0 if backward else 2.0) * batch * num_heads * seq**2 * head_dim,
@@ -136,7 +136,7 @@ class ComputeProbe:
                     backward=backward,
                 ),
             )
-            for seq in (sizes.backward_seq_lens if backward else sizes.seq_lens)
+            for seq in (self.backend.backward_seq_lens if backward else self.backend.seq_lens)
         ]
         found = self.backend.sample(cases, budget_s)
         what = "the backward of fused causal attention" if backward else "fused causal attention forward"
@@ -154,9 +154,9 @@ class ComputeProbe:
         source = f"eager elementwise kernels, mean of {dtype} add, mul, silu and {last}"
         return build_curve("bytes", [c.size for c in cases], found, source)
 
-    def optimizer(self, kernels: Kernels, budget_s: float) -> Curve:
+    def optimizer(self, budget_s: float) -> Curve:
         """Measure one AdamW update on the device."""
-        cases = self.backend.optimizer_cases(kernels)
+        cases = self.backend.optimizer_cases()
         found = self.backend.sample(cases, budget_s)
         source = "AdamW on the device: " + (
             f"{'one kernel' if kernels.fuses_updates() else 'torch, fused'}, from bf16 gradients to bf16 weights"
@@ -173,7 +173,7 @@ class ComputeProbe:
         source = "copy inside device memory, reads and writes added"
         return rate(case.size, found, "bytes_per_s", source)
 
-    def gradient_norm(self, sum_of_squares: SumOfSquares, budget_s: float) -> Curve | None:
+    def gradient_norm(self, budget_s: float) -> Curve | None:
         """Measure the sum of squares of a bf16 gradient; ``None`` on a GPU, where memory bandwidth hides it."""
         if self.backend.kind == "gpu":
             return None
@@ -186,7 +186,7 @@ class ComputeProbe:
         found = self.backend.sample(cases, budget_s)
         return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
 
-    def host_s(self, measure: MeasureHost, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
+    def host_s(self, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
         """Measure a tiny model's host time per kernel (with Python and autograd) and per tensor of an optimizer step.
 
         On a CPU, the curve of elementwise kernels includes their dispatch already. So the smallest time of that curve
@@ -197,7 +197,7 @@ class ComputeProbe:
         begin_s = time.perf_counter()
         with torch.enable_grad():
             while not issue_s or time.perf_counter() - begin_s < budget_s / 2:
-                more_issue_s, more_step_s = measure(self.backend.device.type)
+                more_issue_s, more_step_s = kernels.host_times(self.backend.device.type)
                 issue_s += more_issue_s
                 step_s += more_step_s
         floor_s = elementwise.points[0].median_s if self.backend.kind == "host" else 0.0

@@ -13,24 +13,23 @@ from typing import Any, Final
 import torch
 from torch import distributed
 
-from hwprofiles.calibrate.fabric import joined, probe_collectives
-from hwprofiles.calibrate.options import CalibrationOptions, Kernels, Progress
-from hwprofiles.calibrate.run import calibrate
 from hwprofiles.machine import num_cores, this_machine
 from hwprofiles.profile import HardwareProfile
+from ullage.calibrate.fabric import joined, probe_collectives
+from ullage.calibrate.options import CalibrationOptions, Progress
+from ullage.calibrate.run import calibrate
 
 _BUDGET_S, _QUICK_BUDGET_S = 20.0, 4.0
 _PARTS: Final = frozenset({"device", "fabric"})
 
 
-def calibrate_ranks(options: CalibrationOptions, kernels: Kernels, progress: Progress) -> HardwareProfile:
+def calibrate_ranks(options: CalibrationOptions, progress: Progress) -> HardwareProfile:
     """Measure devices that all compute, and collectives, over the ranks that ``torchrun`` started.
 
     Args:
         options: ``only`` has the parts to measure, ``device``, ``fabric`` or both; see [Note: All devices at once].
             ``base`` is a profile of this machine with as many GPUs as there are ranks on a node.
-        kernels: see :func:`hwprofiles.calibrate.run.calibrate`.
-        progress: called on rank 0, likewise.
+        progress: see :func:`ullage.calibrate.run.calibrate`; called on rank 0.
 
     Returns:
         A profile with as many devices as there are ranks; each rank has its own device in it.
@@ -57,7 +56,7 @@ def calibrate_ranks(options: CalibrationOptions, kernels: Kernels, progress: Pro
                 if distributed.get_rank() == 0:
                     progress(name, done_s, total_s)
 
-            base, _ = calibrate(dataclasses.replace(options, only={"device": None}, is_rank=True), kernels, step)
+            base, _ = calibrate(dataclasses.replace(options, only={"device": None}, is_rank=True), step)
         found: dict[str, Any] = {}
         if options.measures("fabric"):
             fabric = probe_collectives(_QUICK_BUDGET_S if options.quick else _BUDGET_S)

@@ -15,25 +15,6 @@ import numpy as np
 import torch
 import xxhash
 
-from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases, adamw_state
-from hwprofiles.calibrate.compute import ComputeProbe
-from hwprofiles.calibrate.disk import Disk, open_disk
-from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
-from hwprofiles.calibrate.options import (
-    CalibrationOptions,
-    CpuAdamW,
-    Kernels,
-    Pair,
-    Progress,
-)
-from hwprofiles.calibrate.sampling import Call, Case, quantity, rate, sample, wall_clock
-from hwprofiles.calibrate.traffic import (
-    TrafficProbe,
-    fewest_threads,
-    narrow_update_s,
-    optimizer_by_threads,
-    pool_params,
-)
 from hwprofiles.catalogue import Part
 from hwprofiles.machine import (
     available_memory_bytes,
@@ -47,6 +28,24 @@ from hwprofiles.machine import (
 )
 from hwprofiles.profile import FOR_LIBRARIES_BYTES, Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
+from ullage.calibrate import kernels
+from ullage.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases, adamw_state
+from ullage.calibrate.compute import ComputeProbe
+from ullage.calibrate.disk import Disk, open_disk
+from ullage.calibrate.fabric import joined, probe_fabric, probe_uplinks
+from ullage.calibrate.options import (
+    CalibrationOptions,
+    Pair,
+    Progress,
+)
+from ullage.calibrate.sampling import Call, Case, quantity, rate, sample, wall_clock
+from ullage.calibrate.traffic import (
+    TrafficProbe,
+    fewest_threads,
+    narrow_update_s,
+    optimizer_by_threads,
+    pool_params,
+)
 
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""
@@ -84,9 +83,7 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
 _ALL = sum(sum(steps.values()) for part, steps in _SHARES.items() if part != "pfs")
 
 
-def calibrate(
-    options: CalibrationOptions, kernels: Kernels, progress: Progress
-) -> tuple[HardwareProfile, tuple[Pair, ...]]:
+def calibrate(options: CalibrationOptions, progress: Progress) -> tuple[HardwareProfile, tuple[Pair, ...]]:
     """Measure this machine, or parts of it.
 
     The call changes torch's number of threads and restores it. It leaves nothing on disk, even after Ctrl-C.
@@ -96,7 +93,6 @@ def calibrate(
 
     Args:
         options: what to measure.
-        kernels: the executor's kernels; see :class:`hwprofiles.calibrate.options.Kernels`.
         progress: called before each step and after the last, with its name, the seconds done and the seconds in all.
 
     Returns:
@@ -117,8 +113,9 @@ def calibrate(
     if not on_gpu:
         keep_freed_memory()  # as the executor does
     with contextlib.ExitStack() as stack:
-        run = _Run(options, kernels, progress, on_gpu=on_gpu)
-        stack.enter_context(_torch_threads(run.backend.num_cores or run.cores, kernels.cpu_adamw))
+        run = _Run(options, progress, on_gpu=on_gpu)
+        stack.callback(kernels.end_teams)
+        stack.enter_context(_torch_threads(run.backend.num_cores or run.cores))
         stack.enter_context(torch.no_grad())
         run.measure(stack)
     if run.device is not None and on_gpu and not options.device_memory_bytes:
@@ -154,8 +151,8 @@ class _Run:
             that were not measured.
     """
 
-    def __init__(self, options: CalibrationOptions, kernels: Kernels, progress: Progress, *, on_gpu: bool) -> None:
-        self.options, self._kernels, self._progress = options, kernels, progress
+    def __init__(self, options: CalibrationOptions, progress: Progress, *, on_gpu: bool) -> None:
+        self.options, self._progress = options, progress
         self._budgets_s = budgets_s(options, on_gpu=on_gpu)
         self.total_s, self._done_s = math.fsum(self._budgets_s.values()), 0.0
         self.cores, self.num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
@@ -207,14 +204,14 @@ class _Run:
         return stack.enter_context(open_disk(folder, quick=self.options.quick))
 
     def _device(self, compute: ComputeProbe) -> Device:
-        kernels, begin = self._kernels, self.begin
+        begin = self.begin
         rows_half = compute.gemm_rows_half(begin("products of few rows"))
         elementwise = compute.elementwise("bf16", begin("elementwise kernels in bf16"))
         elementwise_fp32 = compute.elementwise("fp32", begin("elementwise kernels in fp32"))
         if self.options.is_rank and self.options.base is not None:
             issue_s, step_s = self.options.base.device.issue_s, self.options.base.device.step_s
         else:
-            issue_s, step_s = compute.host_s(kernels.host_times, elementwise, begin("the host's own time"))
+            issue_s, step_s = compute.host_s(elementwise, begin("the host's own time"))
         in_fp8 = compute.gemm_fp8(rows_half.value, begin("products in fp8"))
         return Device(
             name=self.backend.name,
@@ -237,17 +234,17 @@ class _Run:
             },
             elementwise=elementwise,
             elementwise_fp32=elementwise_fp32,
-            optimizer=compute.optimizer(kernels, begin("optimizer on the device")),
+            optimizer=compute.optimizer(begin("optimizer on the device")),
             fuses_updates=kernels.fuses_updates() if self.backend.kind == "gpu" else None,
             memory_bytes_per_s=compute.memory_bytes_per_s(begin("device memory")),
-            gradient_norm=compute.gradient_norm(kernels.sum_of_squares, begin("gradient norm")),
+            gradient_norm=compute.gradient_norm(begin("gradient norm")),
             issue_s=issue_s,
             step_s=step_s,
         )
 
     def _cpu(self) -> TrafficProbe:
         """Measure the host's updates if requested; return the probe of copies and contention."""
-        options, kernels, begin = self.options, self._kernels, self.begin
+        options, begin = self.options, self.begin
         most_params = max(self.backend.optimizer_sizes)
         if self.backend.kind == "gpu":  # its host may have caches larger than that
             most_params = max(most_params, pool_params(cache_bytes()))
@@ -255,18 +252,18 @@ class _Run:
         if not options.measures("cpu"):
             assert options.base is not None
             cores = options.base.host.num_optimizer_cores
-            return TrafficProbe(self.backend, kernels.cpu_adamw, state, cores, self.cores)
+            return TrafficProbe(self.backend, state, cores, self.cores)
         budget_s, spare = begin("optimizer against threads"), spare_cores(self.backend, self.cores, self.num_devices)
-        by_threads = optimizer_by_threads(kernels.cpu_adamw, state, self.cores, spare, budget_s)
+        by_threads = optimizer_by_threads(state, self.cores, spare, budget_s)
         cores = fewest_threads(by_threads, spare)
-        traffic = TrafficProbe(self.backend, kernels.cpu_adamw, state, cores, self.cores)
+        traffic = TrafficProbe(self.backend, state, cores, self.cores)
         self.host |= {
             "name": cpu_name(),
             "num_cores": self.cores,
             "num_optimizer_cores": cores,
             "optimizer_by_threads": by_threads,
             "optimizer": traffic.optimizer(begin("optimizer on the host")),
-            "narrow_update_s": narrow_update_s(kernels.narrow_updates, begin("updates with state in fewer bytes")),
+            "narrow_update_s": narrow_update_s(begin("updates with state in fewer bytes")),
             "elementwise_bytes_per_s": traffic.elementwise_bytes_per_s(begin("host memory")),
             **probe_saving(begin("checkpoints")),
         }
@@ -397,12 +394,12 @@ def _scratch_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _torch_threads(num_threads: int, cpu_adamw: CpuAdamW) -> Iterator[None]:
+def _torch_threads(num_threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
     try:
         # When numba starts its OpenMP team, it changes the calling thread's number of threads, and so torch's. Start
         # it now, so that this does not happen between two measurements.
-        adamw_cases((64,), adamw_state(64), cpu_adamw, 1)[0].call()
+        adamw_cases((64,), adamw_state(64), 1)[0].call()
         torch.set_num_threads(num_threads)
         yield
     finally:

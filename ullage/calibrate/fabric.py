@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import distributed
 
-from hwprofiles.calibrate.backend import CudaBackend
-from hwprofiles.calibrate.options import Floats, Pair
-from hwprofiles.calibrate.sampling import (
+from hwprofiles.profile import Fabric, connected
+from ullage.calibrate.backend import CudaBackend
+from ullage.calibrate.options import Floats, Pair
+from ullage.calibrate.sampling import (
     Case,
     Summary,
     median_s,
@@ -25,7 +26,6 @@ from hwprofiles.calibrate.sampling import (
     team_clock,
     wall_clock,
 )
-from hwprofiles.profile import Fabric, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20

@@ -6,26 +6,27 @@ import itertools
 import mmap
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
+from executor.direct_io import enable_direct_io
 from hwprofiles.profile import Storage
+from ullage.calibrate.sampling import Call, Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 
 _QUICK_FILE_BYTES = 2**28
 _MARGIN = 1.2  # leave some space for other programs
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @contextlib.contextmanager
 def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
     """Open a scratch file in ``directory`` and yield the disk for measurements.
 
-    The file is unlinked as soon as it is open, so an interrupted or killed calibration leaves nothing behind. It is
-    filled first, because training overwrites its files and does not grow them.
+    The file has no name, so an interrupted or killed calibration leaves nothing behind. It is filled first, because
+    training overwrites its files and does not grow them.
 
     Raises:
         ValueError: the directory does not exist, may not be written, or has too little space.
@@ -37,7 +38,8 @@ def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
             free_bytes = shutil.disk_usage(directory).free
             if free_bytes < file_bytes * _MARGIN:
                 raise OSError(errno.ENOSPC, "too little space")
-            descriptor, direct = stack.enter_context(_scratch_file(directory))
+            descriptor = stack.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0)).fileno()
+            direct = enable_direct_io(descriptor)
             disk = Disk(directory, free_bytes, sizes, descriptor, file_bytes, direct=direct)
             disk.fill()
         yield disk
@@ -144,26 +146,6 @@ def _in_full(transfer: Callable[[memoryview, int], int], memory: memoryview, off
         if moved == 0:
             raise OSError(errno.EIO, "the scratch file ended early")
         done += moved
-
-
-@contextlib.contextmanager
-def _scratch_file(directory: Path) -> Iterator[tuple[int, bool]]:
-    path = directory / f".ullage-scratch-{uuid.uuid4().hex}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    try:
-        try:
-            descriptor, direct = os.open(path, flags | _DIRECT, 0o600), bool(_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # file systems without direct I/O create the file, then fail with EINVAL
-                raise
-            path.unlink(missing_ok=True)
-            descriptor, direct = os.open(path, flags, 0o600), False
-    finally:
-        path.unlink(missing_ok=True)
-    try:
-        yield descriptor, direct
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

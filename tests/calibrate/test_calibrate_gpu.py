@@ -1,7 +1,6 @@
 """Calibration of a GPU: its timing on a simulated clock, and all of it on the virtual GPU of the executor's tests."""
 
 import ctypes
-import dataclasses
 import itertools
 import json
 import os
@@ -14,24 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_kernels import HOST, KERNELS, silent
+from fake_kernels import HOST, HOST_TIMES, put_fakes, silent
 from forked import completed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.devices.cores import Cores
 from hwprofiles import machine
-from hwprofiles.calibrate import CalibrationOptions, calibrate, traffic
-from hwprofiles.calibrate.backend import CudaBackend, HostBackend, adamw_state, sensors
-from hwprofiles.calibrate.compute import ComputeProbe
-from hwprofiles.calibrate.run import budgets_s, spare_cores
-from hwprofiles.calibrate.sampling import SUSTAINED, Call, Case, Floats, Manner
-from hwprofiles.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 from hwprofiles.profile import ATTENTION_TYPES, HardwareProfile
 from planner.lowering import lower
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane
-from ullage.this_machine import kernels as of_executor
+from ullage.calibrate import CalibrationOptions, calibrate, kernels, traffic
+from ullage.calibrate.backend import CudaBackend, HostBackend, adamw_state, sensors
+from ullage.calibrate.compute import ComputeProbe
+from ullage.calibrate.run import budgets_s, spare_cores
+from ullage.calibrate.sampling import SUSTAINED, Call, Case, Floats, Manner
+from ullage.calibrate.traffic import NOTICEABLE, TrafficProbe, pool_params
 
 
 class SimulatedGpu(CudaBackend):
@@ -208,8 +206,10 @@ def test_updates_beside_a_gpu_are_as_fast_as_most_of_them(of_host: Manner, expec
     """Neighbours slow down two of three updates, as they will in training."""
     pauses = itertools.cycle([0.002, 0.006, 0.006])
     backend = types.SimpleNamespace(optimizer_sizes=(4, 8), of_host=of_host)
-    probe = TrafficProbe(backend, lambda *_: time.sleep(next(pauses)), adamw_state(8), 2, 4)  # type: ignore[arg-type]
-    curve = probe.optimizer(0.3)
+    probe = TrafficProbe(backend, adamw_state(8), 2, 4)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "cpu_adamw", lambda *_: time.sleep(next(pauses)))
+        curve = probe.optimizer(0.3)
     assert curve.provenance.source.endswith(expected)
     assert (curve.points[-1].median_s > 0.004) == (expected == "median")
 
@@ -231,7 +231,7 @@ def test_a_full_link_says_nothing_about_host_memory(link_slows: float, capacity:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(traffic, "sample_groups", together)
-        probe = TrafficProbe(_CopyEngines(), lambda *_: None, adamw_state(16), 1, 4)  # type: ignore[arg-type]
+        probe = TrafficProbe(_CopyEngines(), adamw_state(16), 1, 4)  # type: ignore[arg-type]
         dram, _ = probe.contention("GEMM", None, 1.0)  # type: ignore[arg-type]
     largest = max(demand, 28 * 4 + 50)
     assert dram.value == pytest.approx(capacity if memory_slows >= NOTICEABLE else largest)
@@ -245,7 +245,7 @@ class _SmallGpu(CudaBackend):
     def __init__(self, *, quick: bool) -> None:
         super().__init__(quick=quick)
         self.shapes, self.beside = ((32, 64, 128), (32, 64, 128)), (32, 64)
-        self.attention = dataclasses.replace(self.attention, seq_lens=(8, 16), backward_seq_lens=(16,), batch=1)
+        self.seq_lens, self.backward_seq_lens, self.batch = (8, 16), (16,), 1
         self.most_elements, self.optimizer_sizes, self.copy_pool_bytes = 4**6, (2**10, 2**12), 2**20
 
 
@@ -257,7 +257,7 @@ def _calibrated() -> None:
     def kernel(master: torch.Tensor, *_state: torch.Tensor) -> None:
         master.mul_(0.9)
 
-    planned, sleeping, waited_s, prepare = [], [], 0.02, of_executor.prepare_session
+    planned, sleeping, waited_s, prepare = [], [], 0.02, kernels.prepare_session
 
     def wait(*_: object) -> float:
         time.sleep(waited_s)
@@ -269,24 +269,24 @@ def _calibrated() -> None:
         properties = types.SimpleNamespace(uuid="1-2")
         patched.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patched.setattr(ctypes, "CDLL", lambda _name: _management())
-        patched.setattr("hwprofiles.calibrate.run.CudaBackend", _SmallGpu)
+        patched.setattr("ullage.calibrate.run.CudaBackend", _SmallGpu)
         patched.setattr(traffic, "_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_MOST_POOL_PARAMS", 2**22)
         patched.setattr(traffic, "_THREADS_PARAMS", 2**12)
-        patched.setattr("hwprofiles.calibrate.run._NUM_BYTES", 2**20)
-        patched.setattr("hwprofiles.calibrate.disk._QUICK_FILE_BYTES", 2**26)
-        patched.setattr("hwprofiles.calibrate.sampling.NUM_WINDOWS", 3)
+        patched.setattr("ullage.calibrate.run._NUM_BYTES", 2**20)
+        patched.setattr("ullage.calibrate.disk._QUICK_FILE_BYTES", 2**26)
+        patched.setattr("ullage.calibrate.sampling.NUM_WINDOWS", 3)
         taken = []  # by libraries, once they were used
         patched.setattr(torch.cuda, "mem_get_info", lambda: ((3 << 30) - sum(taken), 4 << 30))
-        kernels = dataclasses.replace(
-            KERNELS, device_adamw=kernel, host_times=lambda _device: taken.append(100) or HOST
-        )
-        profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), kernels, silent)
+        put_fakes(patched)
+        patched.setattr(kernels, "device_adamw", kernel)
+        patched.setattr(kernels, "host_times", lambda _device: taken.append(100) or HOST)
+        profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), silent)
         sleeps = {"blocking": True} in sleeping
-        patched.setattr(of_executor, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
+        patched.setattr(kernels, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)
         patched.setattr(torch.cuda, "synchronize", wait)
-        issue_s, step_s = of_executor.host_times("cuda")
+        issue_s, step_s = HOST_TIMES("cuda")
         ((units, decisions),) = planned
         num_issued = sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in units)
         num_tensors = sum(len(unit.parameters) for unit in units)

@@ -17,10 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.backend import Backend, Copier, Direction, adamw_cases
-from hwprofiles.calibrate.disk import Disk
-from hwprofiles.calibrate.options import Array, CpuAdamW, NarrowUpdates, Pair
-from hwprofiles.calibrate.sampling import (
+from hwprofiles.profile import Link, NarrowUpdate
+from hwprofiles.quantity import Curve, Quantity
+from ullage.calibrate import kernels
+from ullage.calibrate.backend import Backend, Copier, Direction, adamw_cases
+from ullage.calibrate.disk import Disk
+from ullage.calibrate.options import Array, Pair
+from ullage.calibrate.sampling import (
     NUM_WINDOWS,
     Call,
     Case,
@@ -36,8 +39,6 @@ from hwprofiles.calibrate.sampling import (
     team_clock,
     wall_clock,
 )
-from hwprofiles.profile import Link, NarrowUpdate
-from hwprofiles.quantity import Curve, Quantity
 
 ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
 NOTICEABLE = 1.05  # a smaller slow-down is noise
@@ -73,11 +74,11 @@ def pool_params(cache_bytes: int) -> int:
 
 
 def optimizer_by_threads(
-    cpu_adamw: CpuAdamW, state: tuple[Array, ...], num_cores: int, spare_cores: int, budget_s: float
+    state: tuple[Array, ...], num_cores: int, spare_cores: int, budget_s: float
 ) -> dict[int, Quantity]:
     """Measure one large CPU AdamW with 1, 2, 4, ... threads, on all cores, and on those that training leaves to it."""
     counts = sorted({*(2**i for i in range(num_cores.bit_length())), spare_cores, num_cores})
-    cases = [adamw_cases((_THREADS_PARAMS,), state, cpu_adamw, count)[0] for count in counts]
+    cases = [adamw_cases((_THREADS_PARAMS,), state, count)[0] for count in counts]
     found = sample(cases, team_clock, budget_s)
     return {
         count: rate(_THREADS_PARAMS, time, "params_per_s", f"CPU AdamW, {count} threads")
@@ -85,9 +86,9 @@ def optimizer_by_threads(
     }
 
 
-def narrow_update_s(narrow_updates: NarrowUpdates, budget_s: float) -> dict[NarrowUpdate, Quantity]:
+def narrow_update_s(budget_s: float) -> dict[NarrowUpdate, Quantity]:
     """Measure the time of one thread per parameter of each update with state in fewer bytes."""
-    calls = narrow_updates(_NARROW_PARAMS)
+    calls = kernels.narrow_updates(_NARROW_PARAMS)
     found = {
         name: sample([Case(_NARROW_PARAMS, call, 1 / _NARROW_PARAMS)], wall_clock, budget_s / len(calls))[0]
         for name, call in calls.items()
@@ -103,10 +104,9 @@ def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficProbe:
-    """Probes that share a backend, the injected CPU AdamW, its state and its number of threads."""
+    """Probes that share a backend, the state of the CPU's AdamW, and its number of threads."""
 
     backend: Backend
-    cpu_adamw: CpuAdamW
     state: tuple[Array, ...]
     num_optimizer_cores: int
     num_cores: int
@@ -152,7 +152,7 @@ class TrafficProbe:
 
     def optimizer(self, budget_s: float) -> Curve:
         """Measure the CPU AdamW with ``num_optimizer_cores`` threads."""
-        cases = adamw_cases(self.backend.optimizer_sizes, self.state, self.cpu_adamw, self.num_optimizer_cores)
+        cases = adamw_cases(self.backend.optimizer_sizes, self.state, self.num_optimizer_cores)
         found = sample(cases, clock_of(self.num_optimizer_cores), budget_s, self.backend.of_host)
         source = f"CPU AdamW on {self.num_optimizer_cores} cores"
         return build_curve("params", [c.size for c in cases], found, source)
@@ -212,7 +212,7 @@ class TrafficProbe:
         backend, cores = self.backend, self.num_optimizer_cores
         num_bytes = min(backend.pair_bytes, backend.copy_pool_bytes)
         num_params = len(self.state[0]) // 4  # as large as caches, so that starting threads takes no time of it
-        update = adamw_cases((num_params,), self.state, self.cpu_adamw, cores)[0].call
+        update = adamw_cases((num_params,), self.state, cores)[0].call
         adamw = Activity("CPU AdamW", update, ADAMW_BYTES_PER_PARAM * num_params, cores)
         directions: tuple[Direction, ...] = ("down", "up", "down")
         down, up, other_down = (

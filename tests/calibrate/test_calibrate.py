@@ -17,22 +17,25 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from fake_kernels import HOST, KERNELS, Calibrated, silent
+from fake_kernels import HOST, Calibrated, silent
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from hwprofiles import machine
-from hwprofiles.calibrate import (
+from hwprofiles.machine import available_memory_bytes
+from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
+from hwprofiles.quantity import Provenance, Quantity
+from ullage.calibrate import (
     CalibrationOptions,
     calibrate,
     disk,
 )
-from hwprofiles.calibrate.backend import adamw_state
-from hwprofiles.calibrate.compute import ComputeProbe
-from hwprofiles.calibrate.options import NAME_PATTERN
-from hwprofiles.calibrate.run import _divide_memory
-from hwprofiles.calibrate.sampling import (
+from ullage.calibrate.backend import adamw_state
+from ullage.calibrate.compute import ComputeProbe
+from ullage.calibrate.options import NAME_PATTERN
+from ullage.calibrate.run import _divide_memory
+from ullage.calibrate.sampling import (
     SUSTAINED,
     Case,
     Summary,
@@ -45,10 +48,7 @@ from hwprofiles.calibrate.sampling import (
     summarize,
     wall_clock,
 )
-from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity, optimizer_by_threads
-from hwprofiles.machine import available_memory_bytes
-from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
-from hwprofiles.quantity import Provenance, Quantity
+from ullage.calibrate.traffic import fewest_threads, fit_capacity, optimizer_by_threads
 
 
 def test_issue_time_is_what_elementwise_kernels_do_not_have_yet(calibrated: Calibrated) -> None:
@@ -195,16 +195,15 @@ def test_interrupt_leaves_nothing(stop_at: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(disk.Disk, "_write", interrupted_write)
     threads = torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(CalibrationOptions(quick=True, budget_s=0.1, device="host"), KERNELS, progress)
+        calibrate(CalibrationOptions(quick=True, budget_s=0.1, device="host"), progress)
     assert seen[-1] == stop_at
     assert not list((tmp_path / ".cache").iterdir())
     assert torch.get_num_threads() == threads
 
 
-def test_scratch_file_is_gone_even_while_in_use(tmp_path: Path) -> None:
-    with disk._scratch_file(tmp_path) as (descriptor, _):
+def test_scratch_file_has_no_name_even_while_in_use(tmp_path: Path) -> None:
+    with disk.open_disk(tmp_path, quick=True):
         assert not list(tmp_path.iterdir())
-        assert os.write(descriptor, bytes(0)) == 0
 
 
 def probe_disk(folder: Path, budget_s: float) -> Storage:
@@ -253,16 +252,7 @@ def test_scratch_directory_must_exist(tmp_path: Path) -> None:
 
 
 def test_disk_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_open = os.open
-
-    def no_direct(path: Any, flags: int, mode: int = 0o777) -> int:
-        descriptor = real_open(path, flags & ~os.O_DIRECT, mode)  # as Linux does: create the file, then refuse
-        if flags & os.O_DIRECT:
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "no direct I/O")
-        return descriptor
-
-    monkeypatch.setattr(os, "open", no_direct)
+    monkeypatch.setattr(disk, "enable_direct_io", lambda _descriptor: False)
     storage = probe_disk(tmp_path, 0.2)
     assert "page cache" in storage.read.provenance.source
     assert not list(tmp_path.iterdir())
@@ -280,7 +270,7 @@ def test_options_that_do_not_fit() -> None:
         CalibrationOptions(device_memory_bytes=2**60),
     ):
         with pytest.raises(ValueError, match=r"(9999|1152921504606846976), but .* give (fewer|another number)"):
-            calibrate(options, KERNELS, silent)
+            calibrate(options, silent)
 
 
 def test_name_pattern_is_the_schema_s() -> None:
@@ -413,8 +403,8 @@ def test_no_more_threads_than_help(rates: dict[int, float], at_most: int) -> Non
 
 
 def test_the_cores_that_training_leaves_to_updates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hwprofiles.calibrate.traffic._THREADS_PARAMS", 2**10)
-    assert set(optimizer_by_threads(KERNELS.cpu_adamw, adamw_state(2**10), 16, 14, 1.0)) == {1, 2, 4, 8, 14, 16}
+    monkeypatch.setattr("ullage.calibrate.traffic._THREADS_PARAMS", 2**10)
+    assert set(optimizer_by_threads(adamw_state(2**10), 16, 14, 1.0)) == {1, 2, 4, 8, 14, 16}
 
 
 def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> None:
