@@ -100,6 +100,24 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", **in_memory, engine__wrapper="FSDP", source="RoundPipe-artifact").reduces_once
 
 
+def test_reentrant_checkpoints_run_all_of_a_layer_again():
+    in_memory = {"engine__name": "gpu-only", "engine__offload_param": False, "engine__wrapper": "FSDP"}
+    assert read_as("slideformer").reruns_all  # that of ``transformers`` before 5
+    assert not read_as("slideformer", activations="keep").reruns_all
+    assert not read_as("slideformer", **in_memory).reruns_all
+    assert read_as("slideformer", **in_memory, activations="recompute, reentrant").reruns_all
+    assert not read_as("slideformer", source="github.com/pytorch/torchtune").reruns_all
+    assert read_as("slideformer", engine__name="roundpipe", activations=None).reruns_all
+
+
+def test_a_host_that_held_more_than_a_desktop_has_is_a_servers():
+    held, more = ({"iteration_ms": 1.0, "host_gb": size} for size in (100, 172))
+    assert (read_as("slideformer", measured=held).hardware, read_as("slideformer", measured=more).hardware) == (
+        "rtx-4090",
+        "rtx-4090x8",
+    )
+
+
 def test_peaks_are_those_of_tensors_or_of_the_process():
     gib = READ["slideformer-ds-4090-8b-b16"].measured["peak_gpu_allocated_gib"]
     gb = {"iteration_ms": 1.0, "peak_gpu_allocated_gb": gib}

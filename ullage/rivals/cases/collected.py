@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 
 from pydantic import ValidationError
 
-from hwprofiles.registry import list_profiles
+from hwprofiles.registry import list_profiles, load_profile
 from planner.models.formulas.kernel_sets import liger_tile
 from planner.models.registry import configuration
 from ullage.rivals.cases.base import Case, CaseError
@@ -50,6 +50,8 @@ _MACHINES: Final[dict[str, tuple[str, str]]] = {
     "rtxa6000": ("rtx-a6000", _OTHER_HOST),
     "rtxpro6000": ("rtx-pro-6000", _OTHER_HOST),
 }
+# Desktops, and servers with the same device: a run whose host held more than a desktop has was on a server.
+_SERVERS: Final = {"rtx-4090": "rtx-4090x8"}
 _UNSTATED: Final[dict[str, str]] = {
     "h100x4-mlpoffload": "the rate of its drives is not stated",
     "2x3090": "the rate of its PCIe is not stated, and the profile of RTX 3090 is of one device",
@@ -80,7 +82,8 @@ _PEAKS: Final = (
     ("peak_gpu_gb", 10**9, "process"),
 )
 _NUMBERS: Final = re.compile(
-    r"(parallel|batch|host_link)\.\w+|measured\.(iteration_ms|tokens_per_s|tflops|peak_gpu_\w*g(i)?b|max_seq_thousands)"
+    r"(parallel|batch|host_link)\.\w+"
+    r"|measured\.(iteration_ms|tokens_per_s|tflops|host_gb|peak_gpu_\w*g(i)?b|max_seq_thousands)"
     r"|model\.(num_\w+|\w+_size|head_dim)|lora\.rank|engine\.(zero_stage|prefetch_bucket|persistence_threshold)"
     r"|zero_stage|ssds|devices|device_budget_gib|micro_batch"
 )
@@ -240,6 +243,9 @@ def _swapped(stated: _Stated) -> Case:
 def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
     machine = stated("hardware", "")
     profile, differs = _profile(machine)
+    held_bytes = stated("measured.host_gb", 0) * 10**9
+    if profile in _SERVERS and held_bytes > load_profile(profile).host.memory_bytes.value:
+        profile = _SERVERS[profile]
     ranks = [stated(f"parallel.{kind}_parallel", 1) for kind in ("data", "tensor", "pipeline")]
     devices = ranks[0] * ranks[1] * ranks[2]
     micro_batch, num_micro_batches = _batch(stated, ranks[0])
@@ -267,6 +273,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "optimizer": _optimizer(stated),
         "clip": _clips(stated),
         "activations": _activations(stated),
+        "reruns_all": _reruns_all(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
         "reduces_once": _reduces_once(stated),
@@ -460,6 +467,20 @@ def _activations(stated: _Stated) -> str | None:
     if words and not found:
         raise LeftOutError(f"activations are {words!r}, neither recomputed nor kept")
     return found
+
+
+def _reruns_all(stated: _Stated) -> bool | None:
+    """Return whether recomputation runs all of a layer again.
+
+    So it does in reentrant checkpoints, which ``transformers`` before 5 (``gradient_checkpointing_enable``) and
+    LLaMA-Factory (``use_reentrant_gc``) have by default, and in engines that recompute by themselves (RoundPipe's
+    ``run.py::run_backward``). FSDP's wrapper, torchtune and Halo have the other kind; Megatron's kernels know theirs.
+    """
+    words, source = str(stated("activations", "")), stated("source", "")
+    other = _is_fsdp(stated) or _is_megatron(stated) or stated("engine.name") == "shadowspill"
+    other = other or any(name in source for name in ("pytorch/torchtune", "whitecircle/halo"))
+    own = stated("engine.name") in {"roundpipe", "megatrain"}
+    return True if own or "reentrant" in words or (words.startswith("recompute") and not other) else None
 
 
 def _link(stated: _Stated) -> Values:

@@ -138,6 +138,8 @@ class TrainingCase(Case):
         fp16_sums: whether products of fp16 were added up in fp16.
         attention: the attention kernel, if it is known; ``unfused``: products and a softmax.
         activations: what layers did with theirs; ``None``: as the engine's users would choose.
+        reruns_all: whether recomputation runs all of a layer again, as PyTorch's reentrant checkpoints do. Others stop
+            when the last saved tensor is back.
         loop: whether the script's own work between iterations counts: logging, data, waiting for the device, reports of
             memory ([Note: Reports]).
         inputs_on_host: whether inputs of recomputed layers waited on the host.
@@ -191,6 +193,7 @@ class TrainingCase(Case):
     optimizer: Optimizer = "adamw"
     clip: bool = True
     activations: Literal["keep", "recompute"] | None = None
+    reruns_all: bool = False
     loop: bool = False
     inputs_on_host: bool = False
     updates_in_backward: bool = False
@@ -375,6 +378,8 @@ class TrainingCase(Case):
         batch = batch_of(given, self.precision, self.seq_len, (), profile)
         batch = dataclasses.replace(batch, flash_attention=self.attention != "unfused")
         operators = build_graph(model, batch)
+        if self.reruns_all:
+            operators = tuple(dataclasses.replace(operator, num_skipped=0) for operator in operators)
         if self.fused_head or self.kernels != "liger":
             return operators
         plain = build_graph(model, dataclasses.replace(batch, kernels="transformers"))
