@@ -218,6 +218,8 @@ def test_collectives() -> None:
     check(model(profile, ranks=8).price(gather), 7 / 8 * 1e10 / 4 / 1e10, latency_s=3e-5, FABRIC=1)
     via = model(machine(devices_per_node=4, via_host_link=True), ranks=4).price(gather)
     assert dict(via.uses)[Resource.LINK_DOWN] == pytest.approx(2e10)
+    through_sockets = model(machine(devices_per_node=4, kind="host"), ranks=4).price(gather)
+    assert dict(through_sockets.uses) == uses(FABRIC=1, CORES=1)
     with pytest.raises(ValueError, match="no inter_node fabric, but 8 devices need 2 nodes"):
         model(machine(devices_per_node=4, inter_node=False), ranks=8).price(gather)
 
