@@ -28,6 +28,7 @@ FAKES = {
     "cpu_adamw": cpu_adamw,
     "device_adamw": lambda *_state: None,
     "fuses_updates": lambda: True,
+    "sum_of_squares": lambda bits: float(np.square(bits, dtype=np.float64).sum()),
     "host_times": lambda _device: HOST,
     "narrow_updates": lambda num_params: {name: np.zeros(num_params).sum for name in get_args(NarrowUpdate)},
 }

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from executor.devices.backend import sum_of_squares
 from hwprofiles.profile import AttentionType, Dtype
 from hwprofiles.quantity import Curve, Quantity
 from ullage.calibrate import kernels
@@ -180,7 +179,7 @@ class ComputeProbe:
         bits = self.pools["bf16"].view(torch.uint16).numpy()
 
         def norm(part: slice) -> float:
-            return sum_of_squares(bits[part])
+            return kernels.sum_of_squares(bits[part])
 
         cases = [Case(n, in_turn(norm, len(bits), n)) for n in self.backend.optimizer_sizes]
         found = self.backend.sample(cases, budget_s)

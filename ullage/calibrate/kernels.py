@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from executor.devices.backend import as_array
+from executor.devices.backend import as_array, sum_of_squares
 from executor.devices.cuda import fused, update_on_device
 from executor.memory.pieces import state_buffers
 from executor.optimizer.adamw import AdamWParams, adamw_step
@@ -26,6 +26,8 @@ from planner.models.kernels import num_kernels
 from planner.placements import mixed
 from planner.setup import Mix, Setup
 from ullage.calibrate.options import Array
+
+__all__ = ["cpu_adamw", "device_adamw", "end_teams", "fuses_updates", "host_times", "narrow_updates", "sum_of_squares"]
 
 
 def cpu_adamw(state: Sequence[Array], num_threads: int) -> None:
