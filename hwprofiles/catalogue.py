@@ -63,7 +63,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "device.step_s": _measured("device", "the same model, from the end of backward to the next forward"),
     "device.hook_s": Entry("fitted", "", "hooks of DeepSpeed ZeRO-3; Ullage's executor has none"),
     "device.loop_s": Entry("fitted", "", "work of published scripts outside of the phases of an iteration"),
-    "device.exchange_s": Entry("fitted", "", "host time around an exchange of pipeline stages, which are not executed"),
+    "device.exchange_s": Entry("fitted", "", "host time around an exchange of stages, in published runs of pipelines"),
     "host.memory_bytes": Entry("read", "", "free memory, less what this program and others need"),
     "host.dram_bytes_per_s": _measured("together", "how optimizer and copies slow each other down"),
     "host.optimizer": _measured("cpu", "one-pass CPU AdamW, the kernel of the executor"),
