@@ -25,7 +25,7 @@ def host_copy(tensor: Tensor) -> Tensor:
     Large copies lie in large pages: to touch new memory in small ones takes several times as long as a GPU's copy.
     """
     values = tensor.detach()
-    if values.nbytes < _LARGE_BYTES or not values.is_contiguous():
+    if values.layout is not torch.strided or values.nbytes < _LARGE_BYTES or not values.is_contiguous():
         return values.to("cpu", copy=True)
     return torch.from_numpy(pages(values.nbytes)).view(values.dtype).view(values.shape).copy_(values)
 
@@ -174,7 +174,7 @@ def sampled(output: Any) -> list[Tensor]:
     for leaf in tree_leaves(output):
         if type(leaf) is not Tensor or is_functorch_wrapped_tensor(leaf):  # inside torch.vmap, it cannot be read
             continue
-        if leaf.is_floating_point() and leaf.numel():
+        if leaf.is_floating_point() and leaf.layout is torch.strided and leaf.numel():
             flat = leaf.detach().reshape(-1)
             found.append(flat[:: -(-flat.numel() // _NUM_SAMPLED)].to("cpu", copy=True))
     return found

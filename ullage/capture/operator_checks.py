@@ -70,6 +70,8 @@ class OperatorChecks:
         if self._as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
             _check_narrow(args[0].shape, args[1].shape)
         leaves, spec = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+            return  # a sparse one cannot be made anew from its sizes
         likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         key = (function, str(spec), *((type(like), like) for like in likes))
         if key in self._tried:
