@@ -1,6 +1,7 @@
 """What the processes of a pipeline run."""
 
 import functools
+import threading
 import warnings
 from unittest import mock
 
@@ -42,15 +43,16 @@ def penalized(model, factor: float):
 
 
 def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, penalty: float = 0.0):
-    """Train in a pipeline; return losses and norms, and the weights that the model has after the session.
+    """Train in a pipeline; return losses and norms, the weights that the model has after the session, and traffic.
 
-    With a penalty, the last stage leaves the plan in each iteration.
+    Traffic is the bytes of each tensor that this process sends to another stage, and of each that its replicas gather
+    or sum. With a penalty, the last stage leaves the plan in each iteration.
     """
     stage_size = decisions.data_parallel * decisions.tensor_parallel
     reader = rank % stage_size // decisions.tensor_parallel // decisions.context_parallel
     model, optimizer = prepare(task, decisions)
     torch.manual_seed(11 + reader)
-    seen = []
+    seen, sent, exchanged = [], _counted(optimizer.pipeline), _exchanged(optimizer.session)
     with optimizer.session:
         device = next(model.parameters()).device
         for micro_batches in steps(task, reader):
@@ -60,16 +62,18 @@ def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, pe
                 seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
             optimizer.step()
             optimizer.zero_grad()
+        optimizer.session.synchronize()
+        traffic = sum(sent), sum(exchanged)
         leaves = penalty and rank >= size - stage_size
         assert optimizer.session.num_left == (task.iterations if leaves else 0), "the others followed the plan"
-    return seen, {name: values.detach().clone() for name, values in model.named_parameters()}
+    return seen, {name: values.detach().clone() for name, values in model.named_parameters()}, traffic
 
 
 def staged_on_gpu(rank: int, size: int, task: Task, decisions: Decisions):
     """Train on a virtual GPU of each process; return losses, and what depends on when streams run."""
     with watched(None) as races, pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "session_options", functools.partial(session_options, device="cuda"))
-        seen, _ = trained_in_stages(rank, size, task, decisions)
+        seen, *_ = trained_in_stages(rank, size, task, decisions)
     return seen, list(races.found)
 
 
@@ -222,6 +226,36 @@ def _counted(pipeline) -> list[int]:
     return found
 
 
+def _exchanged(session) -> list[int]:
+    """Return a list that gets the bytes of what replicas gather, or sum in parts, for tasks of the schedule.
+
+    Sums of which all get the whole count twice, as in plans.
+    """
+    found, inside = [], threading.local()
+
+    def counted(name, run):
+        def method(*tensors):
+            if vars(inside).pop("task", False):
+                found.append(max(each.nbytes for each in tensors) * (2 if name == "all_reduce" else 1))
+            run(*tensors)
+
+        return method
+
+    def marked(run):
+        def method(*given):
+            inside.task = True
+            run(*given)
+
+        return method
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for group in {unit.group for unit in session.runtime.state.units.values() if unit.group is not None}:
+            setattr(group, name, counted(name, getattr(group, name)))
+    if (collectives := session.runtime.collectives) is not None:
+        collectives.all_gather, collectives.reduce = marked(collectives.all_gather), marked(collectives.reduce)
+    return found
+
+
 def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tuple:
     torch.manual_seed(5)
     plain, model = make(), make()
@@ -247,18 +281,6 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
     found = {name: values.detach().clone() for name, values in model.named_parameters()}
     weights = {name: values.detach() for name, values in plain.named_parameters()}
     return losses, wanted_losses, found, weights, ours.plan, sum(sent) // len(steps)
-
-
-def sent_bytes(_rank: int, _size: int, task: Task, decisions: Decisions) -> int:
-    """Return what this process sends to other stages in a step."""
-    _model, optimizer = prepare(task, decisions)
-    with optimizer.session:
-        found = _counted(optimizer.pipeline)
-        for micro_batches in steps(task, 0):
-            optimizer.forward_backward(micro_batches)
-            optimizer.step()
-            optimizer.zero_grad()
-    return sum(found)
 
 
 def train(optimizer, micro_batches):
