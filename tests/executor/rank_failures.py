@@ -21,6 +21,7 @@ from training import (
     units_of,
 )
 
+import ullage
 from executor.checkpoint.files.system_calls import DamagedError, Files
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level
@@ -314,3 +315,10 @@ def set_state(rank: int, deed: str, optimizer, parameter) -> None:
     held = optimizer.state[parameter]["exp_avg"]
     if rank:
         held.zero_()
+
+
+def with_other_options(rank: int, _size: int) -> None:
+    """Prepare with another option than the other rank."""
+    model = torch.nn.Linear(8, 8)
+    options = {"hardware": "epyc-turin-2c", "device_memory": f"{rank + 1}MB"}
+    ullage.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8), **options)

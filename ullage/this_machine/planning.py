@@ -146,7 +146,7 @@ def plan_here(
             f"pipeline is {stages}, but {started} process(es) were started; start one for each stage (torchrun "
             f"--nproc-per-node {stages}), or leave pipeline out"
         )
-    free = free_memory(model)
+    free = free_memory(model, {name: options.get(name) for name in (*PLAN_OPTIONS, "audit")})
     with preserved_rng_state():  # the model's forward may draw numbers
 
         def make() -> Plan:
@@ -319,11 +319,18 @@ def _input(name: str, value: Tensor, position: int) -> CapturedInput:
     return found
 
 
-def free_memory(model: nn.Module | None = None) -> tuple[int | None, int]:
+def free_memory(model: nn.Module | None = None, asked: Mapping[str, object] | None = None) -> tuple[int | None, int]:
     """Return the bytes that are free for training on a device (``None`` without a GPU), and on this host.
 
     They include memory of the model on a GPU, because weights move. What plans of other prepared models are going to
     take, as for activations, is not free. All ranks call it together, and get what the one with least has.
+
+    Args:
+        model: what is trained.
+        asked: options that must be the same on all ranks.
+
+    Raises:
+        ValueError: one is not.
     """
     device = None
     if torch.cuda.is_available():
@@ -338,10 +345,17 @@ def free_memory(model: nn.Module | None = None) -> tuple[int | None, int]:
     else:
         device -= promised
     if world_size() > 1:
+        words = {name: str(getattr(value, "name", value)) for name, value in (asked or {}).items()}
         with meeting(world_size()) as ranks:
-            every = [json.loads(text) for text in ranks.exchange(json.dumps((device, host)))]
-        device = None if device is None else min(of_rank for of_rank, _ in every if of_rank is not None)
-        host = min(of_rank for _, of_rank in every)
+            every = [json.loads(text) for text in ranks.exchange(json.dumps((device, host, words)))]
+        for rank, (*_, others) in enumerate(every):
+            if name := next((name for name, word in others.items() if word != every[0][-1][name]), None):
+                raise ValueError(
+                    f"{name} is {every[0][-1][name]} on rank 0 and {others[name]} on rank {rank}, but one plan is for "
+                    "all ranks; give all of them the same"
+                )
+        device = None if device is None else min(of_rank for of_rank, *_ in every if of_rank is not None)
+        host = min(of_rank for _, of_rank, _ in every)
     return device, host
 
 

@@ -22,6 +22,7 @@ from rank_failures import (
     saved_alone,
     with_another_optimizer,
     with_another_plan,
+    with_other_options,
     without_a_gradient,
 )
 from rank_programs import (
@@ -325,6 +326,12 @@ def test_other_optimizers_on_other_ranks(processes, what):
     for error in processes.results(2):
         assert isinstance(error, ValueError), error
         assert "rank 1 has another optimizer (its groups, their settings, or what is frozen)" in str(error)
+
+
+def test_other_options_on_other_ranks(processes):
+    processes.begin(2, with_other_options)
+    words = "device_memory is 1MB on rank 0 and 2MB on rank 1, but one plan is for all ranks; give all of them the same"
+    assert [str(error) for error in processes.results(2)] == [words] * 2
 
 
 @pytest.mark.parametrize(("size", "decisions"), [(3, SHARED), (1, decide(TASK, mixed))], ids=["fewer", "more"])
