@@ -32,7 +32,6 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage calibrate --quick --memory device=2GB
         ullage calibrate --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
-        torchrun --nproc-per-node 8 -m ullage calibrate --only device,fabric
         ullage calibrate --list
         """,
     )
