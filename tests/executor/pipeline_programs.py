@@ -3,6 +3,7 @@
 import functools
 import threading
 import warnings
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -45,14 +46,15 @@ def penalized(model, factor: float):
 def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, penalty: float = 0.0):
     """Train in a pipeline; return losses and norms, the weights that the model has after the session, and traffic.
 
-    Traffic is the bytes of each tensor that this process sends to another stage, and of each that its replicas gather
-    or sum. With a penalty, the last stage leaves the plan in each iteration.
+    Traffic is the bytes that this process sends to other stages, and those that its replicas, and the ranks that share
+    layers, gather or sum. With a penalty, the last stage leaves the plan in each iteration.
     """
     stage_size = decisions.data_parallel * decisions.tensor_parallel
     reader = rank % stage_size // decisions.tensor_parallel // decisions.context_parallel
     model, optimizer = prepare(task, decisions)
     torch.manual_seed(11 + reader)
-    seen, sent, exchanged = [], _counted(optimizer.pipeline), _exchanged(optimizer.session)
+    sent, exchanged = _counted(optimizer.pipeline), _exchanged(optimizer.session, optimizer.pipeline)
+    seen = []
     with optimizer.session:
         device = next(model.parameters()).device
         for micro_batches in steps(task, reader):
@@ -63,7 +65,7 @@ def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, pe
             optimizer.step()
             optimizer.zero_grad()
         optimizer.session.synchronize()
-        traffic = sum(sent), sum(exchanged)
+        traffic = sum(sent), exchanged["replicas"], exchanged["layers"]
         leaves = penalty and rank >= size - stage_size
         assert optimizer.session.num_left == (task.iterations if leaves else 0), "the others followed the plan"
     return seen, {name: values.detach().clone() for name, values in model.named_parameters()}, traffic
@@ -226,33 +228,42 @@ def _counted(pipeline) -> list[int]:
     return found
 
 
-def _exchanged(session) -> list[int]:
-    """Return a list that gets the bytes of what replicas gather, or sum in parts, for tasks of the schedule.
+def _exchanged(session, pipeline) -> Counter[str]:
+    """Return a counter that gets the bytes of what ranks gather, or sum in parts; whole sums count twice.
 
-    Sums of which all get the whole count twice, as in plans.
+    ``replicas`` do so for tasks of the schedule. Those of ``layers`` share each layer, or the tokens of every sequence.
     """
-    found, inside = [], threading.local()
+    found, doing = Counter(), threading.local()
 
-    def counted(name, run):
-        def method(*tensors):
-            if vars(inside).pop("task", False):
-                found.append(max(each.nbytes for each in tensors) * (2 if name == "all_reduce" else 1))
-            run(*tensors)
-
-        return method
-
-    def marked(run):
+    def counted(kind, name, run):
         def method(*given):
-            inside.task = True
+            was, doing.what = getattr(doing, "what", "layers"), ""
+            if was == kind:
+                tensors = {"all_to_all": given[1:2], "all_reduce": given[:1]}.get(name, given)
+                found[kind] += max(each.nbytes for each in tensors) * (2 if name == "all_reduce" else 1)
             run(*given)
+            doing.what = was
 
         return method
 
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        for group in {unit.group for unit in session.runtime.state.units.values() if unit.group is not None}:
-            setattr(group, name, counted(name, getattr(group, name)))
-    if (collectives := session.runtime.collectives) is not None:
-        collectives.all_gather, collectives.reduce = marked(collectives.all_gather), marked(collectives.reduce)
+    def marked(kind, run):
+        def method(*given):
+            was, doing.what = getattr(doing, "what", "layers"), kind
+            run(*given)
+            doing.what = was
+
+        return method
+
+    runtime = session.runtime
+    replicas = {unit.group for unit in runtime.state.units.values() if unit.group is not None}
+    for kind, groups in {"replicas": replicas, "layers": {runtime.ranks.tensor, runtime.ranks.contexts}}.items():
+        for group in groups:
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+                setattr(group, name, counted(kind, name, getattr(group, name)))
+    pipeline._receive = marked("", pipeline._receive)
+    if (collectives := runtime.collectives) is not None:
+        collectives.all_gather = marked("replicas", collectives.all_gather)
+        collectives.reduce = marked("replicas", collectives.reduce)
     return found
 
 

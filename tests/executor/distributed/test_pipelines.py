@@ -23,7 +23,11 @@ from training import Task, decide, uniform, units_of
 from virtual import NoVirtualGpuError, install
 
 from executor.checkpoint.format.reader import Checkpoint
+from hwprofiles.registry import load_profile
+from planner.costs.model import CostModel
 from planner.lowering import lower
+from planner.lowering.stages import stage_of
+from planner.models.kernels import Collective
 from planner.schedule.tasks import Lane, Op
 
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
@@ -153,9 +157,23 @@ def assert_traffic(task, decisions, found):
     tasks = lower(units_of(task, decisions), decisions, asynchronous=False).tasks
     collectives = [each for each in tasks if each.op in {Op.GATHER, Op.SCATTER}]
     sends = [each for each in tasks if each.op is Op.SEND and each.lane is not Lane.COLLECTIVE]
-    ranks_per_stage = decisions.num_devices // decisions.pipeline_parallel
-    for planned, of_kind in zip((sends, collectives), zip(*found, strict=True), strict=True):
-        assert sum(of_kind) == sum(each.num_bytes for each in planned) * task.iterations * ranks_per_stage
+    planned = [sum(each.num_bytes for each in kind) for kind in (sends, collectives)]
+    if decisions.expert_parallel == 1:  # else how much experts are sent depends on the tokens
+        planned.append(sum(bytes_inside(task, decisions, stage) for stage in range(decisions.pipeline_parallel)))
+    repeats = task.iterations * decisions.num_devices // decisions.pipeline_parallel
+    totals = [sum(of_kind) for of_kind in zip(*found, strict=True)]
+    assert totals[: len(planned)] == [num_bytes * repeats for num_bytes in planned]
+
+
+def bytes_inside(task, decisions, stage):
+    """Return what ranks that share layers, or the tokens of sequences, exchange inside the layers of a stage."""
+    own, decided, _ = stage_of(units_of(task, decisions), decisions, stage)
+    cost, total = CostModel(load_profile("rtx-4090x8"), own, decided), 0
+    for each in lower(own, decided, asynchronous=False).tasks:
+        for kernel in cost.kernels_of(each) if each.lane is Lane.COMPUTE else ():
+            if isinstance(kernel, Collective):
+                total += kernel.num_bytes * kernel.count * (kernel.num_passes if kernel.kind == "ring" else 1)
+    return total
 
 
 def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32, penalty=0.0):
