@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from executor.callbacks import in_backward, replace_attribute
 from executor.distributed.shards import BindingError, check_outputs
@@ -146,10 +146,10 @@ class Stage:
             return
         key = tuple((name, leaf.shape) for name, leaf in batch.items() if isinstance(leaf, Tensor))
         if key not in self._known:
-            self._known[key] = cuts_of(self._twin, self._parts, batch)
+            self._known[key] = found = cuts_of(self._twin, self._parts, batch)
+            for each in (each for cut in found.crossing for each in cut if each.inner):
+                self._watch_inside(each.layer, each.inner)
         self._cuts = self._known[key]
-        for each in {each for cut in self._cuts.crossing for each in cut if each.inner}:
-            self._watch_inside(each.layer, each.inner)
         if all(len(cut) < 2 for cut in self._cuts.crossing):
             self._twin = None
 
@@ -298,16 +298,13 @@ class Stage:
 
     def _elsewhere(self, path: str) -> Any:
         """Return what a module inside a layer of another chunk returns: what was received of it, and zeros."""
-        output, received = self._cuts.forms[path], dict[int, Tensor]()
-        for at, each in enumerate(self._cuts.crossing[self._chunk]):
-            if each.inner == path:
-                received[each.leaf] = self._receive_all()[at]
-        leaves, structure = tree_flatten(output)
-        for leaf, tensor in enumerate(leaves):
-            if isinstance(tensor, Tensor):
-                zeros = torch.zeros((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
-                leaves[leaf] = received.get(leaf, zeros)
-        return tree_unflatten(leaves, structure)
+        crossing = enumerate(self._cuts.crossing[self._chunk])
+        received = {each.leaf: self._receive_all()[at] for at, each in crossing if each.inner == path}
+
+        def zeros(like: Tensor) -> Tensor:
+            return torch.zeros((), dtype=like.dtype, device=self._device).expand(like.shape)
+
+        return exchanged(tree_map_only(Tensor, zeros, self._cuts.forms[path]), received)
 
     def _check_call(self, *_: object) -> None:
         if self.receive is None:
@@ -367,7 +364,7 @@ def _run_hooks(module: nn.Module, output: Any) -> None:
     """Run the forward hooks of others on a module, such as those that collect what it returns."""
     for number, hook in module._forward_hooks.items():
         function = hook.func if isinstance(hook, functools.partial) else hook
-        if not function.__module__.startswith("executor."):
+        if not str(function.__module__).startswith("executor."):
             given = ({}, output) if number in module._forward_hooks_with_kwargs else (output,)
             hook(module, (), *given)
 
