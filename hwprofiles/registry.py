@@ -76,8 +76,8 @@ def load_profile(text: str) -> HardwareProfile:
         raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
     if "," in text:
         raise ProfileError(
-            f"{text!r} names several machines, but a plan is for devices of one kind; `ullage whatif --question "
-            "unlike` divides a batch among unlike ones"
+            f"{text!r} names several machines; give one, and the other kinds of devices with --beside, as in --beside "
+            "a100-80=4"
         )
     near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? Built-in" if near else "built-in"

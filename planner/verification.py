@@ -26,6 +26,24 @@ def verify(plan: Plan) -> Prediction:
     Raises:
         CertificateError: a statement of the plan is false.
     """
+    for kind in plan.others or ():
+        _simulated_again(plan.of_rank(kind.first_rank))
+    found = _simulated_again(plan)
+    _check_checkpoints(plan)
+    rivals, decisions = variants(plan.request), plan.decisions
+    own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
+    if own is None:
+        raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
+    check(plan.certificate, rivals, own, decisions, plan.prediction.iteration_s)
+    return found
+
+
+def _simulated_again(plan: Plan) -> Prediction:
+    """Simulate a plan, and compare with what it states; return the new prediction.
+
+    Raises:
+        CertificateError: a number is another.
+    """
     units, decisions = plan.units(), plan.decisions
     cost = CostModel.of(plan.hardware, units, decisions)
     simulation = run_until_steady(plan.schedule(), cost)
@@ -43,12 +61,6 @@ def verify(plan: Plan) -> Prediction:
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
-    _check_checkpoints(plan)
-    rivals = variants(plan.request)
-    own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
-    if own is None:
-        raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
-    check(plan.certificate, rivals, own, decisions, stated_s)
     return with_interval(found, units, decisions, cost)
 
 

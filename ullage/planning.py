@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +17,11 @@ from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan as make_plan_alone
+from planner.plan.unlike import make_unlike_plan
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import CHECKPOINTS, Options
 from ullage.cli.remedies import Remedy, remedies_of
+from ullage.cli.request import unlike_request
 from ullage.output.progress import Report, search_words
 from ullage.rivals import make_plan
 from ullage.this_machine.request import request_here
@@ -34,6 +36,7 @@ def plan(
     *,
     hardware: str | HardwareProfile | None = None,
     gpus: int | None = None,
+    beside: Mapping[str, int] | None = None,
     precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
     max_simulations: int | None = None,
@@ -49,6 +52,8 @@ def plan(
         hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile. Default: the profile that
             ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
         gpus: devices to train on; they fill one node after another. Default: one.
+        beside: devices of other kinds in the same run, by the names of their profiles, as in ``{"a100-80": 4}``; they
+            divide ``global_batch`` by their speed.
         precision: type of weights and gradients. Default: that of a captured model; for other models bf16, or fp32 on a
             device that multiplies fp32 more than twice as fast. ``Precision(weights="bf16", master="bf16")``: the
             weight is the optimizer's master copy.
@@ -78,7 +83,7 @@ def plan(
     if progress is not None:
         search["progress"] = lambda best, count: progress(search_words(best, count), count, 0)
     make = make_plan if engines else make_plan_alone
-    named = {"hardware": hardware, "gpus": gpus, "precision": precision}
+    named = {"hardware": hardware, "gpus": gpus, "beside": beside, "precision": precision}
     given = {name: value for name, value in (named | options).items() if value is not None}
     if isinstance(model, Request):
         if given:
@@ -87,9 +92,14 @@ def plan(
                 "instead"
             )
         return make(model, **search)
+    given.pop("beside", None)
     asked = _options(model, given)
     if hardware is None and "memory" not in given:
         _warn_about_default()
+    if beside is not None:
+        if max_simulations is not None:
+            raise ValueError("max_simulations is for devices of one kind; give budget_s, or leave beside out")
+        return make_unlike_plan(*unlike_request(asked, beside), search.get("progress"), budget_s)
     return make(request_here(asked), **search)
 
 

@@ -33,7 +33,7 @@ from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.snapshots import Snapshots
 from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.lowering import exchanges, lower
+from planner.lowering import agreed, exchanges, lower
 from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 
@@ -101,7 +101,8 @@ class Runtime:
         self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
         if ranks is not None:
             names = "".join(name + "?" * shard.is_absent for name, shard in shards.items())
-            ranks.all.check_same("plan or model", (schedule.to_json() + names).encode())
+            common = repr(agreed(schedule, decisions)) if decisions.shares else schedule.to_json()
+            ranks.all.check_same("plan or model", (common + names).encode())
         rank = 0 if ranks is None else ranks.process
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.storage = Storage(options.storage_dir, rank)

@@ -1,7 +1,8 @@
 """Collectives of the schedule: all-gather of weights, all-reduce or reduce-scatter of gradients.
 
 Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
-divides its gradient by the number of ranks, and the quotients are summed. If the schedule reduces once for all
+divides its gradient by the number of ranks, and the quotients are summed; ranks that have unequal shares of a batch
+weight theirs by these. If the schedule reduces once for all
 micro-batches, each rank first accumulates its own gradients. If it reduces after every micro-batch, the means are
 accumulated. If a parameter got no gradient on a rank, this rank contributes zeros. The parameter is updated if it got a
 gradient on any rank, as with ``find_unused_parameters``.
@@ -32,7 +33,7 @@ class ScheduleCollectives:
     """Performs the tasks of the collective lane. The schedule is the same on all ranks.
 
     Attributes:
-        mean_factor: factor of each rank's gradients, so that the sum over data-parallel ranks is the mean.
+        mean_factor: factor of this rank's gradients, so that the sum over data-parallel ranks is the mean.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ScheduleCollectives:
         self._backend = backend
         self._ranks = ranks
         self._shards = decisions.zero_stage >= 1
-        self.mean_factor = 1 / decisions.data_parallel
+        self.mean_factor = decisions.weight / decisions.data_parallel
         self._waits = decisions.update_start == "step"
         self._scattered: dict[str, list[int]] = {}  # micro-batches after which a unit's gradient is reduced
         for task in schedule.tasks:

@@ -34,6 +34,8 @@ class Decisions(Sharding):
         round_starts: of a stage, the segments with which its rounds begin, but the first.
         tied_weights: of a stage, its weights that another stage has too; they add up their gradients.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
+        shares: sequences of each rank in a micro-batch, of which this rank's is ``micro_batch``; see [Note: Unlike
+            devices] in :mod:`planner.plan.unlike`. ``None``: they are equal.
     """
 
     policy: str
@@ -50,6 +52,7 @@ class Decisions(Sharding):
     round_starts: tuple[str, ...] = ()
     tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True
+    shares: tuple[Count, ...] | None = None
     units: dict[str, UnitDecision]
 
     @model_validator(mode="after")
@@ -77,6 +80,16 @@ class Decisions(Sharding):
                     "'nvme' or params to 'host'"
                 )
         return self
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that all ranks together read in an iteration."""
+        return self.num_micro_batches * sum(self.shares or (self.micro_batch,) * self.num_readers)
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank's gradients and losses in the mean over data-parallel ranks: 1 if shares are equal."""
+        return self.micro_batch * self.num_readers / sum(self.shares) if self.shares else 1.0
 
     @property
     def in_rounds(self) -> bool:

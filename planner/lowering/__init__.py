@@ -13,7 +13,7 @@ from planner.graph import Unit
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
-from planner.lowering.launches import exchanges, launches
+from planner.lowering.launches import agreed, exchanges, launches
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.program import Program
@@ -71,4 +71,4 @@ def stages(decisions: Decisions, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
     return units_apart(units, decisions) if decisions.pipeline_parallel > 1 else units
 
 
-__all__ = ["PASSES", "Pass", "exchanges", "lower", "slots", "stages"]
+__all__ = ["PASSES", "Pass", "agreed", "exchanges", "lower", "slots", "stages"]

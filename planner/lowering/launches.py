@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from planner.decisions import Decisions
 from planner.lowering.program import Program
 from planner.optimizers import OPTIMIZERS
+from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import HOST_LANES, Lane, Op, Task
 
 _CALLER_LANES = frozenset({Lane.COMPUTE, Lane.LAUNCH})
@@ -48,6 +49,16 @@ def exchanges(task: Task, decisions: Decisions) -> bool:
     if task.lane is Lane.COLLECTIVE:  # before it gathers casts, ranks agree on scales, over the fabric
         return not task.through_host or task.num_params > 0
     return task.lane is Lane.COMPUTE
+
+
+def agreed(schedule: Schedule, decisions: Decisions) -> tuple[object, ...]:
+    """Return what ranks must have in common if each has a plan of its own: collectives in order, and how they are done.
+
+    See [Note: Unlike devices] in :mod:`planner.plan.unlike`.
+    """
+    lane = [task for task in schedule.tasks if task.lane is Lane.COLLECTIVE]
+    tasks = tuple((task.op.value, task.unit, task.micro_batch, task.num_bytes) for task in lane)
+    return decisions.shares, decisions.zero_stage, decisions.collectives, decisions.fp8_weights, tasks
 
 
 def launches(program: Program) -> None:

@@ -14,7 +14,7 @@ from hwprofiles.quantity import Frozen
 from planner.bounds.proof import Certificate
 from planner.choices.constraints import Constraints
 from planner.choices.request import Request, batch_of
-from planner.decisions import Decisions, Place
+from planner.decisions import Count, Decisions, Place
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import CapturedModel, ModelField
@@ -65,8 +65,30 @@ class EngineRow(Frozen):
     numerics: str | None = None
 
 
+class Kind(Frozen):
+    """Ranks on devices of another kind than a plan's own; see [Note: Unlike devices] in :mod:`planner.plan.unlike`.
+
+    Attributes:
+        hardware: profile of their machine.
+        first_rank, num_ranks: which ranks they are.
+        decisions: what they do. Collectives are those of all ranks.
+        prediction: as if all ranks were of this kind.
+    """
+
+    hardware: HardwareProfile
+    first_rank: Annotated[int, Field(ge=0)]
+    num_ranks: Count
+    decisions: Decisions
+    prediction: Prediction
+
+    @property
+    def ranks(self) -> range:
+        """The ranks."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
 class Plan(Frozen):
-    """A plan to train one model on one machine.
+    """A plan to train one model on one machine, or on devices of several kinds.
 
     Attributes:
         program_version: version of the program that made it.
@@ -81,6 +103,8 @@ class Plan(Frozen):
         certificate: lower bound on the time of any schedule, with its proof.
         num_simulations: schedules that the search simulated.
         checkpoints: levels and intervals; ``None`` if not requested.
+        others: kinds of devices beside that of ``hardware``, the slowest, which has the first ranks; ``None``: none.
+        divisions_bound_s: if there are others, no division of the batch among them is faster, by what devices compute.
         model_digest, hardware_digest: SHA-256 of the model and of the profile, to compare plans.
         content_digest: SHA-256 of all other fields; shows whether the file was edited.
     """
@@ -98,6 +122,8 @@ class Plan(Frozen):
     certificate: Certificate
     num_simulations: int
     checkpoints: CheckpointPlan | None = None
+    others: tuple[Kind, ...] | None = None
+    divisions_bound_s: float | None = None
     model_digest: str = ""
     hardware_digest: str = ""
     content_digest: str = ""
@@ -150,6 +176,26 @@ class Plan(Frozen):
             expert_load=self.expert_load,
             **vars(self.constraints),
         )
+
+    def of_rank(self, rank: int) -> Self:
+        """Return the plan as a rank executes it: with the machine, the decisions and the prediction of its kind."""
+        for kind in self.others or ():
+            if rank in kind.ranks:
+                own = {"hardware": kind.hardware, "decisions": kind.decisions, "prediction": kind.prediction}
+                return self.model_copy(update=own | {"others": None, "divisions_bound_s": None}).sealed()
+        return self
+
+    def kinds(self) -> list[Kind]:
+        """Return all kinds of devices, in the order of their ranks."""
+        others = self.others or ()
+        first = Kind(
+            hardware=self.hardware,
+            first_rank=0,
+            num_ranks=self.decisions.num_devices - sum(kind.num_ranks for kind in others),
+            decisions=self.decisions,
+            prediction=self.prediction,
+        )
+        return [first, *others]
 
     def units(self, decisions: Decisions | None = None) -> tuple[Unit, ...]:
         """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them.

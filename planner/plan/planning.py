@@ -134,11 +134,22 @@ def make_plan(
     """
     with ThreadPoolExecutor(1) as pool:
         found = find(request, max_simulations, progress, budget_s, pool)
-        engines = compare(found) if compare else ()
-        certificate = found.certificate()
+        return as_plan(request, found, compare(found) if compare else ())
+
+
+def as_plan(request: Request, found: Found, engines: tuple[EngineRow, ...] = (), beside: Sequence[Found] = ()) -> Plan:
+    """Return what was found as a plan, with its certificate.
+
+    Args:
+        request: the request.
+        found: what was found for it.
+        engines: predictions of other engines.
+        beside: what was found for other shares of the batch, which run with the same model.
+    """
+    certificate = found.certificate()
     return Plan(
         program_version=__version__,
-        model=_alone(request.model, found),
+        model=_alone(request.model, found, beside),
         seq_len=request.seq_len,
         expert_load=request.expert_load,
         constraints=request.constraints,
@@ -151,7 +162,7 @@ def make_plan(
     ).sealed()
 
 
-def _alone(model: Model, found: Found) -> Model:
+def _alone(model: Model, found: Found, beside: Sequence[Found]) -> Model:
     """Return a model as a plan holds it: a captured one at every size that was compared."""
     if not isinstance(model, CapturedModel):
         return model
@@ -160,7 +171,7 @@ def _alone(model: Model, found: Found) -> Model:
         tiles = decided.loss_tile_tokens, decided.layer_tile_tokens
         return Batch(decided.micro_batch, model.seq_len, loss_tile_tokens=tiles[0], layer_tile_tokens=tiles[1])
 
-    own = [rival.choice for rival in found.rivals]
+    own = [rival.choice for each in (found, *beside) for rival in each.rivals]
     own += [each.model_copy(update={"micro_batch": tile}) for each in own if (tile := each.segment_tile_sequences)]
     compared = [size(choice) for choice in own]
     without = [dataclasses.replace(each, loss_tile_tokens=None) for each in compared]  # from which tiles were chosen

@@ -191,7 +191,7 @@ def test_json_that_is_no_profile_is_refused(content, tmp_path):
         ("h10", ["'h10'", "did you mean h100", "rtx-4090", "path of a JSON file"]),
         ("RTX4091", ["did you mean rtx-4090"]),
         ("Z", ["unknown hardware 'Z'; built-in profiles are", "gh200"]),
-        ("h100,a100-80", ["devices of one kind", "--question unlike"]),
+        ("h100,a100-80", ["names several machines", "--beside"]),
         ("mine.json", ["no such file", "gh200"]),
         ("some/where", ["no such file"]),
     ],

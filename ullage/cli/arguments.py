@@ -130,6 +130,21 @@ def parts(text: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, A
     return values
 
 
+def counts(text: str) -> dict[str, int]:
+    """Return numbers by name, from ``a100-80=4,v100=2``.
+
+    Raises:
+        UnreadableError: a name is empty or is given twice, or what follows is no number of at least 1.
+    """
+    found: dict[str, int] = {}
+    for piece in text.split(","):
+        name, equals, value = piece.rpartition("=")
+        if not (name and equals) or name in found:
+            raise UnreadableError(f"{text!r} must name each kind once, with its number, as in a100-80=4")
+        found[name] = positive_int(value)
+    return found
+
+
 def choice(*known: str) -> Callable[[str], str]:
     """Return a function that returns one of the known values, and refuses others."""
 

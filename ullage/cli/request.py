@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,6 +26,7 @@ from planner.models.quantization import Quantization
 from planner.models.registry import resolve_model
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.planning import default_precision
+from planner.plan.unlike import Machine
 from planner.terms import DEFAULT_SEQ_LEN, MIN_CHECKPOINTS, default_micro_batch
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.options import Options, check_adapters, is_captured
@@ -56,14 +57,7 @@ def request_of(
         raise ValueError(
             "--memory free is for plans of this machine now; here, give sizes, as in --memory device=16GiB"
         )
-    hardware = change_machine(machine_of(asked))
-    if asked.device_memory is not None:
-        hardware = hardware.with_device_limit(asked.device_memory)
-    if asked.host_memory is not None:
-        asked_for = Provenance(
-            origin="assumed", source=f"asked for, in place of {hardware.host.memory_bytes.value:.0f} B"
-        )
-        hardware = replace(hardware, {"host.memory_bytes": asked.host_memory}, asked_for)
+    hardware = _with_memory(asked, change_machine(machine_of(asked)))
     if asked.nodes is not None:
         hardware = _with_nodes(hardware, asked.num_devices, asked.nodes)
     precision = types_of(asked, hardware)
@@ -76,6 +70,51 @@ def request_of(
         "expert_load": expert_load(load, model) if isinstance(load, str) else load,
     }
     return Request(model, hardware, **found)
+
+
+def unlike_request(asked: Options, beside: Mapping[str, int]) -> tuple[Request, list[Machine]]:
+    """Return the request for devices of several kinds, and the kinds: see :mod:`planner.plan.unlike`.
+
+    Args:
+        asked: the options, with the first kind of device and its number.
+        beside: the numbers of other devices, by the names of their profiles.
+
+    Raises:
+        ValueError: see :func:`request_of`; or a node does not hold all devices that are to be in it.
+    """
+    if asked.nodes not in {None, 1}:
+        raise ValueError(
+            f"--nodes is {asked.nodes}, but kinds of devices are in nodes of their own, or all in one; leave it out, "
+            "or give --nodes 1"
+        )
+    named = [(asked, asked.num_devices), *((_on(asked, name), count) for name, count in beside.items())]
+    machines, total = [], sum(count for _, count in named)
+    for each, count in named:
+        machine = _with_memory(each, machine_of(each))
+        if asked.nodes and total > machine.devices_per_node:
+            raise ValueError(
+                f"--nodes 1: {machine.name} holds {machine.devices_per_node} device(s), but there are {total}; leave "
+                "--nodes out, or give a profile of a larger machine"
+            )
+        per_node = total if asked.nodes else min(count, machine.devices_per_node)
+        machines.append((machine.model_copy(update={"devices_per_node": per_node}), count))
+    return request_of(dataclasses.replace(asked, nodes=None)), machines
+
+
+def _on(asked: Options, name: str) -> Options:
+    return dataclasses.replace(asked, hardware=name)
+
+
+def _with_memory(asked: Options, hardware: HardwareProfile) -> HardwareProfile:
+    """Return a machine with the memory that is asked for."""
+    if asked.device_memory is not None:
+        hardware = hardware.with_device_limit(asked.device_memory)
+    if asked.host_memory is not None:
+        asked_for = Provenance(
+            origin="assumed", source=f"asked for, in place of {hardware.host.memory_bytes.value:.0f} B"
+        )
+        hardware = replace(hardware, {"host.memory_bytes": asked.host_memory}, asked_for)
+    return hardware
 
 
 def machine_of(asked: Options) -> HardwareProfile:

@@ -8,7 +8,7 @@ from typing import get_args
 
 from planner.plan.document import load_plan
 from ullage.commands import Subparsers, command_parser
-from ullage.training.processes import Launcher, launch_line, ranks_per_node
+from ullage.training.processes import Launcher, launch_lines
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,9 +38,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print."""
-    plan = load_plan(args.plan)
-    line = launch_line(
-        plan.decisions.num_devices, ranks_per_node(plan), plan=shlex.quote(str(args.plan)), launcher=args.launcher
-    )
-    sys.stdout.write(line + "\n")
+    lines = launch_lines(load_plan(args.plan), path=shlex.quote(str(args.plan)), launcher=args.launcher)
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -34,7 +34,6 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
         ullage whatif --model llama-3-8b --hardware h100 --question longest
         ullage whatif --hardware rtx4090 --question largest --lora rank=16 --quantize nf4
-        ullage whatif --model gpt2 --question unlike --sweep hardware=h100,v100 --sweep gpus=4,8 --global-batch 64
         ullage whatif study.json --workers 2
         ullage whatif --fields pcie
         """,
@@ -65,8 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="fits: the smallest machine of each kind that trains the model; cheapest: machines and numbers of GPUs by "
         "cost; upgrade: which resource to double; scale: speed and efficiency on more and more GPUs; longest: the "
         "longest sequence that fits; largest: the largest packaged model that fits, or the largest of --sweep "
-        "model=A,B,C (sorted by size, smallest first); unlike: how GPUs of several kinds divide a --global-batch, with "
-        "--sweep hardware=A,B --sweep gpus=8,4",
+        "model=A,B,C (sorted by size, smallest first)",
     )
     design.add_argument(
         "--sensitivities",

@@ -14,6 +14,7 @@ from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
 from planner.plan.checkpoints import CheckpointPlan
 from planner.plan.document import EngineRow, Plan, describe
+from planner.plan.unlike import MOST_SHARES
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.simulate.critical_path import used_meanwhile
 from planner.simulate.machine import run_until_steady
@@ -23,7 +24,7 @@ from ullage.output.formatting import TIER_WORDS, binds, duration, percent, si, s
 from ullage.report.charts import Axis, Chart, Fact, Level, Part, Section, Table, Trace, bars
 from ullage.rivals.decisions import LAYERS_IN_TURN
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
-from ullage.training.processes import launch_line, ranks_per_node
+from ullage.training.processes import launch_lines, nodes
 
 if TYPE_CHECKING:
     from ullage.analysis.runs import RunRecord  # slow to import, and a plan alone does without
@@ -67,7 +68,7 @@ def plan_part(
     seen, decided = plan.prediction, plan.decisions
     items, tokens = counted(plan.model), tokens_per_iteration(plan)
     speed = tokens / measured_s if measured_s else seen.tokens_per_s
-    where = f"{decided.num_devices} device{'s' if decided.num_devices > 1 else ''} of {plan.hardware.name}"
+    where = where_words(plan)
     how: Literal["measured", "predicted"] = "measured" if measured_s else "predicted"
     first_bound, _, others = binds(seen.critical_s, seen.iteration_s).partition(", ")
     gap, why = gap_words(plan)
@@ -109,11 +110,40 @@ def plan_part(
         about=about,
         sections=(
             memory_section(seen.memory, run.memory if run else {}),
+            *([kinds_section(plan)] if plan.others else []),
             engines_section(plan, measured_s),
             *([checkpoints_section(plan.checkpoints)] if plan.checkpoints else []),
         ),
         warnings=tuple(warnings),
     )
+
+
+def where_words(plan: Plan) -> str:
+    """Return the devices of a plan, by kind."""
+    found = [(kind.num_ranks, kind.hardware.name) for kind in plan.kinds()]
+    return " and ".join(f"{count} device{'s' if count > 1 else ''} of {name}" for count, name in found)
+
+
+def kinds_section(plan: Plan) -> Section:
+    """Show what each kind of device does, if there are several."""
+    rows = []
+    for kind in plan.kinds():
+        seen, own = kind.prediction, plan.of_rank(kind.first_rank)
+        memory = ", ".join(
+            f"{TIER_WORDS[t]} {percent(u.peak_bytes / u.capacity_bytes)}" for t, u in seen.memory.items()
+        )
+        ranks = f"{kind.ranks.start} to {kind.ranks.stop - 1}" if kind.num_ranks > 1 else str(kind.first_rank)
+        sequences = f"{kind.decisions.micro_batch} x {kind.decisions.num_micro_batches}"
+        placed = describe(kind.decisions, own.units())
+        rows.append((kind.hardware.name, ranks, sequences, si(seen.iteration_s, "s"), memory, placed))
+    names = ("devices", "ranks", "sequences of each", "iteration", "memory at the peak", "placement")
+    assert plan.divisions_bound_s is not None
+    over = percent(plan.prediction.iteration_s / plan.divisions_bound_s - 1)
+    bound = (
+        f"No division of the batch among these devices, with at most {MOST_SHARES} sequences of a micro-batch on each, "
+        f"is faster than {si(plan.divisions_bound_s, 's')}, by what they compute; this one takes {over} longer."
+    )
+    return Section("kinds", "Kinds", "Kinds of devices", (bound,), (Table("kinds of devices", names, tuple(rows)),))
 
 
 def _fits(memory: Mapping[Tier, TierMemory]) -> tuple[str, str]:
@@ -168,11 +198,13 @@ def _choice(plan: Plan) -> dict[str, str]:
 
 def _execution(plan: Plan, path: Path) -> dict[str, str]:
     """Return how to start a plan's processes."""
-    decided = plan.decisions
-    if decided.num_devices == 1:
+    if plan.decisions.num_devices == 1:
         return {}
-    line = launch_line(decided.num_devices, ranks_per_node(plan), plan=shlex.quote(str(path)))
-    return {"execution": f"one process per device: {line}"}
+    lines = launch_lines(plan, path=shlex.quote(str(path)))
+    if len(lines) > 1:
+        names = [plan.of_rank(node.start).hardware.name for node in nodes(plan)]
+        lines = [f"on {name}: {line}" for name, line in zip(names, lines, strict=True)]
+    return {"execution": f"one process per device: {'; '.join(lines)}"}
 
 
 def _host_memory(plan: Plan) -> dict[str, str]:
@@ -417,9 +449,12 @@ def batch_line(plan: Plan) -> str:
     ranks = f"groups of {decided.context_parallel} {ranks}" if decided.context_parallel > 1 else ranks
     master = " (also the master copy)" if decided.precision.rounds else ""
     per_rank = f"{sequences if items == 'tokens' else f'{decided.micro_batch} samples'}{accumulated}"
+    whole = f"{per_rank} x {decided.num_readers} {ranks}"
+    if decided.shares:
+        of_all = f"{plan.seq_len} tokens x {sum(decided.shares)} sequences" if items == "tokens" else ""
+        whole = f"{of_all or f'{sum(decided.shares)} samples'}{accumulated}, divided by the speed of devices"
     return (
-        f"{per_rank} x {decided.num_readers} {ranks} = {tokens_per_iteration(plan):,} {items}, "
-        f"{decided.precision.weights}{master}{products}, "
+        f"{whole} = {tokens_per_iteration(plan):,} {items}, {decided.precision.weights}{master}{products}, "
         f"{OPTIMIZERS[decided.optimizer].words}, gradients {'clipped' if decided.clip else 'not clipped'}"
     )
 

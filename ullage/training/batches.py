@@ -76,9 +76,10 @@ class Batches:
         self.position = 0
         self._plan = plan
         self._num_micro_batches = decided.num_micro_batches
-        self._at_once = decided.micro_batch * decided.num_readers
+        shares = decided.shares or (decided.micro_batch,) * decided.num_readers
+        self._at_once, begin = sum(shares), sum(shares[:reader])
         self.num_sequences = num_sequences or self._num_micro_batches * self._at_once
-        self._own = slice(reader * decided.micro_batch, (reader + 1) * decided.micro_batch)
+        self._own = slice(begin, begin + decided.micro_batch)
         self._stream: TokenStream | None = None
         self._random: list[tuple[str, Tensor]] = []
         if tokens is not None:

@@ -77,7 +77,7 @@ def train(
                 total = _compute(model, optimizer, batches)
             if num_to_meter:
                 num_to_meter = _check_device(optimizer, num_to_meter)
-            loss = session.collectives.mean(float(total))
+            loss = session.collectives.mean(float(total) * optimizer.plan.decisions.weight)
         if not math.isfinite(loss):
             rate = max(group["initial_lr"] for group in optimizer.param_groups)
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")

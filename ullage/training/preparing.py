@@ -19,7 +19,7 @@ from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import PLAN_OPTIONS, Batch, Options, Step, plan_here, share_device
 from ullage.this_machine.profile import print_line
 from ullage.training.batches import batch_shapes
-from ullage.training.processes import is_first_process, ranks_per_node
+from ullage.training.processes import is_first_process, rank, ranks_per_node
 
 
 def prepare(
@@ -96,6 +96,7 @@ def prepare(
         raise ValueError(
             f"{decided[0]} is already decided by the given plan; leave it out, or give a batch instead of the plan"
         )
+    plan = plan.of_rank(rank())
     if "precision" not in options:
         warn_about_dtypes(model, plan)
     _warn_of_parameters_left_out(model, optimizer)

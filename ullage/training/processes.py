@@ -37,13 +37,15 @@ class Process:
         Raises:
             PlanError: the number of processes, in total or per node, does not match the plan.
         """
-        ranks, per_node = plan.decisions.num_devices, ranks_per_node(plan)
+        ranks = plan.decisions.num_devices
         rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
-        if (started, local) != (ranks, min(per_node, ranks - rank // per_node * per_node)):
+        own = next((node for node in nodes(plan) if rank in node), range(0))
+        if (started, local) != (ranks, len(own)):
             raise PlanError(
-                f"the plan is for {ranks} device(s), {per_node} on a node, but {started} process(es) were started, "
-                f"{local} on this node; start it with `{launch_line(ranks, per_node)}`"
+                f"the plan is for {ranks} device(s), {len(own)} on this node, but {started} process(es) were started, "
+                f"{local} on this node; start it with `{'`, `'.join(launch_lines(plan))}`"
             )
+        per_node = ranks_per_node(plan.of_rank(rank))
         stage, rank_of_stage = divmod(rank, ranks // plan.decisions.pipeline_parallel)
         data_rank = rank_of_stage // plan.decisions.tensor_parallel
         reader = data_rank // plan.decisions.context_parallel
@@ -62,25 +64,58 @@ def ranks_per_node(plan: Plan) -> int:
     return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
 
 
-def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN", launcher: Launcher = "torchrun") -> str:
-    """Return the command line that starts a plan of ``ranks`` ranks. On several nodes, it runs once on each node."""
+def nodes(plan: Plan) -> list[range]:
+    """Return the ranks of each node. Kinds of devices are in nodes of their own, unless one node takes all ranks."""
+    kinds, ranks = plan.kinds(), plan.decisions.num_devices
+    if len(kinds) == 1 or all(kind.hardware.devices_per_node >= ranks for kind in kinds):
+        return Layout(ranks, 1, 1, plan.hardware.devices_per_node).nodes()
+    found = []
+    for kind in kinds:
+        size, end = kind.hardware.devices_per_node, kind.ranks.stop
+        found += [range(first, min(first + size, end)) for first in range(kind.first_rank, end, size)]
+    return found
+
+
+def launch_lines(plan: Plan, *, path: str = "PLAN", launcher: Launcher = "torchrun") -> list[str]:
+    """Return the command lines that start a plan: one for all nodes, or one for each node if their devices are unlike.
+
+    Raises:
+        PlanError: ``accelerate`` cannot start unlike numbers of processes.
+    """
+    found, ranks = nodes(plan), plan.decisions.num_devices
     if ranks == 1:
-        return f"ullage execute {plan}"
-    nodes = -(-ranks // per_node)
+        return [f"ullage execute {path}"]
+    sizes = [len(node) for node in found]
     if launcher == "accelerate":
-        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if nodes > 1 else ""
+        if plan.others and len(set(sizes)) > 1:
+            raise PlanError(
+                f"nodes of this plan start {' and '.join(map(str, sizes))} processes, but accelerate starts equally "
+                "many on each; start them with torchrun"
+            )
+        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if len(found) > 1 else ""
         # Only --multi_gpu makes it start several processes, also for CPUs. The plan decides types and compilation.
-        return (
-            f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {nodes}{several} "
-            f"--mixed_precision no --dynamo_backend no -m ullage execute {plan}"
-        )
-    several = f" --nnodes {nodes} --node-rank N --master-addr FIRST" if nodes > 1 else ""
-    return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute {plan}"
+        return [
+            (
+                f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {len(found)}{several} "
+                f"--mixed_precision no --dynamo_backend no -m ullage execute {path}"
+            )
+        ]
+    return [
+        f"torchrun --nproc-per-node {size}"
+        + (f" --nnodes {len(found)} --node-rank {number} --master-addr FIRST" if len(found) > 1 else "")
+        + f" -m ullage execute {path}"
+        for number, size in (enumerate(sizes) if plan.others and len(found) > 1 else [("N", sizes[0])])
+    ]
+
+
+def rank() -> int:
+    """Return this process's global rank; 0 if it is the only one."""
+    return _environment("RANK", 0)
 
 
 def is_first_process() -> bool:
     """Return whether this process is rank 0, or the only one."""
-    return _environment("RANK", 0) == 0
+    return rank() == 0
 
 
 def _environment(name: str, default: int) -> int:

@@ -17,7 +17,6 @@ from ullage.whatif.prices import Prices
 from ullage.whatif.running.runner import Evaluator, narrowed, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study, StudyRequest
-from ullage.whatif.unlike import divide
 from ullage.whatif.values import Number, Question
 
 COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
@@ -349,9 +348,8 @@ _QUESTIONS: Final[Mapping[Question, Callable[[Evaluator], Study]]] = {
     "scale": _scale,
     "longest": _longest,
     "largest": _largest,
-    "unlike": divide,
 }
-_SWEPT: Final[Mapping[Question, set[str]]] = {"largest": {"model"}, "unlike": {"hardware", "gpus"}}
+_SWEPT: Final[Mapping[Question, set[str]]] = {"largest": {"model"}}
 """Fields whose values are given to a question as axes."""
 
 

@@ -309,8 +309,6 @@ class Answer(Frozen):
         least: least amounts of each machine (question ``fits``).
         efficiency: for every point, speed per device relative to the smallest number of devices that fits (question
             ``scale``).
-        iteration_s, bound_s: predicted time of an iteration on all kinds of devices, and the proven bound, if there is
-            one (question ``unlike``).
     """
 
     question: Question
@@ -318,8 +316,6 @@ class Answer(Frozen):
     points: tuple[int, ...] = ()
     least: tuple[Minimum, ...] = ()
     efficiency: tuple[float | None, ...] = ()
-    iteration_s: float | None = None
-    bound_s: float | None = None
 
 
 class Study(Frozen):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 Design = Literal["cartesian", "zip", "random"]
-Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest", "unlike"]
+Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 # Spellings of a unit after the prefix of a number, by the unit of the field.
 _UNIT_WORDS: Final = {

@@ -45,7 +45,7 @@ FLAGS = {
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}
     | {"--drive-endurance", "--allow-other-machine", "--list"},
-    "plan": {*REQUEST, "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
+    "plan": {*REQUEST, "--beside", "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
         *(*REQUEST, "study", "--set", "--sweep", "--design", "--question", "--sensitivities", "--certify", "--prices"),
         *("--tokens", "--days", "--workers", "--output", "--table", "--json", "--fields"),

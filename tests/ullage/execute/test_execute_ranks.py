@@ -22,11 +22,14 @@ from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
+from planner.costs.scalable import all_scalables, scaled
 from planner.decisions import FP32, Place, UnitDecision
 from planner.plan.document import load_plan
 from planner.plan.planning import make_plan
+from planner.plan.unlike import make_unlike_plan
 from planner.schedule.tasks import Lane, Op
 from planner.search import Scorer
+from planner.verification import verify
 from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import chosen_request
 from ullage.capture import capture
@@ -35,7 +38,7 @@ from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
 from ullage.training.models import planned_model
-from ullage.training.processes import launch_line
+from ullage.training.processes import launch_lines
 
 
 def two_devices(memory_bytes: int) -> HardwareProfile:
@@ -52,6 +55,14 @@ def two_devices(memory_bytes: int) -> HardwareProfile:
         | {"name": f"this-{os.getpid()}", "devices_per_node": 2}  # no other run has this plan's memory
         | {"intra_node": fabric.model_dump(), "topology": topology}
     )
+
+
+def slower(machine: HardwareProfile, times: float) -> HardwareProfile:
+    """Return a machine whose devices take so many times as long."""
+    for scalable in all_scalables(machine):
+        if scalable.key.startswith("device-") and scalable.key != "device-memory":
+            machine = scaled(machine, scalable, 1 / times)
+    return machine
 
 
 def planned(folder: Path, **degrees: int) -> Path:
@@ -361,7 +372,7 @@ def test_without_torchrun_the_line_that_works_is_named(
 ) -> None:
     assert main(["execute", str(plan), "--output-dir", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "for 2 device(s), 2 on a node, but 1 process(es) were started" in err
+    assert "for 2 device(s), 2 on this node, but 1 process(es) were started" in err
     assert "`torchrun --nproc-per-node 2 -m ullage execute PLAN`" in err
     assert err.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -370,16 +381,46 @@ def test_without_torchrun_the_line_that_works_is_named(
     assert "but 4 process(es) were started" in capsys.readouterr().err
 
 
-def test_launch_lines() -> None:
-    assert launch_line(1, 1) == "ullage execute PLAN"
-    assert launch_line(8, 8) == "torchrun --nproc-per-node 8 -m ullage execute PLAN"
-    assert launch_line(16, 8) == (
+def test_launch_lines(plan: Path) -> None:
+    two = load_plan(plan)
+    assert launch_lines(two) == ["torchrun --nproc-per-node 2 -m ullage execute PLAN"]
+    alone = two.model_copy(update={"decisions": two.decisions.model_copy(update={"data_parallel": 1})})
+    assert launch_lines(alone) == ["ullage execute PLAN"]
+    large = two.model_copy(update={"decisions": two.decisions.model_copy(update={"data_parallel": 16})})
+    large = large.model_copy(update={"hardware": load_profile("h100")})
+    assert launch_lines(large) == [
         "torchrun --nproc-per-node 8 --nnodes 2 --node-rank N --master-addr FIRST -m ullage execute PLAN"
-    )
-    assert launch_line(16, 8, plan="x.json", launcher="accelerate") == (
-        "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank N --main_process_ip FIRST "
-        "--main_process_port 29500 --mixed_precision no --dynamo_backend no -m ullage execute x.json"
-    )
+    ]
+    assert launch_lines(large, path="x.json", launcher="accelerate") == [
+        (
+            "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank N "
+            "--main_process_ip FIRST --main_process_port 29500 --mixed_precision no --dynamo_backend no "
+            "-m ullage execute x.json"
+        )
+    ]
+
+
+def test_unlike_devices_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One device is three times as slow, and has less memory: shares and placements differ."""
+    fast = two_devices(2**30)
+    slow = slower(two_devices(20_000_000), 3).model_copy(update={"name": "slow"})
+    request = Request(narrow_llama(2), fast, precision=FP32, seq_len=64, global_batch=16, num_micro_batches=2)
+    together = make_unlike_plan(request, [(fast, 1), (slow, 1)])
+    (many := tmp_path / "plan.json").write_text(together.to_json())
+    verify(together)
+    kinds = {kind.hardware.name: kind.decisions for kind in together.kinds()}
+    assert (kinds[fast.name].micro_batch, kinds["slow"].micro_batch) == (6, 2), "of 8 sequences at a time"
+    assert kinds[fast.name].units != kinds["slow"].units
+    trained(many, tmp_path / "together", "--iterations", "4", "--audit", "off")
+    alone = make_plan(dataclasses.replace(request, hardware=load_profile("epyc-turin-2c"), micro_batch=8))
+    (one := tmp_path / "one.json").write_text(alone.to_json())
+    assert main(["execute", str(one), "--iterations", "4", "--output-dir", str(tmp_path / "alone")]) == 0
+    runs = [load_run(tmp_path / name / "run.json") for name in ("alone", "together")]
+    assert [run.data_position for run in runs] == [4 * 16, 4 * 16]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+    capsys.readouterr()
+    assert main(["execute", str(many), "--replan", "--output-dir", str(tmp_path)]) == 2
+    assert "--replan cannot be used with devices of several kinds" in capsys.readouterr().err
 
 
 @pytest.mark.part(0)

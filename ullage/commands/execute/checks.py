@@ -84,12 +84,17 @@ def check_room(plan: Plan, args: argparse.Namespace) -> None:
             )
 
 
-def check_stages(plan: Plan, *, replan: bool) -> None:
+def check_changes(plan: Plan, *, replan: bool, elastic: bool) -> None:
     """Check that another plan can take over, if it may have to.
 
     Raises:
         PlanError: it cannot.
     """
+    if plan.others and (replan or elastic):
+        raise PlanError(
+            f"{'--replan' if replan else '--elastic'} cannot be used with devices of several kinds, whose shares of a "
+            "batch are planned together; leave it out"
+        )
     if replan and plan.decisions.pipeline_parallel > 1:
         raise PlanError(
             "--replan cannot be used with pipeline stages, whose plan cannot change while they train; leave it out, or "

@@ -27,7 +27,7 @@ from ullage.analysis.comparison import Comparison, compare_record
 from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import Interruption, SignalledError
-from ullage.commands.execute.checks import REPLAN_AFTER, as_planned, check_options, check_room, check_stages
+from ullage.commands.execute.checks import REPLAN_AFTER, as_planned, check_changes, check_options, check_room
 from ullage.output.console import console
 from ullage.output.formatting import si
 from ullage.report.run import comparison_section, replanned_table
@@ -72,13 +72,14 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         SignalledError: a signal ended training; the state is in a checkpoint, if there is a place for them.
     """
     check_options(args)
-    check_stages(plan, replan=args.replan)
+    check_changes(plan, replan=args.replan, elastic=args.elastic)
     first_plan, levels, progress = plan, None, None
     if args.checkpoint_dirs:
         levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
         if args.elastic:
             plan, progress = _for_who_is_there(plan, levels, args.num_iterations)
     process = Process.of(plan)
+    plan = plan.of_rank(process.rank)
     check_machine(plan, process)
     if not args.allow_other_machine:
         check_measured_here(plan.hardware)

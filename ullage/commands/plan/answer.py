@@ -14,10 +14,11 @@ from planner.choices.request import Request
 from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError
+from planner.plan.unlike import make_unlike_plan
 from planner.search import no_garbage_collection
 from ullage.cli.exit_codes import BAD_INPUT
 from ullage.cli.options import PACKAGED_HARDWARE, Options, given_options
-from ullage.cli.request import checkpoints_of, with_pfs
+from ullage.cli.request import checkpoints_of, unlike_request, with_pfs
 from ullage.output.formatting import si
 from ullage.output.progress import progress_bar, search_progress
 from ullage.rivals import engine_rows, make_plan
@@ -33,7 +34,10 @@ def plan_command(args: argparse.Namespace) -> int:
     """
     atexit.register(gc.freeze)  # otherwise Python's exit searches millions of objects for cycles
     asked = Options(**given_options(args))
-    request, checkpoints = request_here(asked), checkpoints_of(asked)
+    checkpoints = checkpoints_of(asked)
+    if args.beside is not None:
+        return _plan_unlike(args, asked)
+    request = request_here(asked)
     if args.hardware == LOCAL:
         check_measured_here(request.hardware, otherwise=", or give --hardware the path of the profile")
     if args.pfs_bandwidth is not None:
@@ -49,6 +53,24 @@ def plan_command(args: argparse.Namespace) -> int:
         return _refuse(args, asked, request, error)
     if checkpoints is not None:
         plan = _with_checkpoints(plan, checkpoints)
+    return _show(args, plan)
+
+
+def _plan_unlike(args: argparse.Namespace, asked: Options) -> int:
+    """Plan for devices of several kinds; print and write."""
+    if wrong := next((flag for flag in ("mtbf", "deepspeed") if getattr(args, flag) is not None), None):
+        raise ValueError(f"--{wrong} is not planned for devices of several kinds; leave it or --beside out")
+    request, machines = unlike_request(asked, args.beside)
+    with progress_bar() as show:
+
+        def divided(count: int, sequences: tuple[int, ...]) -> None:
+            show(f"{count} micro-batch(es), of {' and '.join(map(str, sequences))} sequences a device", 0, 0)
+
+        plan = make_unlike_plan(request, machines, budget_s=args.budget, divided=divided)
+    return _show(args, plan)
+
+
+def _show(args: argparse.Namespace, plan: Plan) -> int:
     text = plan.to_json()
     if args.json:
         write_whole(args.output, text)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from hwprofiles.files import check_output
-from ullage.cli.arguments import positive_float
+from ullage.cli.arguments import counts, positive_float
 from ullage.cli.options import add_options, check_names
 from ullage.commands import Subparsers, command_parser
 
@@ -22,6 +22,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
         ullage plan --model llama-3-70b --hardware a100-cluster --gpus 64 --global-batch 256
+        ullage plan --model llama-3-8b --hardware h100 --gpus 8 --beside a100-80=4 --global-batch 72
         ullage plan --model mixtral-8x7b --hardware h100 --gpus 8 --parallel expert=4 --expert-load zipf:1.2
         ullage plan --model gpt2 --memory free,device=1.5GiB --output small.json
         ullage plan --model opt-66b --hardware rtx4090-12ssd --storage nvme
@@ -35,6 +36,13 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     add_options(parser, model_required=True, checkpoints=True)
+    parser.add_argument(
+        "--beside",
+        type=counts,
+        metavar="PROFILE=N[,...]",
+        help="devices of other kinds in the same run, as in a100-80=4. The planner divides --global-batch by their "
+        "speed. Each kind is in nodes of its own (--nodes 1: all are in one machine)",
+    )
     parser.add_argument(
         "--budget",
         type=positive_float,
