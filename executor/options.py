@@ -8,6 +8,7 @@ from typing import Literal
 from executor.devices.backend import Backend, HostBackend
 from executor.devices.cores import CoreChoice
 from executor.module.batches import BatchShapes
+from executor.module.cuts import Operators
 from planner.terms import AuditTime
 
 
@@ -40,7 +41,8 @@ class Options:
         calls: paths of the modules that a step of the user's loop calls, if these are not the model alone, once.
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
-        is_captured: whether the model may be any, so that a pipeline checks where it is cut.
+        operators: what runs operators without values, so that a pipeline of any model finds where it is cut; ``None``:
+            the model's layers are known.
         num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
         sharing: those that share weights.
         as_buffers: names of frozen parameters that are in no unit, because forward writes to them; see
@@ -62,7 +64,7 @@ class Options:
     calls: tuple[str, ...] = ()
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
-    is_captured: bool = False
+    operators: Operators | None = None
     num_stages: int = 1
     sharing: tuple[int, ...] = ()
     as_buffers: frozenset[str] = frozenset()

@@ -147,7 +147,7 @@ def _of_stage(
             number,
             num_stages,
             num_sharing=decisions.context_parallel,
-            is_captured=options.is_captured,
+            operators=options.operators,
         )
         failing.callback(stage.undo)
         _check_names(own, model)

@@ -8,9 +8,10 @@ anew at each cut, with the arguments of layers: whatever later layers or losses 
 in another way, and the model is refused. What a forward computes without gradients is not seen.
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -43,16 +44,24 @@ class Crossing(NamedTuple):
             ``(args, kwargs)``.
         passed_on: its position among what crosses the cut before, if it crosses that too.
         like: a tensor of its shape and type, without values.
-        inner: the module in ``layer``, which is before the cut, that returns it, at this position among the leaves of
-            its output; empty for what a layer is given.
+        inner: modules in ``layer``, which is before the cut, that return it, each with its position among the leaves of
+            the output; empty for what a layer is given.
     """
 
     layer: str
     leaf: int
     passed_on: int | None = None
     like: Tensor | None = None
-    inner: str = ""
+    inner: Sequence[tuple[str, int]] = ()
 
+
+Operators = Callable[
+    [Sequence[tuple[Tensor, Tensor]]], contextlib.AbstractContextManager[Callable[[Any, Any, dict[str, Any]], Any]]
+]
+"""Of fake tensors with their values: a context, with what runs an operator on fake arguments there.
+
+It knows or assumes the values that operators need.
+"""
 
 Given = dict[str, dict[int, int]]
 """For paths of layers, and leaves of their arguments: which of the tensors that cross a cut it is.
@@ -69,7 +78,8 @@ class Cuts(NamedTuple):
         crossing: of the cut before each chunk; nothing crosses before the first one.
         given: of each chunk, which of these its layers are given, and the model's output has.
         forms: what each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in
-            place of any other tensor; what modules inside return whose output crosses, with tensors without values.
+            place of any other tensor; what modules inside return whose output crosses, with tensors without values, in
+            the order in which they run.
     """
 
     crossing: list[list[Crossing]]
@@ -117,13 +127,14 @@ def on_meta(value: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
 
 
-def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) -> Cuts:
+def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], operators: Operators) -> Cuts:
     """Return what crosses the cuts.
 
     Args:
         twin: the model, see :func:`without_values`.
         parts: its chunks, in order.
         batch: keyword arguments of the model.
+        operators: what runs the model's operators.
 
     Raises:
         BindingError: naming what cannot be cut.
@@ -134,8 +145,10 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) ->
         faked = without_values(twin, device)
         given = tree_map_only(Tensor, mode.from_tensor, dict(batch))
     watch.hook(faked, parts)
+    values = zip(*map(tree_leaves, (given, dict(batch))), strict=True)
+    known = [(fake, real.cpu()) for fake, real in values if isinstance(real, Tensor)]
     try:
-        with torch.enable_grad(), mode, _AnyType():  # type: ignore[no-untyped-call]
+        with torch.enable_grad(), mode, operators(known) as run, _Running(run):
             output = watch.finish(faked(**given))
     except BindingError:
         raise
@@ -158,17 +171,24 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any]) ->
                 )
         cut = zip(watch.whole[chunk], watch.crossing[chunk], strict=True)
         roots = [tensor for tensor, each in cut if each.passed_on is None]
-    return Cuts(watch.crossing, watch.given, watch.forms)
+    crossed = {path for cut in watch.crossing for each in cut for path, _ in each.inner}
+    inside = {path: form for path, form in watch.inside.items() if path in crossed}
+    return Cuts(watch.crossing, watch.given, watch.forms | inside)
 
 
-class _AnyType(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes fake outputs of the products of experts, of which torch has none but in bf16."""
+class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a function run operators."""
+
+    def __init__(self, run: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(func, "overloadpacket", None) is torch.ops.aten._grouped_mm:
-            rows, matrices, *_ = args
-            return rows.new_empty(len(rows), matrices.shape[-1])
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+
+_Edge = tuple[Any, int]
+"""A node of autograd's graph, and which of its outputs."""
 
 
 class _Watch:
@@ -177,6 +197,7 @@ class _Watch:
     Attributes:
         seen: paths of the layers that have run.
         crossing, given, forms: see :class:`Cuts`.
+        inside: what modules inside of layers return, by their paths, in the order in which they run.
         whole: by chunk, the tensors that cross the cut before it, with their graphs.
         begun: by chunk, the tensors with which its graph begins, in the same order.
     """
@@ -184,6 +205,7 @@ class _Watch:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.seen: list[str] = []
         self.forms: dict[str, Any] = {}
+        self.inside: dict[str, Any] = {}
         self.crossing: list[list[Crossing]] = [[] for _ in parts]
         self.given: list[Given] = [{} for _ in parts]
         self.whole: list[list[Tensor]] = [[] for _ in parts]
@@ -191,7 +213,8 @@ class _Watch:
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
         self._chunk = 0
-        self._inside: dict[Any, tuple[int, Crossing, Any]] = {}  # by node: chunk, crossing, and the module's output
+        self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # inside of layers of a chunk
+        self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
 
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
@@ -248,45 +271,47 @@ class _Watch:
         return at
 
     def end_inside(self, layer: str, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Note what a module inside a layer returns."""
+        """Note what a module inside a layer returns; several may return one tensor."""
+        self.inside[path] = tree_map_only(Tensor, Tensor.detach, output)
         for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                found = self._chunk, Crossing(layer, leaf, None, tensor.detach(), path), output
-                self._inside.setdefault(tensor.grad_fn, found)
+                where = self._where.setdefault(edge := (tensor.grad_fn, tensor.output_nr), [])
+                where.append((path, leaf))
+                crossing = Crossing(layer, leaf, None, tensor.detach(), where)
+                self._made.setdefault(edge, (self._chunk, crossing, tensor))
 
     def reached(self, chunk: int, roots: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves behind some tensors of a chunk. What modules in earlier layers return begins a graph."""
-        leaves, seen = list[Tensor](), set[Any]()
-        # A node is given with whether the one that reads it is of this chunk.
-        left = [(each.grad_fn, True) for each in roots if each.grad_fn is not None]
+        leaves, seen = list[Tensor](), set[_Edge]()
+        # An edge is given with whether the node that reads it is of this chunk.
+        left = [((each.grad_fn, each.output_nr), True) for each in roots if each.grad_fn is not None]
         leaves += [each for each in roots if each.grad_fn is None and each.requires_grad]
         while left:
-            node, is_read_here = left.pop()
-            if node in seen:
+            edge, is_read_here = left.pop()
+            if edge in seen:
                 continue
-            seen.add(node)
+            seen.add(edge)
+            node, _ = edge
             if (variable := getattr(node, "variable", None)) is not None:
                 leaves.append(variable)
                 continue
-            made = self._inside.get(node)
+            made = self._made.get(edge)
             if made is not None and made[0] < chunk and is_read_here:
                 self._cross_inside(chunk, *made)
                 continue
             is_here = node._sequence_nr() >= self._numbers[chunk]
-            left += [(after, is_here) for after, _ in node.next_functions if after is not None]
+            left += [((after, number), is_here) for after, number in node.next_functions if after is not None]
         return leaves
 
-    def _cross_inside(self, chunk: int, made: int, crossing: Crossing, output: Any) -> int:
+    def _cross_inside(self, chunk: int, made: int, crossing: Crossing, tensor: Tensor) -> int:
         """Let what a module in a layer of the chunk ``made`` returns cross all cuts up to a chunk's; return where."""
         for at, each in enumerate(self.crossing[chunk]):
-            if (each.inner, each.leaf) == (crossing.inner, crossing.leaf):
+            if each.inner is crossing.inner:
                 return at
-        before = self._cross_inside(chunk - 1, made, crossing, output) if made < chunk - 1 else None
-        tensor = tree_leaves(output)[crossing.leaf]
+        before = self._cross_inside(chunk - 1, made, crossing, tensor) if made < chunk - 1 else None
         self.crossing[chunk].append(crossing._replace(passed_on=before))
         self.whole[chunk].append(tensor)
         self.begun[chunk].append(tensor)
-        self.forms[crossing.inner] = tree_map_only(Tensor, Tensor.detach, output)
         return len(self.crossing[chunk]) - 1
 
     def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -10,7 +10,7 @@ are given of earlier stages, such as the output of an encoder, is sent beside it
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from executor.module.cuts import (
     OUTPUT,
     Crossing,
     Cuts,
+    Operators,
     Part,
     cuts_of,
     exchanged,
@@ -36,6 +37,7 @@ from executor.module.empty import give_values
 from executor.module.naming import Naming
 from planner.graph import Unit
 
+_MOST_SHAPES: Final = 32  # of batches, whose cuts are kept
 Receive = Callable[[Tensor], None]
 """Fills a tensor with what the stage before sends next."""
 
@@ -50,7 +52,8 @@ class Stage:
         number: this process's stage.
         num_stages: stages, of which each has every so many chunks.
         num_sharing: ranks that share the tokens of every sequence, of which each gets its own from the stage before.
-        is_captured: whether the model may be any, so that :meth:`check` says whether it can be cut.
+        operators: what follows a model that may be any, so that :meth:`check` says whether it can be cut; ``None`` for
+            a model whose layers are known.
 
     Attributes:
         gradients: of what the latest forward was sent, in order, when its backward has ended; ``None`` if it began
@@ -71,7 +74,7 @@ class Stage:
         num_stages: int,
         *,
         num_sharing: int = 1,
-        is_captured: bool = False,
+        operators: Operators | None = None,
     ) -> None:
         self.gradients: list[Tensor] | None = None
         self.receive: Receive | None = None
@@ -97,6 +100,7 @@ class Stage:
         self._parts = [_part(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
         self._inside: dict[str, dict[str, nn.Module]] = {}  # modules in layers whose output crosses, by both paths
+        self._operators, is_captured = operators, operators is not None
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
@@ -142,13 +146,17 @@ class Stage:
         Where hidden states alone do, that is the same for all batches.
         """
         self._device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), None)
-        if self._twin is None:
+        if self._twin is None or self._operators is None:
             return
         key = tuple((name, leaf.shape) for name, leaf in batch.items() if isinstance(leaf, Tensor))
         if key not in self._known:
-            self._known[key] = found = cuts_of(self._twin, self._parts, batch)
-            for each in (each for cut in found.crossing for each in cut if each.inner):
-                self._watch_inside(each.layer, each.inner)
+            if len(self._known) == _MOST_SHAPES:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = found = cuts_of(self._twin, self._parts, batch, self._operators)
+            layers = {path: each.layer for cut in found.crossing for each in cut for path, _ in each.inner}
+            for path in found.forms:
+                if path in layers:
+                    self._watch_inside(layers[path], path)
         self._cuts = self._known[key]
         if all(len(cut) < 2 for cut in self._cuts.crossing):
             self._twin = None
@@ -293,13 +301,14 @@ class Stage:
     def _keep(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """Keep what a module inside the chunk's layers returns, to be sent."""
         for at, each in () if in_backward() else self._to_send():
-            if each.inner == path:
-                self._sent[at] = tree_leaves(output)[each.leaf]
+            if (leaf := dict(each.inner).get(path)) is not None:
+                self._sent[at] = tree_leaves(output)[leaf]
 
     def _elsewhere(self, path: str) -> Any:
         """Return what a module inside a layer of another chunk returns: what was received of it, and zeros."""
         crossing = enumerate(self._cuts.crossing[self._chunk])
-        received = {each.leaf: self._receive_all()[at] for at, each in crossing if each.inner == path}
+        found = [(leaf, at) for at, each in crossing for inner, leaf in each.inner if inner == path]
+        received = {leaf: self._receive_all()[at] for leaf, at in found}
 
         def zeros(like: Tensor) -> Tensor:
             return torch.zeros((), dtype=like.dtype, device=self._device).expand(like.shape)

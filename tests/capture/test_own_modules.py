@@ -287,6 +287,22 @@ def test_a_parameter_that_nothing_uses_does_not_tie_a_shared_dropout_to_its_unit
     assert "unused" in {spec.name for spec in found[0].parameters}
 
 
+def test_a_module_that_converts_itself_in_forward_is_captured():
+    """To the type that it has, as Switch's router: PyTorch would swap its parameters, which a cache refers to."""
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(17, 19)  # sizes of no other test: a cache that has them hides the reference
+
+        def forward(self, x):
+            self.inner = self.inner.to(torch.float32)
+            return self.inner(x)
+
+    found = capture_module(Router, ["4x17"], "fp32", as_on_gpu=False)
+    assert sorted(spec.name for unit in units_of(found) for spec in unit.parameters) == ["inner.bias", "inner.weight"]
+
+
 def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
     class Queue(nn.Module):
         """Momentum and a place in a queue, as in MoCo."""

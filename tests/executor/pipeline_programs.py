@@ -171,6 +171,9 @@ OTHERS = {
         **_SIZES, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1
     ),
     "experts": lambda: transformers.Qwen2MoeConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=16),
+    "scores that two modules return, in layers that read values": lambda: transformers.JetMoeConfig(
+        **_SIZES, kv_channels=8, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    ),
     "adapters": lambda: transformers.GemmaConfig(**_SIZES, head_dim=8),
     "states": lambda: transformers.Mamba2Config(
         **_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8, chunk_size=8

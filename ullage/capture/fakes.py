@@ -103,10 +103,10 @@ def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def traceable_functions() -> Iterator[None]:
     """Replace functions of torch that read or write memory where no operator shows it.
 
-    ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, and sparse tensors that take
-    gradients are dense.
+    ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, sparse tensors that take gradients
+    are dense, and a module that is converted to the type that it has keeps its parameters.
     """
-    real, sparse, product = torch.tensor, torch.sparse_coo_tensor, torch.sparse.mm
+    real, sparse, product, swap = torch.tensor, torch.sparse_coo_tensor, torch.sparse.mm, torch.utils.swap_tensors
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, list) and data and all(isinstance(value, FakeTensor) for value in data):
@@ -119,6 +119,10 @@ def traceable_functions() -> Iterator[None]:
             return sparse(indices, values, *([] if size is None else [size]), **kwargs)
         return values.new_zeros(tuple(size)).index_put(tuple(indices), values, accumulate=True)
 
+    def swap_tensors(old: Tensor, new: Tensor) -> None:
+        if old.dtype is not new.dtype:  # else a fake tensor that PyTorch has in a cache could not be swapped
+            swap(old, new)  # type: ignore[no-untyped-call]
+
     def mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return a @ b if isinstance(a, FakeTensor) and a.layout is torch.strided else product(a, b, *rest)
 
@@ -126,10 +130,19 @@ def traceable_functions() -> Iterator[None]:
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(torch, "sparse_coo_tensor", sparse_coo_tensor),
         mock.patch.object(torch.sparse, "mm", mm),
+        mock.patch.object(torch.utils, "swap_tensors", swap_tensors),
         mock.patch.multiple(FakeTensor, coalesce=lambda dense: dense, _nnz=Tensor.numel, create=True),
         mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
     ):
         yield
+
+
+@contextlib.contextmanager
+def fake_operators(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Callable[..., Any]]:
+    """Return a context with what runs operators on fake tensors, of which these have known values."""
+    fakes = Fakes(values, lambda _tensor: "", all_hold=False)
+    with traceable_functions(), fakes.readable():
+        yield fakes.run
 
 
 def _pad_packed_sequence(

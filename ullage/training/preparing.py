@@ -14,6 +14,7 @@ from executor.module.guards import AS_THEY_ARE, check_kinds, run_uncompiled
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
+from ullage.capture.fakes import fake_operators
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import PLAN_OPTIONS, Batch, Options, Step, plan_here, share_device
@@ -240,7 +241,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
-        is_captured=captured is not None,
+        operators=None if captured is None else fake_operators,
         as_buffers=_as_buffers(captured, plan),
         report=print_line if is_first_process() else lambda _line: None,
         **own,
