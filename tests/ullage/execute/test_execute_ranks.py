@@ -17,6 +17,7 @@ from forked import END_S, Forked, completed, environments, until_training
 from narrow import narrow_llama
 from transformers import AutoModelForCausalLM
 
+from hwprofiles.machine import this_machine
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
@@ -24,7 +25,7 @@ from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.costs.scalable import all_scalables, scaled
 from planner.decisions import FP32, Place, UnitDecision
-from planner.plan.document import load_plan
+from planner.plan.document import PlanError, load_plan
 from planner.plan.planning import make_plan
 from planner.plan.unlike import make_unlike_plan
 from planner.schedule.tasks import Lane, Op
@@ -37,8 +38,8 @@ from ullage.capture.architectures import architecture
 from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
-from ullage.training.models import planned_model
-from ullage.training.processes import launch_lines
+from ullage.training.models import check_machine, planned_model
+from ullage.training.processes import Process, launch_lines
 
 
 def two_devices(memory_bytes: int) -> HardwareProfile:
@@ -398,6 +399,22 @@ def test_launch_lines(plan: Path) -> None:
             "-m ullage execute x.json"
         )
     ]
+
+
+def test_a_kind_of_device_on_the_rank_of_another_is_refused(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the faster one, which CUDA counts first, on the first rank."""
+    two = load_plan(plan)
+    gpu = load_profile("h100").model_copy(update={"measured_on": this_machine()})
+    shared = two.decisions.model_copy(update={"shares": (2, 2)})
+    two = two.model_copy(update={"hardware": gpu, "decisions": shared})
+    for name, found in {"is_available": True, "device_count": 2, "get_device_name": "another"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_args, found=found: found)
+    with pytest.raises(
+        PlanError, match="rank 1 is planned for a .*, but its device is a another.*CUDA_VISIBLE_DEVICES"
+    ):
+        check_machine(two, Process(1, 1, 1, 1, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: gpu.device.name)
+    check_machine(two, Process(1, 1, 1, 1, 2))
 
 
 def test_unlike_devices_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
