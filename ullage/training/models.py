@@ -130,12 +130,12 @@ def check_machine(plan: Plan, process: Process) -> None:
             f"{count}, or for a profile of this machine"
         )
     wanted = plan.hardware.device.name
-    if kind == "gpu" and plan.decisions.shares and plan.hardware.measured_on is not None:
-        if (found := torch.cuda.get_device_name(process.local_rank)) != wanted:
-            raise PlanError(
-                f"rank {process.rank} is planned for a {wanted}, but its device is a {found}: the slowest kind has the "
-                "first ranks; give the devices in that order (CUDA_VISIBLE_DEVICES), or nodes (--node-rank)"
-            )
+    is_known = kind == "gpu" and plan.decisions.shares and plan.hardware.measured_on is not None
+    if is_known and (found := torch.cuda.get_device_name(process.local_rank)) != wanted:
+        raise PlanError(
+            f"rank {process.rank} is planned for a {wanted}, but its device is a {found}: the slowest kind has the "
+            "first ranks; give the devices in that order (CUDA_VISIBLE_DEVICES), or nodes (--node-rank)"
+        )
     wanted_cores = plan.hardware.device.num_cores * process.per_node
     if kind == "host" and (cores := len(os.sched_getaffinity(0))) < wanted_cores:
         raise PlanError(

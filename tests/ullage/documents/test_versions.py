@@ -69,7 +69,6 @@ INTERNALS = {
     "torch.nn.utils.parametrize._cache",
     "torch.nn.utils.stateless._reparametrize_module",
     "torch.nn.utils.parametrize._cache_enabled",
-    "torch.ops.aten._grouped_mm",
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

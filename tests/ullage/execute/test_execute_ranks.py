@@ -410,7 +410,7 @@ def test_a_kind_of_device_on_the_rank_of_another_is_refused(plan: Path, monkeypa
     for name, found in {"is_available": True, "device_count": 2, "get_device_name": "another"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_args, found=found: found)
     with pytest.raises(
-        PlanError, match="rank 1 is planned for a .*, but its device is a another.*CUDA_VISIBLE_DEVICES"
+        PlanError, match=r"rank 1 is planned for a .*, but its device is a another.*CUDA_VISIBLE_DEVICES"
     ):
         check_machine(two, Process(1, 1, 1, 1, 2))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: gpu.device.name)
