@@ -38,11 +38,13 @@ from planner.search import Progress, Scorer, no_garbage_collection
 from planner.simulate.uncertainty import with_interval
 
 _MOST_DIVISIONS: Final = 6  # that are planned
+_MOST_MISFITS: Final = 64  # divisions of which a kind has too little memory for its share
 MOST_SHARES: Final = 64  # sequences of a micro-batch on a rank; larger ones are not considered
 Machine = tuple[HardwareProfile, int]
 """A kind of device, and how many there are."""
 Times = Mapping[int, float]
 """Seconds of a kind by the sequences of all its ranks in a micro-batch."""
+Search = Callable[[Request], Found]
 Divided = Callable[[int, tuple[int, ...]], None]
 """Called with the micro-batches of a division, and the sequences of a rank of each kind in each of them."""
 
@@ -91,31 +93,34 @@ def make_unlike_plan(
             "another --global-batch, or fewer devices"
         )
     least_s, reasons = waiting[0].bound_s, list[InfeasibleError]()
+    fitting = {count: [dict(of_kind) for of_kind in times] for count, times in bounds.items()}  # as far as is known
+    search = functools.partial(find, progress=progress, budget_s=budget_s)
     tried = set[tuple[int, ...]]()
     best: tuple[float, _Division, list[Found]] | None = None
-    while waiting and len(tried) < _MOST_DIVISIONS:
+    while waiting and len(tried) - len(reasons) < _MOST_DIVISIONS and len(reasons) < _MOST_MISFITS:
         division = waiting.pop(0)
         if division.sequences in tried or (best and division.bound_s >= best[0]):
             continue
         tried.add(division.sequences)
+        count = division.num_micro_batches
         if divided:
-            divided(division.num_micro_batches, division.sequences)
+            divided(count, division.sequences)
         try:
-            found = _found(kinds, division, progress, budget_s)
+            found = _found(kinds, division, search, fitting[count])
         except InfeasibleError as error:
             reasons.append(error)
+            smaller = _divisions(kinds, {count: fitting[count]})
+            waiting = sorted([*waiting, *smaller], key=lambda each: each.bound_s)
             continue
         if best is None or _slowest_s(found) < best[0]:
             best = _slowest_s(found), division, found
-        waiting = [_closer(division, found, kinds, bounds[division.num_micro_batches]), *waiting]
+        waiting = [_closer(division, found, kinds, fitting[count]), *waiting]
     if best is None:
         raise reasons[0]
-    return _as_one(kinds, best[1], best[2], least_s, tuple(_rows(kinds, bounds, progress, budget_s)))
+    return _as_one(kinds, best[1], best[2], least_s, tuple(_rows(kinds, bounds, search)))
 
 
-def _rows(
-    kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]], progress: Progress | None, budget_s: float | None
-) -> Iterator[EngineRow]:
+def _rows(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]], search: Search) -> Iterator[EngineRow]:
     """Yield what else the devices could do: have equal shares, as with other engines, or leave all to one kind."""
 
     def row(name: str, setting: str, time_s_of: Callable[[], float]) -> EngineRow:
@@ -127,12 +132,12 @@ def _rows(
 
     if (equal := _equal(kinds, bounds)) is not None:
         setting = f"{equal.sequences[0]} sequence(s) of each micro-batch on every device"
-        yield row("equal shares", setting, lambda: _slowest_s(_found(kinds, equal, progress, budget_s)))
+        yield row("equal shares", setting, lambda: _slowest_s(_found(kinds, equal, search, [{} for _ in kinds])))
     for kind in kinds:
         if _batch(kinds) % kind.count == 0:
             alone = dataclasses.replace(kind.request, num_devices=kind.count, num_micro_batches=None)
-            search = functools.partial(find, alone, None, progress, budget_s)
-            yield row(f"{kind.count} x {alone.hardware.name}", "all sequences", functools.partial(_time_s, search))
+            time_s_of = functools.partial(_time_s, functools.partial(search, alone))
+            yield row(f"{kind.count} x {alone.hardware.name}", "all sequences", time_s_of)
 
 
 def _equal(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]]) -> _Division | None:
@@ -240,17 +245,22 @@ def _closer(division: _Division, found: Sequence[Found], kinds: Sequence[_Kind],
 
 
 def _found(
-    kinds: Sequence[_Kind], division: _Division, progress: Progress | None, budget_s: float | None
+    kinds: Sequence[_Kind], division: _Division, search: Search, fitting: Sequence[dict[int, float]]
 ) -> list[Found]:
     """Return what is best for each kind, with the same collectives for all.
 
     Raises:
-        InfeasibleError: a kind has too little memory for its share.
+        InfeasibleError: a kind has too little memory for its share, which is then taken out of those that may fit, as
+            are larger ones.
     """
     found = []
-    for kind, sequences in zip(kinds, division.sequences, strict=True):
-        request = _with_batch(kind, sequences, division.num_micro_batches)
-        found.append(find(request, progress=progress, budget_s=budget_s))
+    for kind, sequences, shares in zip(kinds, division.sequences, fitting, strict=True):
+        try:
+            found.append(search(_with_batch(kind, sequences, division.num_micro_batches)))
+        except InfeasibleError:
+            for share in [share for share in shares if share >= sequences * kind.count]:
+                del shares[share]
+            raise
     if len(set(map(_agreed, found))) == 1:
         return found
     if shared := [placed for one in found if (placed := _all_as(one, found))]:

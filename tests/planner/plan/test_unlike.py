@@ -104,6 +104,17 @@ def test_what_cannot_be_divided_is_refused_in_one_line(options: dict[str, object
     assert "\n" not in str(refused.value)
 
 
+def test_a_kind_with_little_memory_has_as_much_as_fits() -> None:
+    """By its speed it would have three quarters of the batch."""
+    small = kind("small", gpu_bytes=30e6)
+    plan = make_unlike_plan(request(num_micro_batches=1), [(small, 1), (SLOW, 1)])
+    shares = {each.hardware.name: each.decisions.micro_batch for each in plan.kinds()}
+    assert shares == {"small": 2, "slow": 10}
+    more = dataclasses.replace(request(num_devices=2, micro_batch=3, global_batch=None), hardware=small)
+    with pytest.raises(InfeasibleError):
+        find(more)
+
+
 def test_a_kind_that_is_too_small_is_named() -> None:
     tiny = kind("tiny", gpu_bytes=1e6, host_bytes=1e6, nvme_bytes=0)
     with pytest.raises(InfeasibleError, match=r"does not fit on .* of tiny"):
