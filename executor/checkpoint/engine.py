@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END_S: Final = 10.0  # longest wait for threads to end
+_PATIENCE_S: Final = 120.0  # longest time that rank 0 and the other ranks wait for each other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +81,6 @@ class CheckpointEngine:
         is_divided: whether every node has a folder of its own; see [Note: Divided places] in
             :mod:`executor.checkpoint.peers`.
         nonce: of this run, the same on all ranks.
-        patience_s: longest time that rank 0 and the other ranks wait for each other.
         is_lost: whether another rank has failed, for whose part nobody needs to wait.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
@@ -94,7 +94,6 @@ class CheckpointEngine:
         peers: "Nodes | None" = None,
         is_divided: bool = False,
         nonce: str = "",
-        patience_s: float = 120.0,
         is_lost: Callable[[], bool] = lambda: False,
         on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
@@ -104,7 +103,7 @@ class CheckpointEngine:
         self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
         self._rank = rank = 0 if peers is None else peers.rank
         self._makes_folder = rank == 0 or (is_divided and peers is not None and peers.is_leader)
-        self._patience_s, self._is_lost = patience_s, is_lost
+        self._is_lost = is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         states = {state for key in source.slices for state in source.keys(key)}
@@ -155,7 +154,7 @@ class CheckpointEngine:
             ) from error
         capture = _Capture(step, text, list(self._source.slices), time.monotonic())
         if self._peers is not None:
-            capture.agreement = Agreement(self._peers, turn, self._patience_s, is_divided=self._is_divided)
+            capture.agreement = Agreement(self._peers, turn, _PATIENCE_S, is_divided=self._is_divided)
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
@@ -242,7 +241,7 @@ class CheckpointEngine:
     @property
     def _longest_s(self) -> float:
         """Longest time without progress. It allows for other ranks' parts, and for writing back the page cache."""
-        return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
+        return _PATIENCE_S + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
         """Abandon incomplete checkpoints, finish the others, and end the thread. Closing twice is allowed."""
@@ -263,7 +262,7 @@ class CheckpointEngine:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else self._patience_s)
+        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else _PATIENCE_S)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
@@ -272,7 +271,7 @@ class CheckpointEngine:
         if self._makes_folder:
             draft = self._place.begin(step, folders, self._nonce)
         else:
-            draft = joined_folder(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
+            draft = joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
         folder = draft.folder if isinstance(draft, Draft) else draft
         writers: dict[str, ShardWriter] = {}
         try:
@@ -318,7 +317,9 @@ class CheckpointEngine:
             path = self._finish(capture)
         except OSError as error:
             capture.error = error
-            self._give_up(capture)
+            if capture.draft is not None:
+                _abandon((capture.draft, capture.writers))
+            self._tell(capture)
         with self._lock:
             if capture not in self._open_ones:
                 return  # it has been abandoned and reported
@@ -357,11 +358,6 @@ class CheckpointEngine:
     @functools.cached_property
     def _tensors(self) -> dict[str, TensorRecord]:
         return tensors_of(list(self._layouts.values()))
-
-    def _give_up(self, capture: "_Capture") -> None:
-        if capture.draft is not None:
-            _abandon((capture.draft, capture.writers))
-        self._tell(capture)
 
     def _tell(self, capture: "_Capture") -> None:
         """Tell the other ranks that this one has failed: they need not wait."""

@@ -127,7 +127,6 @@ class _Worker:
         self._waiting: _Request | None = None
         self._num_callers = 0  # that wait until everything is done
         self._is_closed = False
-        self._rests_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -149,7 +148,6 @@ class _Worker:
                 )
             finally:
                 self._num_callers -= 1
-                self._rests_until_s = 0.0
 
     def close(self, patience_s: float) -> _Request | None:
         """End the thread when all work is done; return the item on which it still works after ``patience_s``."""
@@ -167,16 +165,14 @@ class _Worker:
                 rest_s = self._work(item)
             finally:
                 with self._changed:
-                    self._rests_until_s = time.monotonic() + rest_s
                     self._under_way = None
                     self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or self._num_callers > 0, rest_s)
         with contextlib.suppress(OSError):
             self._at_end()
 
     def _next(self) -> _Request | None:
         with self._changed:
-            rest_s = max(self._rests_until_s - time.monotonic(), 0.0)
-            self._changed.wait_for(lambda: self._is_closed or self._num_callers or not self._rests_until_s, rest_s)
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             self._under_way, self._waiting = self._waiting, None
             return self._under_way

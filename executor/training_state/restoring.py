@@ -210,7 +210,8 @@ def _read_whole_parameters(
         entries = {}
         for parameter in parameters:
             shard = parameter.shard
-            keys = source.saved(_any_shard(checkpoint, shard.name), _keys(optimizer, parameter.kind))
+            own = (own for own in checkpoint.manifest.tensors if whole_name(own) == shard.name)
+            keys = source.saved(next(own, shard.name), _keys(optimizer, parameter.kind))
             shape = {shard.name: shard.whole_shape}
             try:
                 values = {key: read_whole(checkpoint, shape, key)[shard.name] for key in keys}
@@ -219,11 +220,6 @@ def _read_whole_parameters(
             step = torch.tensor(float(steps[shard.name]), device="cpu")
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
-
-
-def _any_shard(checkpoint: Checkpoint, name: str) -> str:
-    """Return the name of a parameter, or of a shard of it, in a checkpoint."""
-    return next((own for own in checkpoint.manifest.tensors if whole_name(own) == name), name)
 
 
 def read_whole(

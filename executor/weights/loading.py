@@ -81,7 +81,9 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
     with files, session.runtime.changing("load()"):
-        _set_buffers(origins, session.model, session.runtime.state.as_buffers)
+        buffers = {**dict(session.model.named_buffers()), **session.runtime.state.as_buffers}
+        for name in origins.there & buffers.keys():
+            buffers[name].copy_(origins.buffer(name))
         for unit in session.runtime.state.units.values():
             session.runtime.state.set_weights(unit, origins.values_of)
             if unit.frozen is not None:
@@ -272,9 +274,3 @@ def _check_plain(shards: Iterable[ParameterShard], origins: _Origins) -> None:
             f"{name} is quantized, and cannot be loaded under a plan; load the weights before prepare(), with "
             "from_pretrained(..., quantization_config=...)"
         )
-
-
-def _set_buffers(origins: _Origins, model: torch.nn.Module, as_buffers: Mapping[str, torch.Tensor]) -> None:
-    buffers = {**dict(model.named_buffers()), **as_buffers}
-    for name in origins.there & buffers.keys():
-        buffers[name].copy_(origins.buffer(name))
