@@ -134,10 +134,6 @@ def differences(profile: "HardwareProfile") -> tuple[str, ...]:
     return tuple(result)
 
 
-class OtherMachineError(ValueError):
-    """A profile was measured on another machine; the message says what differs, and what to do."""
-
-
 ALLOWED = ", or use it anyway with --allow-other-machine"
 
 
@@ -149,10 +145,10 @@ def check_measured_here(profile: "HardwareProfile", otherwise: str = ALLOWED) ->
         otherwise: the end of the error message: an alternative to calibrating here.
 
     Raises:
-        OtherMachineError: the profile was measured on another machine.
+        ValueError: the profile was measured on another machine.
     """
     if found := differences(profile):
-        raise OtherMachineError(
+        raise ValueError(
             f"profile {profile.name} was measured on another machine: {'; '.join(found)}; run `ullage calibrate` "
             f"here{otherwise}"
         )
