@@ -19,12 +19,7 @@ def kind_of(data: Any) -> str | None:
 
 
 def read_document(
-    of: type[_Of],
-    path: Path,
-    kind: str,
-    remedy: str,
-    again: str,
-    error: type[ValueError] = ValueError,
+    of: type[_Of], path: Path, kind: str, remedy: str, again: str, error: type[ValueError] = ValueError
 ) -> _Of:
     """Return the object in a file of a kind; see :func:`kind_of`.
 

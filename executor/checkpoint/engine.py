@@ -33,16 +33,7 @@ from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorReco
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.peers import Agreement, Transfer, owned
 from executor.checkpoint.places.folder import Draft, FolderPlace, joined_folder
-from executor.checkpoint.source import (
-    MODEL_FOLDER,
-    OPTIMIZER_FOLDER,
-    Key,
-    Source,
-    _path,
-    boxes_of,
-    files_of,
-    runs_of,
-)
+from executor.checkpoint.source import MODEL_FOLDER, OPTIMIZER_FOLDER, Key, Source, _path, boxes_of, files_of, runs_of
 
 if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch

@@ -265,10 +265,7 @@ _SHOWN: Final = 3
 
 
 def groups_in_order(
-    saved: Sequence[Mapping[str, Any]],
-    saved_names: Sequence[Sequence[str]],
-    names: Sequence[Sequence[str]],
-    place: str,
+    saved: Sequence[Mapping[str, Any]], saved_names: Sequence[Sequence[str]], names: Sequence[Sequence[str]], place: str
 ) -> list[int]:
     """Return, for each group of the optimizer, the index of the saved group of the same parameters.
 

@@ -175,12 +175,7 @@ def _bound_reads(reads: dict[int, list[tuple[Task, Task]]]) -> None:
 
 
 def _fill(
-    program: Program,
-    unit: LoweredUnit,
-    slot: int,
-    user: Task,
-    used: Task | None,
-    anchor: Task | None,
+    program: Program, unit: LoweredUnit, slot: int, user: Task, used: Task | None, anchor: Task | None
 ) -> list[Task]:
     """Add the tasks that bring a unit into its slot, and return them.
 

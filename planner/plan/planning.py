@@ -197,10 +197,7 @@ def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tup
 
 
 def _infeasible(
-    best: Decisions,
-    missing_bytes: Mapping[Tier, int],
-    variant: Variant,
-    proofs: tuple[Proof, ...] = (),
+    best: Decisions, missing_bytes: Mapping[Tier, int], variant: Variant, proofs: tuple[Proof, ...] = ()
 ) -> InfeasibleError:
     request, cost, units = variant.request, variant.cost, variant.setup.units
     capacity_bytes = capacities(cost)

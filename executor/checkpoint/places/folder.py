@@ -33,13 +33,7 @@ from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.place import (
-    Place,
-    checkpoint_name,
-    in_use,
-    is_whole,
-    parse_name,
-)
+from executor.checkpoint.places.place import Place, checkpoint_name, in_use, is_whole, parse_name
 from hwprofiles.machine import available_memory_bytes
 from planner.terms import MIN_CHECKPOINTS
 

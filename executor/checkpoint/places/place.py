@@ -59,10 +59,7 @@ class Place(abc.ABC):
         """Return the folder of a checkpoint."""
 
     def put(
-        self,
-        source: Checkpoint,
-        check: Callable[[], None] = lambda: None,
-        copy: Callable[[str], None] | None = None,
+        self, source: Checkpoint, check: Callable[[], None] = lambda: None, copy: Callable[[str], None] | None = None
     ) -> Folder:
         """Copy a checkpoint of another place to this one and verify the copy; return its folder.
 
