@@ -127,7 +127,9 @@ class ShardWriter:
         self._submit_chunk()
         try:
             self._flusher.wait(self._file)
-            self._write_header()
+            header = mmap.mmap(-1, len(self.layout.header))  # its own memory: to wait for a buffer could be a deadlock
+            header[:] = self.layout.header
+            write_all(self._files, self._file.fd, memoryview(header), 0)
             self._files.truncate(self._file.fd, self.layout.num_bytes)
             self._files.sync(self._file.fd)
             self._close()
@@ -174,12 +176,6 @@ class ShardWriter:
         if self._chunk is not None:
             self._flusher.submit(self._chunk)
             self._chunk = None
-
-    def _write_header(self) -> None:
-        """Write the header from its own memory. Waiting for a buffer here could be a deadlock."""
-        memory = mmap.mmap(-1, len(self.layout.header))
-        memory[:] = self.layout.header
-        write_all(self._files, self._file.fd, memoryview(memory), 0)
 
     def _error(self, error: OSError) -> CheckpointError:
         if isinstance(error, CheckpointError):
