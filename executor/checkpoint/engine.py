@@ -68,7 +68,7 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        peers: all ranks; ``None`` if there is one.
+        peers: all ranks.
         is_divided: whether every node has a folder of its own; see [Note: Divided places] in
             :mod:`executor.checkpoint.peers`.
         nonce: of this run, the same on all ranks.
@@ -82,18 +82,17 @@ class CheckpointEngine:
         place: FolderPlace,
         flusher: Flusher,
         *,
-        peers: "Nodes | None" = None,
-        is_divided: bool = False,
-        nonce: str = "",
-        is_lost: Callable[[], bool] = lambda: False,
-        on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
+        peers: "Nodes",
+        is_divided: bool,
+        nonce: str,
+        is_lost: Callable[[], bool],
+        on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._source = source
         self._place = place
         self._flusher = flusher
         self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
-        self._rank = rank = 0 if peers is None else peers.rank
-        self._makes_folder = rank == 0 or (is_divided and peers is not None and peers.is_leader)
+        self._makes_folder = peers.rank == 0 or (is_divided and peers.is_leader)
         self._is_lost = is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
@@ -103,7 +102,7 @@ class CheckpointEngine:
             held = boxes_of(source, grain)
             for key, slices in source.slices.items():
                 self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
-        entries = files_of(source, rank)
+        entries = files_of(source, peers.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # checkpoints that the schedule is taking, by turn
         self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # leases of pieces that have not been released
@@ -143,9 +142,8 @@ class CheckpointEngine:
             raise ValueError(
                 f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
-        capture = _Capture(step, text, list(self._source.slices), time.monotonic())
-        if self._peers is not None:
-            capture.agreement = Agreement(self._peers, turn, _PATIENCE_S, is_divided=self._is_divided)
+        agreement = Agreement(self._peers, turn, _PATIENCE_S, is_divided=self._is_divided)
+        capture = _Capture(step, text, list(self._source.slices), agreement, time.monotonic())
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
@@ -280,7 +278,7 @@ class CheckpointEngine:
             value_bytes = ITEM_BYTES[self._source.dtype(state)]
             for index, start, stop in self._runs[key, self._source.grain(state)]:
                 held = values[value_bytes * start : value_bytes * stop]
-                writer = capture.writers[_path(state, self._rank, index)]
+                writer = capture.writers[_path(state, self._peers.rank, index)]
                 if isinstance(held, np.ndarray):
                     leases += writer.lease(held)
                 else:
@@ -324,23 +322,21 @@ class CheckpointEngine:
         assert capture.draft is not None
         files = tuple(writer.finish() for writer in capture.writers.values())
         part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
-        if capture.agreement is None or self._peers is None:
-            assert isinstance(capture.draft, Draft), "one rank makes the folder itself"
-            return capture.draft.commit(Manifest.of(capture.step, [part], {"ranks": [part.extra]}))
         manifest = capture.agreement.manifest(capture.step, part)
         if manifest is None or not isinstance(capture.draft, Draft):
             return None
-        records = self._copied(self._peers, capture.draft, manifest)
+        records = self._copied(capture.draft, manifest)
         capture.agreement.copied()
         path = capture.draft.commit(manifest, records)
         capture.agreement.end()
-        return None if self._rank else path
+        return None if self._peers.rank else path
 
-    def _copied(self, peers: "Nodes", draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
+    def _copied(self, draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
         """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
         if not self._is_divided:
             return None
-        count, here = len(peers.nodes), Checkpoint(draft.folder, manifest)
+        peers, here = self._peers, Checkpoint(draft.folder, manifest)
+        count = len(peers.nodes)
         files = [owned(peers, node, manifest) for node in range(count)]
         ring = [Transfer(node, (node + 1) % count, record) for node in range(count) for record in files[node]]
         peers.exchange(ring, here.chunks, draft.write)
@@ -352,8 +348,7 @@ class CheckpointEngine:
 
     def _tell(self, capture: "_Capture") -> None:
         """Tell the other ranks that this one has failed: they need not wait."""
-        if capture.agreement is not None:
-            capture.agreement.fail(str(capture.error))
+        capture.agreement.fail(str(capture.error))
 
 
 _Opened = tuple[Draft | Path, dict[str, ShardWriter]]
@@ -372,9 +367,9 @@ class _Capture:
     step: int
     extra: str
     left: list[Key]
+    agreement: Agreement
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
-    agreement: Agreement | None = None
     draft: Draft | Path | None = None  # of another rank's draft, its folder
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None

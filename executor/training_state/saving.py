@@ -86,9 +86,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         self._rank = rank
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
-        self._nodes = None if session.runtime.ranks is None else Nodes(session.runtime.ranks)
+        self._nodes = nodes = Nodes(session.runtime.ranks)
         try:
-            num_divided = 0 if self._nodes is None else self._divide(self._nodes, nonce)
+            num_divided = self._divide(nonce) if size > 1 else 0
         except BaseException:
             self.levels.close()
             raise
@@ -98,26 +98,25 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             session.runtime.snapshots,
             place,
             self._flusher,
-            peers=self._nodes,
+            peers=nodes,
             is_divided=num_divided > 0,
             nonce=f"{nonce:08x}" if size > 1 else "",
             is_lost=session.collectives.has_failed,
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
-        of_nodes = np.zeros(1 if self._nodes is None else len(self._nodes.nodes))
-        node = 0 if self._nodes is None else self._nodes.node
-        of_nodes[node] = self._engine.num_bytes
+        of_nodes = np.zeros(len(nodes.nodes))
+        of_nodes[nodes.node] = self._engine.num_bytes
         of_nodes = session.collectives.means(of_nodes) * size
-        if rank == 0 or (num_divided and self._nodes is not None and self._nodes.is_leader):
+        if rank == 0 or (num_divided and nodes.is_leader):
             try:
-                node_bytes = round(of_nodes[node] + of_nodes[node - 1])  # and the copies of those of the node before
+                node_bytes = round(of_nodes[nodes.node] + of_nodes[nodes.node - 1])  # with copies of the node before's
                 self.levels.check_room(round(of_nodes.sum()), node_bytes, is_first=rank == 0)
             except CheckpointError:
                 self.close(on_all_ranks=False)
                 raise
 
-    def _divide(self, nodes: Nodes, nonce: int) -> int:
+    def _divide(self, nonce: int) -> int:
         """Find out of how many levels every node has a folder of its own; see [Note: Divided places].
 
         Rank 0 leaves a mark in every place, which all ranks see if they share it. Then the leader of each node does.
@@ -125,7 +124,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             CheckpointError: some nodes share a place that others have for themselves; or none is shared by all.
         """
-        folders = self.levels.folders
+        nodes, folders = self._nodes, self.levels.folders
         lacking = self._unseen(nonce, folders, marks=self._rank == 0)
         divided = [folder for folder, share in zip(folders, lacking, strict=True) if folder is not None and share]
         if not divided:
@@ -298,7 +297,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             CheckpointError: a file is on no node, or cannot be brought.
         """
         nodes, collectives, local = self._nodes, self._session.collectives, self.levels.folders[level]
-        assert nodes is not None, "one rank has no divided places"
         assert local is not None, "places of nodes are folders"
 
         def held() -> str:
