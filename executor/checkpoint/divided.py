@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END: Final = "end"
+_STOP_S: Final = 1.0  # longest wait for a thread whose ``check`` raises
 _UNANSWERED: Final = frozenset({"remove", "abandon"})
 
 Order = Mapping[str, Any]
@@ -141,7 +142,10 @@ class NodePlaces:
             thread.join(patience_s)
 
     def end(self) -> None:
-        """Let the followers of all levels end, on rank 0."""
+        """Let the followers of all levels end: those of other leaders, or if this is another, its own."""
+        if self.peers.rank:
+            self.wait(_STOP_S)
+            return
         with contextlib.suppress(CheckpointError):
             for level in self.levels:
                 self.give(level, {"do": _END})
