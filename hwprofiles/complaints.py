@@ -1,6 +1,6 @@
 """Data of files as objects, and the errors of pydantic about them as one line."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,13 +19,7 @@ def kind_of(data: Any) -> str | None:
 
 
 def read_document(
-    of: type[_Of],
-    path: Path,
-    kind: str,
-    remedy: str,
-    again: str,
-    error: type[ValueError] = ValueError,
-    also: Collection[int] = (),
+    of: type[_Of], path: Path, kind: str, remedy: str, again: str, error: type[ValueError] = ValueError
 ) -> _Of:
     """Return the object in a file of a kind; see :func:`kind_of`.
 
@@ -36,7 +30,6 @@ def read_document(
         remedy: what to do if it is missing, or of another kind.
         again: what to do if it has another schema version.
         error: the class of errors to raise.
-        also: schema versions that can be read beside the class's own.
 
     Raises:
         error: the file cannot be read, or is of another kind or version.
@@ -45,7 +38,7 @@ def read_document(
     if (found := kind_of(data)) != kind:
         raise error(f"{path} is {f'a {found}, ' if found else ''}not a {kind}; {remedy}")
     own = of.model_fields["schema_version"].default
-    if (version := data.get("schema_version", own)) not in {own, *also}:
+    if (version := data.get("schema_version", own)) != own:
         raise error(f"{path} has schema_version {version}, but this program reads {own}; {again}")
     return validated(of, data, path, kind, error)
 

@@ -3,20 +3,20 @@
 Everything is read from files of Linux, so planning needs no torch. Other systems give fewer facts.
 """
 
+import ctypes
 import itertools
 import math
 import os
 import platform
 import re
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it needs pydantic, and `ullage doctor` says if that is missing
     from hwprofiles.profile import HardwareProfile, MachineIdentity
-import ctypes
-import sys
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
 _SAME_MEMORY = 0.02  # different kernels reserve a little memory of different sizes
@@ -129,13 +129,10 @@ def differences(profile: "HardwareProfile") -> tuple[str, ...]:
         result.append(f"it has {then.memory_bytes / 1e9:.1f} GB of memory, this one {now.memory_bytes / 1e9:.1f} GB")
     if now.gpus != then.gpus:
         result.append(f"its GPUs are {_listed(then.gpus)}, those of this one {_listed(now.gpus)}")
-    if missing := sorted(set(then.drives) - _all_drive_names()):
+    here = {name for file in (_SYS / "block").glob("*/device/model") if (name := _read(file))}
+    if missing := sorted(set(then.drives) - here):
         result.append(f"its drives {_listed(missing)} are not in this one")
     return tuple(result)
-
-
-class OtherMachineError(ValueError):
-    """A profile was measured on another machine; the message says what differs, and what to do."""
 
 
 ALLOWED = ", or use it anyway with --allow-other-machine"
@@ -149,17 +146,13 @@ def check_measured_here(profile: "HardwareProfile", otherwise: str = ALLOWED) ->
         otherwise: the end of the error message: an alternative to calibrating here.
 
     Raises:
-        OtherMachineError: the profile was measured on another machine.
+        ValueError: the profile was measured on another machine.
     """
     if found := differences(profile):
-        raise OtherMachineError(
+        raise ValueError(
             f"profile {profile.name} was measured on another machine: {'; '.join(found)}; run `ullage calibrate` "
             f"here{otherwise}"
         )
-
-
-def _all_drive_names() -> set[str]:
-    return {name for file in (_SYS / "block").glob("*/device/model") if (name := _read(file))}
 
 
 def _listed(names: Sequence[str]) -> str:

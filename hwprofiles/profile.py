@@ -15,15 +15,12 @@ from hwprofiles.quantity import (
     Bytes,
     BytesPerSecond,
     Count,
-    Curve,
     CurveOverBytes,
     CurveOverFlop,
     CurveOverParams,
-    CurvePoint,
     Frozen,
     ParamsPerSecond,
     Provenance,
-    Quantity,
     Ratio,
     Seconds,
 )
@@ -241,28 +238,14 @@ class Storage(Frozen):
         if self.num_drives is None:
             raise ValueError("num_drives is not stated, so rates of other numbers of drives are not known; add it")
         share = num_drives / self.num_drives
-
-        def less(quantity: Quantity) -> Quantity:
-            return quantity.model_copy(update={"value": quantity.value * share})
-
-        def slower(curve: Curve) -> Curve:
-            points = (
-                CurvePoint(size=p.size * share, p10_s=p.p10_s, median_s=p.median_s, p90_s=p.p90_s) for p in curve.points
-            )
-            return curve.model_copy(update={"points": tuple(points)})
-
-        return self.model_copy(
-            update={
-                "num_drives": num_drives,
-                "capacity_bytes": less(self.capacity_bytes),
-                "read": slower(self.read),
-                "write": slower(self.write),
-                "both_bytes_per_s": less(self.both_bytes_per_s) if self.both_bytes_per_s else None,
-                "endurance_bytes_per_day": (
-                    less(self.endurance_bytes_per_day) if self.endurance_bytes_per_day else None
-                ),
-            }
-        )
+        update: dict[str, object] = {"num_drives": num_drives}
+        for name in ("capacity_bytes", "both_bytes_per_s", "endurance_bytes_per_day"):
+            if (quantity := getattr(self, name)) is not None:
+                update[name] = quantity.model_copy(update={"value": quantity.value * share})
+        for name, curve in (("read", self.read), ("write", self.write)):
+            points = tuple(point.model_copy(update={"size": point.size * share}) for point in curve.points)
+            update[name] = curve.model_copy(update={"points": points})
+        return self.model_copy(update=update)
 
 
 class Fabric(Frozen):

@@ -27,32 +27,14 @@ with fewer than 4,096 values in fp32; norms and biases are too few for that to s
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-Optimizer = Literal[
-    "adamw",
-    "adamw-bf16",
-    "adamw-8bit",
-    "sgd",
-    "adagrad",
-    "lion",
-    "muon",
-    "elementwise-0",
-    "elementwise-1",
-    "elementwise-2",
-    "elementwise-3",
-    "elementwise-4",
-]
+_Elementwise = Literal["elementwise-0", "elementwise-1", "elementwise-2", "elementwise-3", "elementwise-4"]
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "sgd", "adagrad", "lion", "muon", _Elementwise]
 """AdamW (or Adam, whose state is the same), the same with bf16 moments and with 8-bit ones, SGD with momentum, Adagrad,
 Lion, Muon beside AdamW, and others by what they keep."""
 
-ELEMENTWISE: Final[tuple[Optimizer, ...]] = (
-    "elementwise-0",
-    "elementwise-1",
-    "elementwise-2",
-    "elementwise-3",
-    "elementwise-4",
-)
+ELEMENTWISE: Final[tuple[Optimizer, ...]] = get_args(_Elementwise)
 """Optimizers that have no kernel of ours and treat each value by itself, by how many values they keep for each."""
 
 UPDATED_AT_ONCE: Final = 1 << 22

@@ -20,11 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from planner.models.formulas.work import (
-    newton_schulz,
-    orthogonalization_bytes,
-    shared_orthogonalization_bytes,
-)
+from planner.models.formulas.work import newton_schulz, orthogonalization_bytes, shared_orthogonalization_bytes
 from planner.models.kernels import flop
 from planner.optimizers import OPTIMIZERS, Optimizer
 

@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from executor.training_state.restoring import restore as restore
     from executor.training_state.saving import Checkpoints as Checkpoints
     from executor.training_state.saving import Resumed as Resumed
-    from executor.weights.files import WeightsError as WeightsError
     from executor.weights.loading import Loaded as Loaded
     from executor.weights.loading import load as load
     from executor.weights.saving import save as save
-    from hwprofiles.machine import OtherMachineError as OtherMachineError
     from hwprofiles.profile import HardwareProfile as HardwareProfile
     from hwprofiles.registry import ProfileError as ProfileError
     from hwprofiles.registry import list_profiles as list_profiles

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END: Final = "end"
+_STOP_S: Final = 1.0  # longest wait for a thread whose ``check`` raises
 _UNANSWERED: Final = frozenset({"remove", "abandon"})
-_STOP_S: Final = 1.0  # longest wait for a thread that was told to end
 
 Order = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ class NodePlaces:
         peers: all ranks.
         places: of all levels.
         num_divided: levels, fastest first, of which every node has a folder of its own.
-        check: called again and again during long work. If it raises, the work ends.
+        check: called again and again during long work and waits. If it raises, they end.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class NodePlaces:
     ) -> None:
         self.peers, self.places, self.num_divided, self._check = peers, tuple(places), num_divided, check
         self._copies: dict[str, tuple[Manifest, list[FileRecord]]] = {}  # that are not complete, by name
+        self._followers: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
         self._num_given = [0] * len(self.places)
         self._num_forgotten = [0] * len(self.places)
@@ -128,11 +129,49 @@ class NodePlaces:
             raise failure
         return answers
 
+    def follow(self) -> None:
+        """Do what rank 0 orders, in a thread for each level, until rank 0 has closed or ``check`` raises."""
+        for level in self.levels:
+            name = f"checkpoint level {level}"
+            self._followers.append(threading.Thread(target=self._follow, args=(level,), name=name, daemon=True))
+            self._followers[-1].start()
+
+    def wait(self, patience_s: float) -> None:
+        """Wait until rank 0 has closed, for at most so long."""
+        for thread in self._followers:
+            thread.join(patience_s)
+
     def end(self) -> None:
-        """Let the followers of all levels end."""
+        """Let the followers of all levels end: those of other leaders, or if this is another, its own."""
+        if self.peers.rank:
+            self.wait(_STOP_S)
+            return
         with contextlib.suppress(CheckpointError):
             for level in self.levels:
                 self.give(level, {"do": _END})
+
+    def _follow(self, level: int) -> None:
+        lower_thread_priority()
+        number, failure = 0, ""  # of an order without an answer, for the next answer
+        with contextlib.suppress(CheckpointError):  # rank 0 is gone, or this rank closes
+            while (order := self._next(level, number))["do"] != _END:
+                answer: dict[str, Any] = {}
+                try:
+                    answer["is"] = self.do(level, order)
+                except OSError as error:
+                    failure = failure or str(error)
+                if order["do"] not in _UNANSWERED:
+                    if failure:
+                        answer["error"], failure = failure, ""
+                    self.peers.send(_key(level, number, self.peers.node), json.dumps(answer))
+                number += 1
+        if level < self.num_divided:
+            with contextlib.suppress(OSError):
+                self.local(level).remove_spares()
+
+    def _next(self, level: int, number: int) -> Order:
+        order: Order = json.loads(self.peers.receive(_key(level, number), check=self._check, keeps=True))
+        return order
 
     def _held(self, folder: Folder) -> tuple[str, list[int]]:
         """Return the digest of a checkpoint, and the indices of the files that are here and whole."""
@@ -159,56 +198,6 @@ class NodePlaces:
                     self.local(level).begin_copy(manifest, name.rpartition("-")[2])
                 self._copies[name] = manifest, records
             self.places[level].copy(name, source, records, self._check)
-
-
-@final
-class Follower:
-    """A thread of a leader that does what rank 0 orders on one level, until rank 0 has closed."""
-
-    def __init__(self, here: NodePlaces, level: int) -> None:
-        self._here, self._level = here, level
-        self._is_closed = False
-        self._failure = ""  # of an order without an answer, for the next answer
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint level {level}", daemon=True)
-        self._thread.start()
-
-    def close(self, patience_s: float) -> None:
-        """Wait until rank 0 has closed, for at most so long, and end. Closing twice is allowed."""
-        if patience_s:
-            self._thread.join(patience_s)
-        self._is_closed = True
-        self._thread.join(_STOP_S)
-
-    def _run(self) -> None:
-        lower_thread_priority()
-        number = 0
-        with contextlib.suppress(CheckpointError):  # rank 0 is gone, or this rank closes
-            while (order := self._next(number))["do"] != _END:
-                answer = self._done(order)
-                if order["do"] not in _UNANSWERED:
-                    self._here.peers.send(_key(self._level, number, self._here.peers.node), json.dumps(answer))
-                number += 1
-        if self._level < self._here.num_divided:
-            with contextlib.suppress(OSError):
-                self._here.local(self._level).remove_spares()
-
-    def _next(self, number: int) -> Order:
-        order: Order = json.loads(self._here.peers.receive(_key(self._level, number), check=self._check, keeps=True))
-        return order
-
-    def _done(self, order: Order) -> dict[str, Any]:
-        try:
-            answer = {"is": self._here.do(self._level, order)}
-        except OSError as error:
-            self._failure = self._failure or str(error)
-            answer = {}
-        if self._failure and order["do"] not in _UNANSWERED:
-            answer["error"], self._failure = self._failure, ""
-        return answer
-
-    def _check(self) -> None:
-        if self._is_closed:
-            raise CheckpointError("this rank has closed its checkpoints")
 
 
 def _key(level: int, number: int, node: int | None = None) -> str:
@@ -299,7 +288,3 @@ class DividedPlace(Place):
 
     def _remove_dead_drafts(self, last: int) -> None:
         self.local._remove_dead_drafts(last)
-
-    def remove_spares(self) -> None:
-        """See :class:`Place`. The other leaders do so when they end."""
-        self.local.remove_spares()

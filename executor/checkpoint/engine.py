@@ -33,21 +33,13 @@ from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorReco
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.peers import Agreement, Transfer, owned
 from executor.checkpoint.places.folder import Draft, FolderPlace, joined_folder
-from executor.checkpoint.source import (
-    MODEL_FOLDER,
-    OPTIMIZER_FOLDER,
-    Key,
-    Source,
-    _path,
-    boxes_of,
-    files_of,
-    runs_of,
-)
+from executor.checkpoint.source import MODEL_FOLDER, OPTIMIZER_FOLDER, Key, Source, _path, boxes_of, files_of, runs_of
 
 if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END_S: Final = 10.0  # longest wait for threads to end
+_PATIENCE_S: Final = 120.0  # longest time that rank 0 and the other ranks wait for each other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,11 +68,10 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        peers: all ranks; ``None`` if there is one.
+        peers: all ranks.
         is_divided: whether every node has a folder of its own; see [Note: Divided places] in
             :mod:`executor.checkpoint.peers`.
         nonce: of this run, the same on all ranks.
-        patience_s: longest time that rank 0 and the other ranks wait for each other.
         is_lost: whether another rank has failed, for whose part nobody needs to wait.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
@@ -91,20 +82,18 @@ class CheckpointEngine:
         place: FolderPlace,
         flusher: Flusher,
         *,
-        peers: "Nodes | None" = None,
-        is_divided: bool = False,
-        nonce: str = "",
-        patience_s: float = 120.0,
-        is_lost: Callable[[], bool] = lambda: False,
-        on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
+        peers: "Nodes",
+        is_divided: bool,
+        nonce: str,
+        is_lost: Callable[[], bool],
+        on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._source = source
         self._place = place
         self._flusher = flusher
         self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
-        self._rank = rank = 0 if peers is None else peers.rank
-        self._makes_folder = rank == 0 or (is_divided and peers is not None and peers.is_leader)
-        self._patience_s, self._is_lost = patience_s, is_lost
+        self._makes_folder = peers.rank == 0 or (is_divided and peers.is_leader)
+        self._is_lost = is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         states = {state for key in source.slices for state in source.keys(key)}
@@ -113,7 +102,7 @@ class CheckpointEngine:
             held = boxes_of(source, grain)
             for key, slices in source.slices.items():
                 self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
-        entries = files_of(source, rank)
+        entries = files_of(source, peers.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # checkpoints that the schedule is taking, by turn
         self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # leases of pieces that have not been released
@@ -153,9 +142,8 @@ class CheckpointEngine:
             raise ValueError(
                 f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
-        capture = _Capture(step, text, list(self._source.slices), time.monotonic())
-        if self._peers is not None:
-            capture.agreement = Agreement(self._peers, turn, self._patience_s, is_divided=self._is_divided)
+        agreement = Agreement(self._peers, turn, _PATIENCE_S, is_divided=self._is_divided)
+        capture = _Capture(step, text, list(self._source.slices), agreement, time.monotonic())
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
@@ -242,7 +230,7 @@ class CheckpointEngine:
     @property
     def _longest_s(self) -> float:
         """Longest time without progress. It allows for other ranks' parts, and for writing back the page cache."""
-        return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
+        return _PATIENCE_S + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
         """Abandon incomplete checkpoints, finish the others, and end the thread. Closing twice is allowed."""
@@ -263,7 +251,7 @@ class CheckpointEngine:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else self._patience_s)
+        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else _PATIENCE_S)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
@@ -272,7 +260,7 @@ class CheckpointEngine:
         if self._makes_folder:
             draft = self._place.begin(step, folders, self._nonce)
         else:
-            draft = joined_folder(self._place.root, step, folders, self._nonce, self._patience_s, self._is_lost)
+            draft = joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
         folder = draft.folder if isinstance(draft, Draft) else draft
         writers: dict[str, ShardWriter] = {}
         try:
@@ -290,7 +278,7 @@ class CheckpointEngine:
             value_bytes = ITEM_BYTES[self._source.dtype(state)]
             for index, start, stop in self._runs[key, self._source.grain(state)]:
                 held = values[value_bytes * start : value_bytes * stop]
-                writer = capture.writers[_path(state, self._rank, index)]
+                writer = capture.writers[_path(state, self._peers.rank, index)]
                 if isinstance(held, np.ndarray):
                     leases += writer.lease(held)
                 else:
@@ -318,7 +306,9 @@ class CheckpointEngine:
             path = self._finish(capture)
         except OSError as error:
             capture.error = error
-            self._give_up(capture)
+            if capture.draft is not None:
+                _abandon((capture.draft, capture.writers))
+            self._tell(capture)
         with self._lock:
             if capture not in self._open_ones:
                 return  # it has been abandoned and reported
@@ -332,23 +322,21 @@ class CheckpointEngine:
         assert capture.draft is not None
         files = tuple(writer.finish() for writer in capture.writers.values())
         part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
-        if capture.agreement is None or self._peers is None:
-            assert isinstance(capture.draft, Draft), "one rank makes the folder itself"
-            return capture.draft.commit(Manifest.of(capture.step, [part], {"ranks": [part.extra]}))
         manifest = capture.agreement.manifest(capture.step, part)
         if manifest is None or not isinstance(capture.draft, Draft):
             return None
-        records = self._copied(self._peers, capture.draft, manifest)
+        records = self._copied(capture.draft, manifest)
         capture.agreement.copied()
         path = capture.draft.commit(manifest, records)
         capture.agreement.end()
-        return None if self._rank else path
+        return None if self._peers.rank else path
 
-    def _copied(self, peers: "Nodes", draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
+    def _copied(self, draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
         """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
         if not self._is_divided:
             return None
-        count, here = len(peers.nodes), Checkpoint(draft.folder, manifest)
+        peers, here = self._peers, Checkpoint(draft.folder, manifest)
+        count = len(peers.nodes)
         files = [owned(peers, node, manifest) for node in range(count)]
         ring = [Transfer(node, (node + 1) % count, record) for node in range(count) for record in files[node]]
         peers.exchange(ring, here.chunks, draft.write)
@@ -358,15 +346,9 @@ class CheckpointEngine:
     def _tensors(self) -> dict[str, TensorRecord]:
         return tensors_of(list(self._layouts.values()))
 
-    def _give_up(self, capture: "_Capture") -> None:
-        if capture.draft is not None:
-            _abandon((capture.draft, capture.writers))
-        self._tell(capture)
-
     def _tell(self, capture: "_Capture") -> None:
         """Tell the other ranks that this one has failed: they need not wait."""
-        if capture.agreement is not None:
-            capture.agreement.fail(str(capture.error))
+        capture.agreement.fail(str(capture.error))
 
 
 _Opened = tuple[Draft | Path, dict[str, ShardWriter]]
@@ -385,9 +367,9 @@ class _Capture:
     step: int
     extra: str
     left: list[Key]
+    agreement: Agreement
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
-    agreement: Agreement | None = None
     draft: Draft | Path | None = None  # of another rank's draft, its folder
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None

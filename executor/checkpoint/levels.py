@@ -24,11 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from executor.checkpoint.divided import DividedPlace, Follower, NodePlaces
+from executor.checkpoint.divided import DividedPlace, NodePlaces
 from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files.flusher import lower_thread_priority
+from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.format.reader import Checkpoint
@@ -40,8 +41,6 @@ from planner.terms import MIN_CHECKPOINTS
 
 if TYPE_CHECKING:
     from executor.checkpoint.nodes import Nodes  # which imports torch
-
-_T = TypeVar("_T")
 
 DEFAULT_EVERY: Final = 100
 PATIENCE_S: Final = 60.0
@@ -95,8 +94,23 @@ def check_levels(levels: Sequence[Level]) -> None:
         raise ValueError(f"{', '.join(places)}: two levels have the same place; give each level its own place")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """A checkpoint that a level shall have.
+
+    Attributes:
+        source: where it is, on a faster level.
+        begin_s: time when training had written it.
+        always: whether levels copy it even if their interval is not due.
+    """
+
+    source: Outcome
+    begin_s: float
+    always: bool = False
+
+
 @final
-class Worker(Generic[_T]):
+class _Worker:
     """A thread of lowest priority. It works on one item, and one more waits. A newer item replaces the one that waits.
 
     Args:
@@ -105,19 +119,18 @@ class Worker(Generic[_T]):
         at_end: called when the thread ends.
     """
 
-    def __init__(self, name: str, work: Callable[[_T], float], at_end: Callable[[], None]) -> None:
+    def __init__(self, name: str, work: Callable[[_Request], float], at_end: Callable[[], None]) -> None:
         self._work = work
         self._at_end = at_end
         self._changed = threading.Condition()  # guards the fields below
-        self._under_way: _T | None = None
-        self._waiting: _T | None = None
+        self._under_way: _Request | None = None
+        self._waiting: _Request | None = None
         self._num_callers = 0  # that wait until everything is done
         self._is_closed = False
-        self._rests_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, item: _T) -> _T | None:
+    def submit(self, item: _Request) -> _Request | None:
         """Work on an item after the current one, unless a newer one is submitted first; return the replaced item."""
         with self._changed:
             replaced, self._waiting = self._waiting, item
@@ -135,9 +148,8 @@ class Worker(Generic[_T]):
                 )
             finally:
                 self._num_callers -= 1
-                self._rests_until_s = 0.0
 
-    def close(self, patience_s: float) -> _T | None:
+    def close(self, patience_s: float) -> _Request | None:
         """End the thread when all work is done; return the item on which it still works after ``patience_s``."""
         with self._changed:
             self._is_closed = True
@@ -153,34 +165,17 @@ class Worker(Generic[_T]):
                 rest_s = self._work(item)
             finally:
                 with self._changed:
-                    self._rests_until_s = time.monotonic() + rest_s
                     self._under_way = None
                     self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or self._num_callers > 0, rest_s)
         with contextlib.suppress(OSError):
             self._at_end()
 
-    def _next(self) -> _T | None:
+    def _next(self) -> _Request | None:
         with self._changed:
-            rest_s = max(self._rests_until_s - time.monotonic(), 0.0)
-            self._changed.wait_for(lambda: self._is_closed or self._num_callers or not self._rests_until_s, rest_s)
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             self._under_way, self._waiting = self._waiting, None
             return self._under_way
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    """A checkpoint that a level shall have.
-
-    Attributes:
-        source: where it is, on a faster level.
-        begin_s: time when training had written it.
-        always: whether levels copy it even if their interval is not due.
-    """
-
-    source: Outcome
-    begin_s: float
-    always: bool = False
 
 
 @final
@@ -196,6 +191,7 @@ class Levels:
     Attributes:
         levels: the given levels.
         places: their places, in the same order.
+        folders: those of them that are folders of this node; ``None`` at URLs.
         num_divided: levels, fastest first, of which every node has a folder of its own.
 
     Raises:
@@ -214,24 +210,24 @@ class Levels:
         check_levels(levels)
         self.levels = tuple(levels)
         self.places: tuple[Place, ...] = tuple(place_at(level.place, files) for level in levels)
+        self.folders = tuple(place if isinstance(place, FolderPlace) else None for place in self.places)
         with contextlib.ExitStack() as locks:
-            for place in self.places if is_first else ():
-                locks.enter_context(place.lock())
+            for folder in filter(None, self.folders if is_first else ()):
+                locks.enter_context(run_lock(folder.root))
             self._locks = locks.pop_all()  # locked until closed; see [Note: One run]
         self.num_divided = 0
-        self._followers: list[Follower] = []
-        self._nodes: NodePlaces | None = None  # of rank 0, if nodes have folders of their own
+        self._nodes: NodePlaces | None = None  # of a leader, if nodes have folders of their own
         self._on_outcome = on_outcome
         self._newest: _Request | None = None
         self._num_whole = 0
         self._end: str | None = None  # why copying has ended
         self._workers = [
-            Worker(
+            _Worker(
                 f"checkpoint level {index}",
                 functools.partial(self._copy, index) if index else self._verify,
-                place.remove_spares,
+                (lambda: None) if folder is None else folder.remove_spares,
             )
-            for index, place in enumerate(self.places if is_first else ())
+            for index, folder in enumerate(self.folders if is_first else ())
         ]
 
     def divide(self, peers: "Nodes", num_divided: int) -> None:
@@ -247,24 +243,21 @@ class Levels:
             CheckpointError: another run has locked a folder of this node.
         """
         self.num_divided = num_divided
-        here = NodePlaces(peers, self.places, num_divided, self._check_open)
+        self._nodes = here = NodePlaces(peers, self.places, num_divided, self._check_open)
         if peers.rank:
-            for place in self.places[:num_divided]:
-                self._locks.enter_context(place.lock())
-            self._followers = [Follower(here, level) for level in here.levels]
+            for folder in filter(None, self.folders[:num_divided]):
+                self._locks.enter_context(run_lock(folder.root))
+            here.follow()
         else:
-            self._nodes = here
             divided = (DividedPlace(here, level) for level in range(num_divided))
             self.places = (*divided, *self.places[num_divided:])
 
     @property
     def fastest(self) -> FolderPlace:
         """The folder that training writes to."""
-        place = self.places[0]
-        if isinstance(place, DividedPlace):
-            return place.local
-        assert isinstance(place, FolderPlace)
-        return place
+        folder = self.folders[0]
+        assert folder is not None, "training writes into a folder"
+        return folder
 
     def report(self, outcome: Outcome) -> None:
         """Report the outcome of a checkpoint that training wrote, and submit the checkpoint to the levels below."""
@@ -296,10 +289,9 @@ class Levels:
         Raises:
             CheckpointError: a folder has too little room.
         """
-        for index, (level, place) in enumerate(zip(self.levels, self.places, strict=True)):
+        for index, (level, folder) in enumerate(zip(self.levels, self.folders, strict=True)):
             is_read, is_divided = index + 1 < len(self.levels), index < self.num_divided
-            folder = place.local if isinstance(place, DividedPlace) else place
-            if is_first or is_divided:
+            if folder is not None and (is_first or is_divided):
                 num_checkpoints = max(level.keep, MIN_CHECKPOINTS) + EXTRA_CHECKPOINTS + is_read
                 folder.check_room(num_checkpoints, node_bytes if is_divided else num_bytes)
 
@@ -331,17 +323,18 @@ class Levels:
 
         Leaders other than rank 0 wait for at most ``patience_s`` until rank 0 has closed.
         """
-        for follower in self._followers:
-            follower.close(patience_s)
-        if self._end is None:
-            self._end = why
-            for level, worker in enumerate(self._workers):
-                hanging = worker.close(_END_S)
-                if hanging is not None and level:
-                    self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
-            if self._nodes is not None:
-                self._nodes.end()
-            self._locks.close()
+        if self._end is not None:
+            return
+        if self._nodes is not None:
+            self._nodes.wait(patience_s)
+        self._end = why
+        for level, worker in enumerate(self._workers):
+            hanging = worker.close(_END_S)
+            if hanging is not None and level:
+                self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
+        if self._nodes is not None:
+            self._nodes.end()
+        self._locks.close()
 
     def _submit(self, level: int, request: _Request) -> None:
         """Submit a checkpoint to a level, if its interval is due. That level submits it to the next one."""

@@ -26,7 +26,7 @@ _SLAB_BYTES: Final = 4 << 20  # of one value in the store, which takes at most 8
 
 @final
 class Nodes:
-    """All ranks of a run, and their nodes.
+    """All ranks of a run, and their nodes; of one rank (``None``), there is one node, and nobody to reach.
 
     All ranks construct it at the same time. ``torchrun`` says which ranks share a node, by ``LOCAL_RANK``. Without it,
     those on one machine do.
@@ -37,7 +37,11 @@ class Nodes:
         node: number of this rank's node.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.rank, self.size, self.node = 0, 1, 0
+        self.nodes: Sequence[Sequence[int]] = ((0,),)
+        if ranks is None:
+            return
         self._ranks = ranks
         self.rank, self.size = ranks.process, ranks.everybody.size
         local = os.environ.get("LOCAL_RANK")
@@ -47,7 +51,7 @@ class Nodes:
         by_leader = {
             first: [rank for rank in range(self.size) if leaders[rank] == first] for first in sorted(set(leaders))
         }
-        self.nodes: Sequence[Sequence[int]] = tuple(by_leader.values())
+        self.nodes = tuple(by_leader.values())
         self.node = list(by_leader).index(leader)
         self._store = session_store()
 

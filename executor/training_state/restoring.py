@@ -54,7 +54,7 @@ def _restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str,
         )
     groups, saved_groups = optimizer.param_groups, extra["groups"]
     names = [[session.name_of(parameter) for parameter in group["params"]] for group in groups]
-    order = groups_in_order(saved_groups, extra.get("parameters"), names, str(checkpoint.folder))
+    order = groups_in_order(saved_groups, extra["parameters"], names, str(checkpoint.folder))
     held = list(session.runtime.parameter_states().values())
     if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
@@ -78,7 +78,7 @@ def _restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str,
         session.runtime.state.absent -= session.runtime.state.by_parameter.keys()
         for _, entry in held:
             entry.step = int(extra["steps"][entry.shard.name])
-            entry.numbers = {entry.step: tuple(extra.get("numbers", {}).get(entry.shard.name, ()))}
+            entry.numbers = {entry.step: tuple(extra["numbers"].get(entry.shard.name, ()))}
         for group, index in zip(groups, order, strict=True):
             for key, value in saved_groups[index].items():
                 if key == ROUNDS:  # the plan says what the master copy is
@@ -94,15 +94,14 @@ def _restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str,
 def _of_all(of_ranks: Sequence[Mapping[str, Any]], session: Session) -> dict[str, Any]:
     """Return what ranks have saved of their own parameters, of all: those of another stage have others."""
     joined: dict[str, Any] = {
-        key: {name: value for each in of_ranks for name, value in each.get(key, {}).items()}
+        key: {name: value for each in of_ranks for name, value in each[key].items()}
         for key in ("steps", "numbers", "shapes")
     }
     for held, (copy, name) in itertools.product([*joined.values()], session.options.copies.items()):
         if name in held:
             held[copy] = held[name]
-    if all("parameters" in each for each in of_ranks):
-        groups = zip(*(each["parameters"] for each in of_ranks), strict=True)
-        joined["parameters"] = [list(dict.fromkeys(itertools.chain(*names))) for names in groups]
+    groups = zip(*(each["parameters"] for each in of_ranks), strict=True)
+    joined["parameters"] = [list(dict.fromkeys(itertools.chain(*names))) for names in groups]
     return joined
 
 
@@ -211,7 +210,8 @@ def _read_whole_parameters(
         entries = {}
         for parameter in parameters:
             shard = parameter.shard
-            keys = source.saved(_any_shard(checkpoint, shard.name), _keys(optimizer, parameter.kind))
+            own = (own for own in checkpoint.manifest.tensors if whole_name(own) == shard.name)
+            keys = source.saved(next(own, shard.name), _keys(optimizer, parameter.kind))
             shape = {shard.name: shard.whole_shape}
             try:
                 values = {key: read_whole(checkpoint, shape, key)[shard.name] for key in keys}
@@ -220,11 +220,6 @@ def _read_whole_parameters(
             step = torch.tensor(float(steps[shard.name]), device="cpu")
             entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
-
-
-def _any_shard(checkpoint: Checkpoint, name: str) -> str:
-    """Return the name of a parameter, or of a shard of it, in a checkpoint."""
-    return next((own for own in checkpoint.manifest.tensors if whole_name(own) == name), name)
 
 
 def read_whole(
@@ -270,17 +265,13 @@ _SHOWN: Final = 3
 
 
 def groups_in_order(
-    saved: Sequence[Mapping[str, Any]],
-    saved_names: Sequence[Sequence[str]] | None,
-    names: Sequence[Sequence[str]],
-    place: str,
+    saved: Sequence[Mapping[str, Any]], saved_names: Sequence[Sequence[str]], names: Sequence[Sequence[str]], place: str
 ) -> list[int]:
     """Return, for each group of the optimizer, the index of the saved group of the same parameters.
 
     Args:
         saved: the saved groups.
-        saved_names: the names of their parameters; ``None`` in checkpoints of earlier versions, which do not have them:
-            then groups correspond by position.
+        saved_names: the names of their parameters.
         names: the names of the parameters of the optimizer's groups.
         place: where the groups were saved, in words.
 
@@ -292,8 +283,6 @@ def groups_in_order(
             f"{place} has {len(saved)} parameter group(s), but the optimizer has {len(names)}; make the optimizer with "
             "the groups that were saved"
         )
-    if saved_names is None:
-        return list(range(len(names)))
     # A parameter that only one side has (frozen now, or then) decides nothing.
     common = {name for group in names for name in group} & {name for group in saved_names for name in group}
     was_in = {name: index for index, group in enumerate(saved_names) for name in group}

@@ -24,7 +24,7 @@ from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.nodes import Nodes
 from executor.checkpoint.peers import Transfer
 from executor.checkpoint.places.folder import FolderPlace
-from executor.checkpoint.places.place import Place, candidates, parse_name, step_of
+from executor.checkpoint.places.place import candidates, parse_name, step_of
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import files_needed, restore
 from executor.training_state.rng_state import rng_state
@@ -86,9 +86,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         self._rank = rank
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
-        self._nodes = None if session.runtime.ranks is None else Nodes(session.runtime.ranks)
+        self._nodes = nodes = Nodes(session.runtime.ranks)
         try:
-            num_divided = 0 if self._nodes is None else self._divide(self._nodes, nonce)
+            num_divided = self._divide(nonce) if size > 1 else 0
         except BaseException:
             self.levels.close()
             raise
@@ -98,26 +98,25 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             session.runtime.snapshots,
             place,
             self._flusher,
-            peers=self._nodes,
+            peers=nodes,
             is_divided=num_divided > 0,
             nonce=f"{nonce:08x}" if size > 1 else "",
             is_lost=session.collectives.has_failed,
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
-        of_nodes = np.zeros(1 if self._nodes is None else len(self._nodes.nodes))
-        node = 0 if self._nodes is None else self._nodes.node
-        of_nodes[node] = self._engine.num_bytes
+        of_nodes = np.zeros(len(nodes.nodes))
+        of_nodes[nodes.node] = self._engine.num_bytes
         of_nodes = session.collectives.means(of_nodes) * size
-        if rank == 0 or (num_divided and self._nodes is not None and self._nodes.is_leader):
+        if rank == 0 or (num_divided and nodes.is_leader):
             try:
-                node_bytes = round(of_nodes[node] + of_nodes[node - 1])  # and the copies of those of the node before
+                node_bytes = round(of_nodes[nodes.node] + of_nodes[nodes.node - 1])  # with copies of the node before's
                 self.levels.check_room(round(of_nodes.sum()), node_bytes, is_first=rank == 0)
             except CheckpointError:
                 self.close(on_all_ranks=False)
                 raise
 
-    def _divide(self, nodes: Nodes, nonce: int) -> int:
+    def _divide(self, nonce: int) -> int:
         """Find out of how many levels every node has a folder of its own; see [Note: Divided places].
 
         Rank 0 leaves a mark in every place, which all ranks see if they share it. Then the leader of each node does.
@@ -125,12 +124,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             CheckpointError: some nodes share a place that others have for themselves; or none is shared by all.
         """
-        places = self.levels.places
-        lacking = self._unseen(nonce, places, marks=self._rank == 0)
-        divided = [place for place, share in zip(places, lacking, strict=True) if share]
+        nodes, folders = self._nodes, self.levels.folders
+        lacking = self._unseen(nonce, folders, marks=self._rank == 0)
+        divided = [folder for folder, share in zip(folders, lacking, strict=True) if folder is not None and share]
         if not divided:
             return 0
-        if divided != list(places[: len(divided)]) or len(divided) == len(places):
+        if divided != list(folders[: len(divided)]) or len(divided) == len(folders):
             raise CheckpointError(
                 f"{divided[-1].place} is not the same on all nodes: give after it a folder on a file system that all "
                 "nodes share, or a URL, from which training goes on if two neighbouring nodes are lost"
@@ -154,12 +153,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise lock or CheckpointError("another run writes checkpoints into a folder of another node")
         return len(divided)
 
-    def _unseen(self, mark: int, places: Sequence[Place], *, marks: bool) -> npt.NDArray[np.float64]:
-        """Return the share of ranks that do not see a mark of theirs, for each place. All ranks call this together.
+    def _unseen(self, mark: int, folders: Sequence[FolderPlace | None], *, marks: bool) -> npt.NDArray[np.float64]:
+        """Return the share of ranks that do not see a mark of theirs, for each folder. All ranks call this together.
 
         Args:
             mark: the mark to see.
-            places: the places.
+            folders: the folders; ``None`` for URLs, which are the same on all nodes.
             marks: whether this rank leaves it there.
 
         Raises:
@@ -167,15 +166,15 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         collectives = self._session.collectives
         with contextlib.ExitStack() as stack:
-            for place in places if marks else ():
-                stack.enter_context(place.marked(mark))
+            for folder in filter(None, folders if marks else ()):
+                stack.enter_context(folder.marked(mark))
             collectives.any(False)  # after it, all marks are there
             deadline_s = time.monotonic() + _SHARED_S
-            while unseen := [place for place in places if not place.has_mark(mark)]:
-                if time.monotonic() > deadline_s or not any(place.may_be_shared for place in unseen):
+            while unseen := [folder for folder in folders if folder is not None and not folder.has_mark(mark)]:
+                if time.monotonic() > deadline_s or not any(folder.may_be_shared for folder in unseen):
                     break
                 time.sleep(0.1)
-            return collectives.means(np.array([place in unseen for place in places], float))
+            return collectives.means(np.array([folder in unseen for folder in folders], float))
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations.
@@ -297,10 +296,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             CheckpointError: a file is on no node, or cannot be brought.
         """
-        nodes, collectives, place = self._nodes, self._session.collectives, self.levels.places[level]
-        assert nodes is not None, "one rank has no divided places"
+        nodes, collectives, local = self._nodes, self._session.collectives, self.levels.folders[level]
+        assert local is not None, "places of nodes are folders"
 
         def held() -> str:
+            place = self.levels.places[level]
             assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
             try:
                 manifest, files = place.held(step_of(path))
@@ -326,9 +326,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 transfers.append(Transfer(source, int(node), record))
         failure: OSError | None = None
         if nodes.is_leader:
-            local = place.local if isinstance(place, DividedPlace) else place
             assert isinstance(path, Path), "places of nodes are folders"
-            assert isinstance(local, FolderPlace), "places of nodes are folders"
             try:
                 nodes.exchange(
                     transfers, Checkpoint(path, manifest).chunks, functools.partial(local.add, path, manifest)

@@ -19,27 +19,23 @@ CHUNK_BYTES: Final = 64 << 20
 """If a tensor is stored as in the model, at most this much of it, or one row, is in memory at once."""
 
 
-class WeightsError(ValueError):
-    """Files of weights cannot be read, or lack tensors that the model needs."""
-
-
 def weights_folder(weights: str | Path) -> Path:
     """Return the folder of weights: the given folder, or the folder of a hub model in this machine's cache.
 
     Raises:
-        WeightsError: there is no such folder.
+        ValueError: there is no such folder.
     """
     if not isinstance(weights, str | Path):
         raise TypeError(f"the weights are {weights!r}; give the path of a folder, or the name of a model on a hub")
     if not str(weights):
-        raise WeightsError("the folder of weights has no name; give its path, or the name of a model on a hub")
+        raise ValueError("the folder of weights has no name; give its path, or the name of a model on a hub")
     folder = Path(weights).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise WeightsError(f"{weights} is a file; give the folder that it is in")
+        raise ValueError(f"{weights} is a file; give the folder that it is in")
     if str(weights) != Path(weights).as_posix() or len(folder.parts) > 2 or str(weights)[:1] in {".", "/", "~"}:
-        raise WeightsError(
+        raise ValueError(
             f"{weights}: there is no such folder; give a folder with {WEIGHTS}, or the name of a model on a hub"
         )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - takes a second
@@ -48,7 +44,7 @@ def weights_folder(weights: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(weights), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        raise WeightsError(
+        raise ValueError(
             f"{weights} is not a folder, and this machine's cache of hub models has no model with that name; "
             f"download it first: hf download {weights}"
         ) from error
@@ -68,7 +64,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         num_bytes: bytes of all tensors.
 
     Raises:
-        WeightsError: there are no such files, or one is damaged.
+        ValueError: there are no such files, or one is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +77,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         for file in sorted(set(listed.values())) if listed else [_only_file(folder)]:
             self._open(file)
         if missing := sorted(name for name, file in listed.items() if self._places.get(name, ("",))[0] != file):
-            raise WeightsError(
+            raise ValueError(
                 f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
                 "again"
             )
@@ -136,18 +132,18 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
                 length = int.from_bytes(opened.read(8), "little")
                 header: dict[str, Any] = json.loads(opened.read(length))
         except FileNotFoundError as error:
-            raise WeightsError(f"{path} is missing; copy all files of the model again") from error
+            raise ValueError(f"{path} is missing; copy all files of the model again") from error
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsError(f"{path} is damaged, or is not a safetensors file ({error}); copy it again") from error
+            raise ValueError(f"{path} is damaged, or is not a safetensors file ({error}); copy it again") from error
         header.pop("__metadata__", None)
         for name, record in header.items():
             if (dtype := DTYPES.get(record["dtype"])) is None:
-                raise WeightsError(
+                raise ValueError(
                     f"{path}: {name} has type {record['dtype']}, but weights are {', '.join(sorted(DTYPES))}; convert "
                     "the model to bf16 first, or if it is quantized load it with from_pretrained before prepare()"
                 )
             if name in self.shapes:
-                raise WeightsError(f"{path}: {name} is in {self._places[name][0]} too; leave one of the files")
+                raise ValueError(f"{path}: {name} is in {self._places[name][0]} too; leave one of the files")
             self.shapes[name] = torch.empty(record["shape"], dtype=dtype, device="meta")
             self._places[name] = file, 8 + length + record["data_offsets"][0]
 
@@ -157,14 +153,12 @@ def _listed(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.exists():
         return {}
-    index = read_json(path, WeightsError, "copy the files of the model again")
+    index = read_json(path, ValueError, "copy the files of the model again")
     listed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
-        raise WeightsError(f"{path} has no weight_map, which lists the file of each tensor; copy it again")
+        raise ValueError(f"{path} has no weight_map, which lists the file of each tensor; copy it again")
     if (strange := next((file for file in listed.values() if not file or Path(file).name != file), None)) is not None:
-        raise WeightsError(
-            f"{path} names a file outside of its folder, {strange!r}; copy the model from a better source"
-        )
+        raise ValueError(f"{path} names a file outside of its folder, {strange!r}; copy the model from a better source")
     return listed
 
 
@@ -173,16 +167,16 @@ def _only_file(folder: Path) -> str:
         if (folder / file).exists():
             return file
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise WeightsError(
+        raise ValueError(
             f"{folder} has weights only as pickles, which may run any code; if you trust them, convert them once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)"
         )
     if any(folder.glob("**/manifest.json")):
-        raise WeightsError(
+        raise ValueError(
             f"{folder} has checkpoints of Ullage; export one: ullage checkpoint export {folder} --save NEW_FOLDER"
         )
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(found) == 1:
         return found[0]
     several = f"several safetensors files but no {INDEX}" if found else f"no {WEIGHTS}"
-    raise WeightsError(f"{folder} has {several}; give a folder that save_pretrained() wrote")
+    raise ValueError(f"{folder} has {several}; give a folder that save_pretrained() wrote")

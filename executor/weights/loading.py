@@ -20,7 +20,7 @@ from executor.memory.frozen import FrozenParameter
 from executor.memory.units import ParameterState
 from executor.module.naming import Conversion, Naming
 from executor.prepare import OffloadedOptimizer, check_prepared
-from executor.weights.files import WeightFiles, WeightsError, weights_folder
+from executor.weights.files import WeightFiles, weights_folder
 
 _SHOWN = 3
 
@@ -59,7 +59,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         strict: raise an error if the files lack a parameter. Otherwise the parameter keeps its values, if it has any.
 
     Raises:
-        WeightsError: a tensor is missing or has another shape, or a file is damaged; nothing has changed.
+        ValueError: a tensor is missing or has another shape, or a file is damaged; nothing has changed.
         OutOfOrderError: in the middle of an iteration.
     """
     begin_s = time.perf_counter()
@@ -77,11 +77,13 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     except (ValueError, OSError) as error:
         failure = error
     if session.collectives.any(failure is not None):
-        raise failure or WeightsError(f"{weights}: another rank cannot load them; see the error of that rank")
+        raise failure or ValueError(f"{weights}: another rank cannot load them; see the error of that rank")
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
     with files, session.runtime.changing("load()"):
-        _set_buffers(origins, session.model, session.runtime.state.as_buffers)
+        buffers = {**dict(session.model.named_buffers()), **session.runtime.state.as_buffers}
+        for name in origins.there & buffers.keys():
+            buffers[name].copy_(origins.buffer(name))
         for unit in session.runtime.state.units.values():
             session.runtime.state.set_weights(unit, origins.values_of)
             if unit.frozen is not None:
@@ -111,7 +113,7 @@ def check_weights(folder: Path, model: torch.nn.Module) -> None:
     """Check that files have all tensors that a model needs, in its shapes. The model may be on the meta device.
 
     Raises:
-        WeightsError: a tensor is missing or has another shape, or a file is damaged.
+        ValueError: a tensor is missing or has another shape, or a file is damaged.
     """
     with WeightFiles(folder) as files:
         _Origins(files, Naming(model, {}), (), strict=True, remedy="")
@@ -126,7 +128,7 @@ class _Origins:
         unused: names of tensors in the files that the model does not use.
 
     Raises:
-        WeightsError: see :func:`load`.
+        ValueError: see :func:`load`.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class _Origins:
             more = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
             if without:
                 remedy = ", or make the model on the CPU, so that it has initial values"
-            raise WeightsError(
+            raise ValueError(
                 f"{files.folder} has no {wanted[name]}{more}, but the model has; give weights of this model{remedy}"
             )
 
@@ -197,13 +199,13 @@ class _Origins:
     def _check_kind(self, name: str, plain: str, found: torch.Tensor) -> None:
         if self._tensors[name].is_floating_point() and not found.is_floating_point():
             kind = str(found.dtype).removeprefix("torch.")
-            raise WeightsError(
+            raise ValueError(
                 f"{self._files.folder}: {plain} is {kind}, but a floating-point tensor in the model; give weights that "
                 "are not quantized"
             )
         wanted = self._naming.shape_of(name)
         if found.shape != wanted:
-            raise WeightsError(
+            raise ValueError(
                 f"{self._files.folder}: {plain} has shape {tuple(found.shape)}, but {wanted} in the model; make the "
                 "model from the config.json beside the weights, and plan that"
             )
@@ -216,7 +218,7 @@ class _Origins:
         for first, *others in of_tensor.values():
             for other in others:
                 if not self._are_equal(self._conversion[first], self._conversion[other]):
-                    raise WeightsError(
+                    raise ValueError(
                         f"{self._files.folder} has different values for {self._naming.in_base.get(first, first)} and "
                         f"{self._naming.in_base.get(other, other)}, which are one tensor in the model; make the model "
                         "with tie_word_embeddings=False"
@@ -236,13 +238,13 @@ def _conversions_of(naming: Naming, files: WeightFiles) -> tuple[list[Conversion
     """Return the conversions, the model's names of their results, and the names of unused tensors."""
     if files.is_adapter:
         if not naming.adapters:
-            raise WeightsError(
+            raise ValueError(
                 f"{files.folder} has an adapter, but the model has none; add one of the same kind with "
                 "peft.get_peft_model(model, config) before prepare()"
             )
         adapter, names = next(iter(naming.adapters.items()))
         if naming.is_encoded(adapter):
-            raise WeightsError(
+            raise ValueError(
                 f"{files.folder} has the prompt that an encoder made, but the model trains the encoder, which such "
                 "files lack; resume from a checkpoint (ullage.Checkpoints), or evaluate with PeftModel.from_pretrained"
             )
@@ -262,19 +264,13 @@ def _check_plain(shards: Iterable[ParameterShard], origins: _Origins) -> None:
     """Check that the files have no values for quantized or complex parameters.
 
     Raises:
-        WeightsError: they have.
+        ValueError: they have.
     """
     shards = tuple(shards)
     if name := next((s.name for s in shards if s.whole.is_complex() and s.name in origins.there), None):
-        raise WeightsError(f"{name} is complex, and cannot be loaded under a plan; load the weights before prepare()")
+        raise ValueError(f"{name} is complex, and cannot be loaded under a plan; load the weights before prepare()")
     if name := next((s.name for s in shards if s.stored.is_quantized and s.name in origins.there), None):
-        raise WeightsError(
+        raise ValueError(
             f"{name} is quantized, and cannot be loaded under a plan; load the weights before prepare(), with "
             "from_pretrained(..., quantization_config=...)"
         )
-
-
-def _set_buffers(origins: _Origins, model: torch.nn.Module, as_buffers: Mapping[str, torch.Tensor]) -> None:
-    buffers = {**dict(model.named_buffers()), **as_buffers}
-    for name in origins.there & buffers.keys():
-        buffers[name].copy_(origins.buffer(name))

@@ -13,7 +13,6 @@ from executor.checkpoint.files.system_calls import Files
 from executor.module.naming import PROMPT, Naming, keys_alone, prompt_given, prompts_of
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.session import Session
-from executor.weights.files import WeightsError
 from executor.weights.folder import MAX_SHARD_BYTES, WeightsFolder
 from hwprofiles.files import read_json
 
@@ -126,7 +125,7 @@ def _adapter_values(session: Session, naming: Naming, dtype: torch.dtype) -> Ite
 
 def _saved_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    found = read_json(path, WeightsError, "copy it again") if path.exists() else {}
+    found = read_json(path, ValueError, "copy it again") if path.exists() else {}
     return found if isinstance(found, dict) else {}
 
 

@@ -211,18 +211,14 @@ def _storage_needs(on: Placement, ends: Sequence[int]) -> dict[Key, dict[int, Su
         buffer_share = 1.0 + (weights_share if direction is Resource.NVME_WRITE else 0.0)
         each: Load = defaultdict(Sum)
         on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
-        so_far = _known_chain(on, f"through NVMe by {label(direction)}", sums)
+        what = f"through NVMe by {label(direction)}"
+        known = [f"{what}, 0 to {i}" for i in range(len(sums))]
+        so_far = known if known[0] in on.program.boxes else on.chain(what, sums)
         for key in (direction, Resource.NVME):
             needs_s = each[key][""] / on.loads.capacity[key]
             for i in ends:
                 found[key][i].plus(Sum((so_far[i], needs_s), (STATE_BUFFERS, -needs_s * buffer_share)))
     return found
-
-
-def _known_chain(on: Placement, what: str, sums: Sequence[Sum]) -> list[str]:
-    """Return variables for running sums, which are added to the program once."""
-    known = [f"{what}, 0 to {i}" for i in range(len(sums))]
-    return known if known[0] in on.program.boxes else on.chain(what, sums)
 
 
 def _stored(on: Placement, last: int, held: Mapping[str, float]) -> Sum:

@@ -243,7 +243,8 @@ class _Choice:
         """
         ratios = [b // a for a, b in itertools.pairwise(nested.every)]
         found, errors = [], []
-        for first in _neighbours(nested.every[0]):
+        best = nested.every[0]
+        for first in sorted({best - 1, best, best + 1, best + 2, 2 * best} - {0}):  # limits may need the longer ones
             protections = self._protections(levels, first)
             every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
             try:
@@ -329,11 +330,6 @@ class _Choice:
             yield "each node also has what the node before saves, so a lost node costs as much as a lost process"
             if levels[-1] != "pfs":
                 yield "what is run needs a place after these that all nodes share (--checkpoints pfs-bandwidth=SIZE)"
-
-
-def _neighbours(every: int) -> list[int]:
-    """Return an interval, the next ones above and below, and some longer ones that limits may need."""
-    return sorted({n for n in (every - 1, every, every + 1, every + 2, 2 * every) if n >= 1})
 
 
 def _size(num_bytes: float) -> str:

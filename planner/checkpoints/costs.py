@@ -122,13 +122,7 @@ class CheckpointCosts:
         ValueError: the profile lacks the store.
     """
 
-    def __init__(
-        self,
-        cost: CostModel,
-        store: Level,
-        above: Level | None = None,
-        num_files: int | None = None,
-    ) -> None:
+    def __init__(self, cost: CostModel, store: Level, above: Level | None = None, num_files: int | None = None) -> None:
         self.cost = cost
         self._num_files = cost.num_ranks if num_files is None else num_files
         self.store = Store(cost, store)

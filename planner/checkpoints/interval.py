@@ -25,7 +25,9 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
     equation 37.
     """
-    _check(cost_s=cost_s, mtbf_s=mtbf_s)
+    for name, value in (("cost_s", cost_s), ("mtbf_s", mtbf_s)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value:g}; an interval between checkpoints needs it finite and above 0")
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
@@ -105,9 +107,3 @@ def most_lost_s(levels: Sequence[Protection], work_s: Sequence[Values]) -> Value
             added = overhead(levels[: number + 1], work_s[: number + 1])
             longest = np.maximum(longest, between_s * (1 + added) + level.latency_s)
     return longest
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value:g}; an interval between checkpoints needs it finite and above 0")

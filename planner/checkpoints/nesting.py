@@ -49,10 +49,7 @@ class ContradictionError(ValueError):
 
 
 def nest(
-    levels: Sequence[Protection],
-    iteration_s: float,
-    max_overhead: float | None = None,
-    max_lost_s: float | None = None,
+    levels: Sequence[Protection], iteration_s: float, max_overhead: float | None = None, max_lost_s: float | None = None
 ) -> Nested:
     """Return the intervals that waste least.
 
@@ -96,11 +93,7 @@ def check(
 
 class _Search:
     def __init__(
-        self,
-        levels: Sequence[Protection],
-        iteration_s: float,
-        max_overhead: float | None,
-        max_lost_s: float | None,
+        self, levels: Sequence[Protection], iteration_s: float, max_overhead: float | None, max_lost_s: float | None
     ) -> None:
         assert levels[-1].failures_per_s > 0, "a level that no failure needs is of no use"
         self._levels = levels

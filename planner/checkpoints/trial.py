@@ -219,11 +219,7 @@ class Trial:
         """
         if (above, level) not in self._promoted:
             threads = 1 / self.cost.ranks_per_node
-            stores = (
-                Store(self.cost, above).read,
-                Store(self.cost, level).write,
-                Store(self.cost, level).read,
-            )
+            stores = (Store(self.cost, above).read, Store(self.cost, level).write, Store(self.cost, level).read)
             copies = self.num_copies if above != level != "pfs" else 1  # each node promotes what it has
             about_s = copies * sum(way(self.shard_bytes, threads).duration_s for way in stores)
             build = functools.partial(with_promotion, self._taken, [copies * num_bytes for num_bytes in self._by_stage])

@@ -70,10 +70,7 @@ class Constraints:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     num_devices: Count = described(
-        "devices to train on, over as many nodes as they fill (default: 1)",
-        1,
-        most=100_000,
-        flags=("--gpus", "-n"),
+        "devices to train on, over as many nodes as they fill (default: 1)", 1, most=100_000, flags=("--gpus", "-n")
     )
     micro_batch: Count | None = described(
         f"sequences per forward on each device (default: {DEFAULT_MICRO_BATCH}, fewer if they are longer than 8192 "

@@ -113,11 +113,7 @@ def precision_of(given: Precision | Dtype) -> Precision:
 
 
 def batch_of(
-    choice: Choice,
-    precision: Precision,
-    seq_len: int,
-    expert_load: ExpertLoad,
-    hardware: HardwareProfile,
+    choice: Choice, precision: Precision, seq_len: int, expert_load: ExpertLoad, hardware: HardwareProfile
 ) -> Batch:
     """Return the batch of one forward and backward on a rank of a machine."""
     return Batch(

@@ -133,11 +133,7 @@ def _layer_bytes(units: tuple[Unit, ...]) -> int:
 
 
 def with_tiles(
-    choice: Choice,
-    num_tokens: int,
-    loss: int | None = None,
-    layers: int | None = None,
-    sequences: int | None = None,
+    choice: Choice, num_tokens: int, loss: int | None = None, layers: int | None = None, sequences: int | None = None
 ) -> Choice:
     """Return a choice with tiles of so many tokens, or sequences, where a micro-batch has more."""
     sizes = (

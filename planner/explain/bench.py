@@ -62,11 +62,8 @@ class Bench:
 
     def _priced(self, decisions: Decisions) -> CostModel:
         """Return prices for decisions; in a pipeline, the units are stages, which depend on decisions."""
-        own, is_of = (
-            self.decisions,
-            operator.attrgetter("tiles", "kernels", "optimizer", "precision", "context_exchange"),
-        )
-        if decisions.pipeline_parallel == 1 and is_of(decisions) == is_of(own):
+        is_of = operator.attrgetter("tiles", "kernels", "optimizer", "precision", "context_exchange")
+        if decisions.pipeline_parallel == 1 and is_of(decisions) == is_of(self.decisions):
             return self.cost
         return CostModel.of(self.plan.hardware, self._members(decisions), decisions)
 

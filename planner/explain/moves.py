@@ -107,22 +107,15 @@ def moved(bench: Bench, unit: str, decision: UnitDecision) -> Decisions:
 def _ways(bench: Bench, unit: str) -> Iterator[UnitDecision]:
     own = bench.decisions.units[unit]
     places = _places(bench) if own.update else ()
-    updates: list[tuple[Place, ...]] = [(place,) * len(own.update) for place in places]
+    updates = dict.fromkeys([own.update, *((place,) * len(own.update) for place in places)])  # its own may differ
     activations = ("keep", "recompute") if bench.recomputable(unit) else (own.activations,)
-    for update, params, way, gradients in itertools.product(
-        _with(own.update, updates), ("gpu", "host"), activations, ("gpu", "host")
-    ):
+    for update, params, way, gradients in itertools.product(updates, ("gpu", "host"), activations, ("gpu", "host")):
         if params == "host" and (Place.GPU in update or not bench.fetchable(unit)):
             continue
         if Place.STREAM not in update and gradients != own.streamed_gradients:
             continue
         changed = {"update": update, "params": params, "activations": way, "streamed_gradients": gradients}
         yield own.model_copy(update=changed)
-
-
-def _with(own: tuple[Place, ...], others: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
-    """Return the plan's own places, which may differ between subgroups, and the others."""
-    return list(dict.fromkeys([own, *others]))
 
 
 def _places(bench: Bench) -> tuple[Place, ...]:
@@ -167,7 +160,10 @@ def groups(
         progress: called with the number of units tried, and of all to try.
     """
     runs = _runs(bench)
-    tried = {name: list(units) if every else _sample(units) for name, units in runs.items()}
+    tried = {
+        name: units if every else dict.fromkeys((units[0], units[len(units) // 2], units[-1]))
+        for name, units in runs.items()
+    }
     total = sum(map(len, tried.values()))
     done, found = 0, []
     for name, units in runs.items():
@@ -179,10 +175,6 @@ def groups(
         first = bench.decisions.units[units[0]]
         found.append(Group(name, units, first.params, first.activations, _shares(bench, units), cheapest))
     return tuple(found)
-
-
-def _sample(units: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys((units[0], units[len(units) // 2], units[-1])))
 
 
 def _runs(bench: Bench) -> dict[str, tuple[str, ...]]:

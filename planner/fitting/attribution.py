@@ -357,11 +357,7 @@ def _filled_starts_s(run: _Run) -> Seconds:
 
 
 def _by_kind(
-    planned: Schedule,
-    schedule: Schedule,
-    predicted_s: Seconds,
-    run: _Run,
-    explained_s: Mapping[TaskKind | None, float],
+    planned: Schedule, schedule: Schedule, predicted_s: Seconds, run: _Run, explained_s: Mapping[TaskKind | None, float]
 ) -> tuple[Tasks, ...]:
     num_planned: dict[TaskKind, int] = defaultdict(int)
     for task in planned.tasks:

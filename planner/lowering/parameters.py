@@ -113,11 +113,7 @@ def _moves(unit: LoweredUnit) -> bool:
 Released = Callable[[LoweredUnit, Task, int], bool]
 
 
-def _stays(_unit: LoweredUnit, _user: Task, _num_params: int) -> bool:
-    return False
-
-
-def parameters(program: Program, released: Released = _stays) -> None:
+def parameters(program: Program, released: Released | None = None) -> None:
     """Fetch (host to device) and all-gather parameters that are not resident, as early as their slots allow.
 
     Args:
@@ -147,7 +143,7 @@ def parameters(program: Program, released: Released = _stays) -> None:
             if slot is None or unit.unit.is_unused:
                 continue
             held, used = occupant.get(slot, (None, None))
-            if held is not unit or released(unit, user, passed - used_at[name]):
+            if held is not unit or (released and released(unit, user, passed - used_at[name])):
                 # Lanes are first-in first-out, so fills are issued in the order of use. Otherwise a fill whose slot is
                 # free early, but whose weights are updated late, would delay all fills behind it.
                 latest = max(latest, positions[used.index] if used else -1)
@@ -175,12 +171,7 @@ def _bound_reads(reads: dict[int, list[tuple[Task, Task]]]) -> None:
 
 
 def _fill(
-    program: Program,
-    unit: LoweredUnit,
-    slot: int,
-    user: Task,
-    used: Task | None,
-    anchor: Task | None,
+    program: Program, unit: LoweredUnit, slot: int, user: Task, used: Task | None, anchor: Task | None
 ) -> list[Task]:
     """Add the tasks that bring a unit into its slot, and return them.
 

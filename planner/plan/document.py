@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import Field, model_validator
 
 from hwprofiles.complaints import read_document
 from hwprofiles.files import write_whole
@@ -24,17 +24,6 @@ from planner.schedule.tasks import Tier
 from planner.simulate.prediction import Prediction, TierMemory
 
 SCHEMA_VERSION: Final = 9
-_BEFORE: Final = 8
-# What decisions of that version also said, as our engine always does; other values were those of other engines.
-_SAID_BEFORE: Final[dict[str, object]] = {
-    "device_buffer_bytes": 0,
-    "gradient_path": "once",
-    "host_update": "fused",
-    "loop": False,
-    "module_hooks": False,
-    "pinned_reads": True,
-    "reduce_start": "backward",
-}
 
 
 class PlanError(ValueError):
@@ -130,17 +119,12 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _untouched(self) -> Self:
-        if self.content_digest:
-            _check_digest(self.content_digest, self.digest())
+        if self.content_digest and self.content_digest != (found := self.digest()):
+            raise ValueError(
+                f"content_digest is {self.content_digest[:12]}, but the content has {found[:12]}: the file was changed "
+                "after it was written, or by another Ullage; make the plan again with the options you want"
+            )
         return self
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _read(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Also read plans of the schema version before."""
-        if not isinstance(data, dict) or data.get("schema_version") != _BEFORE:
-            return handler(data)
-        return handler(_as_now(data)).sealed()
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON of everything but ``content_digest``."""
@@ -259,7 +243,7 @@ def load_plan(path: Path | str) -> Plan:
     """
     path = Path(path)
     remedy, again = "make a plan with `ullage plan`", "make the plan again with this version"
-    plan = read_document(Plan, path, "plan", remedy, again, PlanError, also=(_BEFORE,))
+    plan = read_document(Plan, path, "plan", remedy, again, PlanError)
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan
@@ -320,36 +304,6 @@ def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
-def _as_now(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a plan of the schema version before as they are now, without the digest of the content.
-
-    Raises:
-        ValueError: they were changed, or are of another engine's schedule.
-    """
-    content = {name: value for name, value in data.items() if name != "content_digest"}
-    if digest := data.get("content_digest"):
-        _check_digest(digest, _digest(content))
-    if isinstance(decisions := data.get("decisions"), dict):
-        ours = dict(_SAID_BEFORE)
-        if decisions.get("pipeline_parallel", 1) != 1:
-            ours["reduce_start"] = "step"
-        if any(decisions.get(name, value) != value for name, value in ours.items()):
-            raise ValueError("decisions of another engine are no plan any more; make the plan again")
-        content["decisions"] = {name: value for name, value in decisions.items() if name not in ours}
-    return content | {"schema_version": SCHEMA_VERSION}
-
-
-def _check_digest(said: str, found: str) -> None:
-    if said != found:
-        raise ValueError(
-            f"content_digest is {said[:12]}, but the content has {found[:12]}: the file was changed after it was "
-            "written, or by another Ullage; make the plan again with the options you want"
-        )
-
-
 def _digest(data: Any) -> str:
-    return hashlib.sha256(_canonical(data).encode()).hexdigest()
-
-
-def _canonical(data: Any) -> str:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

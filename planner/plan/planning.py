@@ -208,10 +208,7 @@ def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tup
 
 
 def _infeasible(
-    best: Decisions,
-    missing_bytes: Mapping[Tier, int],
-    variant: Variant,
-    proofs: tuple[Proof, ...] = (),
+    best: Decisions, missing_bytes: Mapping[Tier, int], variant: Variant, proofs: tuple[Proof, ...] = ()
 ) -> InfeasibleError:
     request, cost, units = variant.request, variant.cost, variant.setup.units
     capacity_bytes = capacities(cost)
@@ -221,7 +218,7 @@ def _infeasible(
     names[Tier.GPU] = request.hardware.device.name
     lacks = " and ".join(
         f"the {names[tier]} lacks {gigabytes(missing_bytes[tier])} beyond its {gigabytes(capacity_bytes[tier])} "
-        f"({_percent(shares[tier])} of that)"
+        f"({100 * shares[tier]:.1f} % of that)"
         for tier in tiers
     )
     tried = f"the {'smallest' if proofs else 'best'} plan found ({describe(best, units)})"
@@ -242,7 +239,3 @@ def _proven(proofs: tuple[Proof, ...]) -> str:
     least = math.floor(1000 * min(proof.overrun or 0.0 for proof in proofs)) / 10  # rounded down: it must be proven
     lacking = f"every schedule lacks at least {least:.1f} % of some memory" if least else "no schedule fits"
     return f"it is proven that {lacking}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -9,17 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from planner.schedule.tasks import (
-    LANES,
-    MEMORY_CLASSES,
-    TIERS,
-    Ints,
-    Lane,
-    MemoryClass,
-    Op,
-    Task,
-    Tier,
-)
+from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Ints, Lane, MemoryClass, Op, Task, Tier
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -57,18 +47,10 @@ class Rows:
 
 
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
-
-
 _TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
-
-
 _CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEMORY_CLASSES)}
-
-
 # The price of these tasks depends on their unit: on its kernels, or on how its parameters are divided.
 _OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
-
-
 _UNPRICED = {"index", "phase", "unit", "micro_batch", "piece", "slot", "tile", "after", "after_previous"}
 _amounts = operator.attrgetter(*(field.name for field in dataclasses.fields(Task) if field.name not in _UNPRICED))
 

@@ -5,6 +5,7 @@ with its mean rate. The area under a rate is then exactly the number of bytes th
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -64,33 +65,36 @@ class Series:
     @property
     def integral(self) -> float:
         """Area under the function: bytes for a rate in bytes/s, seconds for a busy share."""
-        return float(self._cumulative()[-1])
+        return float(self._areas[-1])
 
     def means(self, num_columns: int) -> Values:
         """Divide the period into equal parts and return the mean of each, float64[num_columns]."""
         edges_s = np.linspace(0.0, self.period_s, num_columns + 1)
-        area = np.interp(edges_s, np.append(self.times_s, self.period_s), self._cumulative())
+        area = np.interp(edges_s, self._ends_s, self._areas)
         return np.diff(area) * num_columns / self.period_s if self.period_s > 0 else np.zeros(num_columns)
 
     def moving_means(self, times_s: Values, window_s: float) -> Values:
         """Return the mean over a window around each of ``times_s``; the function is periodic."""
-        ends_s, areas = np.append(self.times_s, self.period_s), self._cumulative()
 
         def area(at_s: Values) -> Values:
             whole, within_s = np.divmod(at_s, self.period_s)
-            return np.asarray(whole * areas[-1] + np.interp(within_s, ends_s, areas))
+            return np.asarray(whole * self.integral + np.interp(within_s, self._ends_s, self._areas))
 
         return (area(times_s + window_s / 2) - area(times_s - window_s / 2)) / window_s
 
     def mean_within(self, start_s: float, end_s: float) -> float:
         """Return the mean over a part of the period; 0 if the part is empty."""
-        area = np.interp([start_s, end_s], np.append(self.times_s, self.period_s), self._cumulative())
+        area = np.interp([start_s, end_s], self._ends_s, self._areas)
         return float(area[1] - area[0]) / (end_s - start_s) if end_s > start_s else 0.0
 
-    def _cumulative(self) -> Values:
-        """Return float64[n + 1], the area up to each time and up to the end."""
-        lengths_s = np.diff(self.times_s, append=self.period_s)
-        return np.concatenate([[0.0], np.cumsum(self.values * lengths_s)])
+    @functools.cached_property
+    def _ends_s(self) -> Values:
+        return np.append(self.times_s, self.period_s)
+
+    @functools.cached_property
+    def _areas(self) -> Values:
+        """The area up to each of these times, float64[n + 1]."""
+        return np.concatenate([[0.0], np.cumsum(self.values * np.diff(self._ends_s))])
 
 
 def link_of(lane: Lane) -> Lane | None:

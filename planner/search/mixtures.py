@@ -102,11 +102,7 @@ def _smallest_that_fits(setup: Setup, scorer: Scorer) -> Mix:
 
 
 def _relaxed(
-    setup: Setup,
-    scorer: Scorer,
-    stage: int,
-    slots: Sequence[tuple[int, int, int]],
-    enough_s: float = NEVER_S,
+    setup: Setup, scorer: Scorer, stage: int, slots: Sequence[tuple[int, int, int]], enough_s: float = NEVER_S
 ) -> tuple[list[Mix], float]:
     """Return mixes near the optimal mixture, the best first, and the lower bound.
 
@@ -139,12 +135,7 @@ def _relaxed(
 
 
 def _fitted(
-    setup: Setup,
-    scorer: Scorer,
-    solver: Solver,
-    closed: Boxes,
-    stage: int,
-    slots: Sequence[tuple[int, int, int]],
+    setup: Setup, scorer: Scorer, solver: Solver, closed: Boxes, stage: int, slots: Sequence[tuple[int, int, int]]
 ) -> list[tuple[tuple[float, float], Mix]]:
     """Return mixes that fill memory better and better, each with the sort key of its score.
 

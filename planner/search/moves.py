@@ -10,13 +10,7 @@ from planner.search.scoring import Candidate, Scorer
 from planner.setup import Setup
 
 
-def polish(
-    setup: Setup,
-    scorer: Scorer,
-    best: Candidate,
-    enough_s: float,
-    max_simulations: int,
-) -> Candidate:
+def polish(setup: Setup, scorer: Scorer, best: Candidate, enough_s: float, max_simulations: int) -> Candidate:
     """Change one decision at a time, as long as that helps and the budget lasts."""
     moved, num_trials = not best.missing_bytes, 0
     while moved:

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
+from planner.schedule.series import Flow, series
 from planner.schedule.tasks import Lane, Op, Phase
 from planner.schedule.timeline import Span, Timeline
 
@@ -215,32 +215,16 @@ def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, share:
 
 def _demand(timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> _Share:
     """Return the mean use of every resource over any interval; each pipeline stage has its own resources."""
-    used: dict[tuple[Resource, int], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
-    users: dict[tuple[Resource, int], list[tuple[int, float]]] = defaultdict(list)
+    flows: dict[tuple[Resource, int], list[Flow]] = defaultdict(list)
     for task, price in zip(timeline.schedule.tasks, prices, strict=True):
+        spans = zip(timeline.start_s[:, task.index].tolist(), timeline.end_s[:, task.index].tolist(), strict=True)
+        ran = [(start_s, end_s) for start_s, end_s in spans if end_s > start_s]
         for resource, rate in price.uses:
-            users[resource, task.stage].append((task.index, rate * price.duration_s))
-    for key, using in users.items():
-        amounts = np.tile([amount for _, amount in using], timeline.num_iterations)
-        columns = [task for task, _ in using]
-        used[key] = _cumulative(timeline.start_s[:, columns].ravel(), timeline.end_s[:, columns].ravel(), amounts)
+            amount = rate * price.duration_s
+            flows[resource, task.stage] += [(start_s, end_s, amount / (end_s - start_s)) for start_s, end_s in ran]
+    used = {key: series(of_key, float(timeline.end_s.max())) for key, of_key in flows.items()}
 
     def share(resource: Resource, stage: int, start_s: float, end_s: float) -> float:
-        times_s, amounts = used[resource, stage]
-        amount = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
-        return float(amount) / (capacities[resource] * (end_s - start_s))
+        return used[resource, stage].mean_within(start_s, end_s) / capacities[resource]
 
     return share
-
-
-def _cumulative(
-    starts_s: npt.NDArray[np.float64], ends_s: npt.NDArray[np.float64], amounts: npt.NDArray[np.float64]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return times and the total amount used up to each, linear in between."""
-    lengths_s = ends_s - starts_s
-    real = lengths_s > 0
-    rates = amounts[real] / lengths_s[real]
-    times_s, where = np.unique(np.concatenate([[0.0], starts_s[real], ends_s[real]]), return_inverse=True)
-    change = np.zeros(len(times_s))
-    np.add.at(change, where[1:], np.concatenate([rates, -rates]))
-    return times_s, np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(times_s))])

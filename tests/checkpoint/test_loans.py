@@ -89,7 +89,7 @@ def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files
 def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
     with Flusher(Files(), ring_of(2, CHUNK_BYTES), num_threads=2, patience_s=300) as flusher:
         memory, before, writer, leases = leased(flusher, tmp_path)
-        flusher.wait(writer._pending)
+        flusher.wait(writer._file)
         assert all(np.shares_memory(lease.data, memory) for lease in leases)
         flusher.end_leases(leases, may_copy=True)
         memory[:] = 255

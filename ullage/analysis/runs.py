@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hwprofiles.complaints import read_document
 from hwprofiles.files import write_whole
@@ -60,12 +60,6 @@ class RunRecord(Frozen):
     checkpoint_bytes: int = 0
     num_left: int = 0
     attention: tuple[str, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_evaluations(cls, data: Any) -> Any:
-        """Read runs of earlier versions, which had losses of evaluations."""
-        return {k: v for k, v in data.items() if k != "eval_losses"} if isinstance(data, dict) else data
 
     @property
     def timeline(self) -> Timeline:

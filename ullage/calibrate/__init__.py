@@ -7,18 +7,8 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
-from ullage.calibrate.options import (
-    CalibrationOptions,
-    Pair,
-    parse_only,
-)
+from ullage.calibrate.options import CalibrationOptions, Pair, parse_only
 from ullage.calibrate.ranks import calibrate_ranks
 from ullage.calibrate.run import calibrate
 
-__all__ = [
-    "CalibrationOptions",
-    "Pair",
-    "calibrate",
-    "calibrate_ranks",
-    "parse_only",
-]
+__all__ = ["CalibrationOptions", "Pair", "calibrate", "calibrate_ranks", "parse_only"]

@@ -162,13 +162,7 @@ class CudaBackend:
     of_host = SHARED
     soak_s, lead_side = 2.0, 4096
     heads: Mapping[AttentionType, tuple[int, int]] = MappingProxyType(
-        {
-            "bf16": (64, 32),
-            "fp32": (64, 32),
-            "bf16-gqa": (64, 8),
-            "bf16-128": (128, 32),
-            "bf16-128-gqa": (128, 8),
-        }
+        {"bf16": (64, 32), "fp32": (64, 32), "bf16-gqa": (64, 8), "bf16-128": (128, 32), "bf16-128-gqa": (128, 8)}
     )
     num_heads, batch = 32, 4
 

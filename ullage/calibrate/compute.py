@@ -15,17 +15,7 @@ from hwprofiles.profile import AttentionType, Dtype
 from hwprofiles.quantity import Curve, Quantity
 from ullage.calibrate import kernels
 from ullage.calibrate.backend import Backend, in_turn
-from ullage.calibrate.sampling import (
-    Call,
-    Case,
-    Summary,
-    build_curve,
-    conditions,
-    quantity,
-    rate,
-    seconds,
-    summarize,
-)
+from ullage.calibrate.sampling import Call, Case, Summary, build_curve, conditions, quantity, rate, seconds, summarize
 
 _DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FP8_GRAIN = 16  # sizes of products in fp8 are multiples of this

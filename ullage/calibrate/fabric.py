@@ -27,7 +27,7 @@ from ullage.calibrate.sampling import (
     wall_clock,
 )
 
-_LARGE_BYTES = 64 * 2**20
+_LARGE_BYTES, _SMALL_BYTES = 64 * 2**20, 4096
 _COPY_BYTES = 32 * 2**20
 _SHARED = 1.5  # slow-down of two copies at once: about 2 if they share a link, about 1 if they do not
 
@@ -98,7 +98,6 @@ def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tup
     return (*pairs, *((name, "dram") for name in dict.fromkeys(switch.values())))
 
 
-_LARGE_BYTES, _SMALL_BYTES = 64 * 2**20, 4096
 _FEWEST, _MOST = 5, 200  # repetitions
 
 # torch 2.13 renames both functions.

@@ -33,19 +33,9 @@ from ullage.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_ca
 from ullage.calibrate.compute import ComputeProbe
 from ullage.calibrate.disk import Disk, open_disk
 from ullage.calibrate.fabric import joined, probe_fabric, probe_uplinks
-from ullage.calibrate.options import (
-    CalibrationOptions,
-    Pair,
-    Progress,
-)
+from ullage.calibrate.options import CalibrationOptions, Pair, Progress
 from ullage.calibrate.sampling import Call, Case, quantity, rate, sample, wall_clock
-from ullage.calibrate.traffic import (
-    TrafficProbe,
-    fewest_threads,
-    narrow_update_s,
-    optimizer_by_threads,
-    pool_params,
-)
+from ullage.calibrate.traffic import TrafficProbe, fewest_threads, narrow_update_s, optimizer_by_threads, pool_params
 
 USABLE_SHARE = 0.85
 """Usable fraction of the available memory; the rest is for the program itself and for other programs."""

@@ -232,10 +232,7 @@ def _between(value: float, p10: float, p90: float, unit: Unit, provenance: Prove
 
 
 def build_curve(
-    size_unit: Literal["bytes", "flop", "params"],
-    sizes: Sequence[float],
-    summaries: Sequence[Summary],
-    source: str,
+    size_unit: Literal["bytes", "flop", "params"], sizes: Sequence[float], summaries: Sequence[Summary], source: str
 ) -> Curve:
     """Return the monotone curve through the summaries. The geometric mean of equal sizes makes one point."""
     groups: dict[float, list[Summary]] = defaultdict(list)

@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from executor.weights.files import WeightsError
 from executor.weights.loading import check_weights
 from planner.models.adapters import ALL_LINEAR, Lora
 from planner.models.quantization import Quantization
@@ -44,7 +43,7 @@ def make_adapted(
 
     Raises:
         CaptureError: the architecture has no such projections.
-        WeightsError: the folder does not have the base's weights.
+        ValueError: the folder does not have the base's weights.
         ValueError: ``peft`` or ``bitsandbytes`` is not installed.
     """
     if importlib.util.find_spec("peft") is None:
@@ -99,11 +98,11 @@ def _read(
     """Return an architecture with the weights of a folder, which may be quantized there already.
 
     Raises:
-        WeightsError: the folder does not have them.
+        ValueError: the folder does not have them.
     """
     quantized = getattr(architecture.config, "quantization_config", None)
     if quantized is not None and (method := quantized.get("quant_method")) != "bitsandbytes":
-        raise WeightsError(
+        raise ValueError(
             f"{weights} has weights that {method} has quantized, but those of the plan are quantized as bitsandbytes "
             "does it; give weights that are not quantized, or give ullage.prepare(model, optimizer, batch) the model "
             "that from_pretrained makes of these"
@@ -118,7 +117,7 @@ def _read(
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         why = " ".join(str(error).split())[:200]
-        raise WeightsError(f"{weights} cannot be read ({why}); copy all files of the model again") from error
+        raise ValueError(f"{weights} cannot be read ({why}); copy all files of the model again") from error
 
 
 def _check_names(model: nn.Module, lora: Lora, projections: list[str]) -> None:

@@ -9,6 +9,7 @@ from executor.checkpoint.files.opening import Folder, modified
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import checkpoint_at, located, place_at
 from executor.checkpoint.places.place import newest_of, parse_name
 from planner.terms import MIN_CHECKPOINTS
@@ -167,7 +168,8 @@ def _prune(args: argparse.Namespace) -> int:
         )
     place = place_at(args.place)
     removed = [str(path) for path in place.prune(args.keep)]
-    place.remove_spares()
+    if isinstance(place, FolderPlace):
+        place.remove_spares()
     answer(args, {"removed": removed}, f"removed {', '.join(removed) or 'nothing'}")
     return 0
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.levels import Level, check_levels
+from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import place_at
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan.document import Plan
@@ -93,8 +95,8 @@ def usable(plan: Plan, levels: Sequence[Level], *, is_first: bool) -> tuple[Leve
     ]
     for level in found:
         place = place_at(level.place)
-        if is_first:  # the lasting lock is taken after the model is made
-            with place.lock():
+        if is_first and isinstance(place, FolderPlace):  # the lasting lock is taken after the model is made
+            with run_lock(place.root):
                 pass
     return tuple(found)
 

@@ -48,13 +48,21 @@ def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
     return pages(num_buffers * chunk_bytes).reshape(num_buffers, chunk_bytes)
 
 
-@final
-class Pending:
-    """The number of one file's chunks that are not written yet, and the first error."""
+@dataclasses.dataclass(eq=False, slots=True)
+class FileState:
+    """A file while it is written.
 
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.failure: OSError | None = None
+    Attributes:
+        fd: its descriptor; -1 while it is not open.
+        num_open: number of its chunks that are not written yet.
+        checksums: of its chunks, by the offset of their first byte.
+        failure: the first error.
+    """
+
+    fd: int = -1
+    num_open: int = 0
+    checksums: dict[int, str] = dataclasses.field(default_factory=dict)
+    failure: OSError | None = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -62,10 +70,8 @@ class Chunk:
     """Bytes of a file that are hashed and written together. Each part is in a buffer of the ring, or leased.
 
     Attributes:
-        pending: state of the file.
-        fd: descriptor of the file.
+        file: the file.
         offset: offset of the first byte in the file.
-        on_checksum: called with the checksum, in the writing thread.
         skip: number of bytes at the beginning, in whole blocks, that are hashed but not written.
         length: number of bytes. Writes are padded with zeros to whole blocks.
         buffer: all bytes that are not leased, each at its own position; ``None`` while all bytes are leased.
@@ -74,10 +80,8 @@ class Chunk:
         has_begun: whether a thread has begun to write it. From then on, leases are not copied.
     """
 
-    pending: Pending
-    fd: int
+    file: FileState
     offset: int
-    on_checksum: Callable[[str], None]
     skip: int = 0
     length: int = 0
     buffer: Buffer | None = None
@@ -176,15 +180,15 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
             CheckpointError: a write of the same file has failed, or no write has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.pending.failure))
-            if chunk.pending.failure is not None:
-                raise chunk.pending.failure
+            self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.file.failure))
+            if chunk.file.failure is not None:
+                raise chunk.file.failure
             self._take_buffer(chunk)
 
     def submit(self, chunk: Chunk) -> None:
         """Queue a chunk to be hashed and written. Its buffer is freed afterwards."""
         with self._changed:
-            chunk.pending.num_open += 1
+            chunk.file.num_open += 1
             chunk.is_submitted = True
             if not _is_copying(chunk):
                 self._queue.append(chunk)
@@ -218,7 +222,7 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
                         self._copy_lease(lease)
             except CheckpointError as error:
                 for lease in leases:
-                    lease.chunk.pending.failure = lease.chunk.pending.failure or error
+                    lease.chunk.file.failure = lease.chunk.file.failure or error
                 raise
 
     def _can_copy(self, lease: Lease) -> bool:
@@ -260,16 +264,16 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
             lease.is_leased = False
         self._changed.notify_all()
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, file: FileState) -> None:
         """Wait until all submitted chunks of a file are written.
 
         Raises:
             CheckpointError: a write has failed, or no write has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: not pending.num_open)
-            if pending.failure is not None:
-                raise pending.failure
+            self._wait(lambda: not file.num_open)
+            if file.failure is not None:
+                raise file.failure
 
     def close(self) -> None:
         """End the threads after all queued writes. Closing twice is allowed."""
@@ -305,13 +309,13 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         while (chunk := self._next()) is not None:
             failure: OSError | None = None
             try:
-                if chunk.pending.failure is None:
+                if chunk.file.failure is None:
                     self._flush(chunk)
             except OSError as error:
                 failure = error
             with self._changed:
-                chunk.pending.failure = chunk.pending.failure or failure
-                chunk.pending.num_open -= 1
+                chunk.file.failure = chunk.file.failure or failure
+                chunk.file.num_open -= 1
                 self._num_ended += 1
                 self._free_memory(chunk)
 
@@ -332,10 +336,10 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         digest = xxhash.xxh3_64()
         for begin, data in chunk.parts():
             digest.update(data[: chunk.length - begin].data)
-        chunk.on_checksum(digest.hexdigest())
+        chunk.file.checksums[chunk.offset] = digest.hexdigest()
         for begin, data in chunk.parts():
             if (skip := max(chunk.skip - begin, 0)) < len(data):
-                write_all(self.files, chunk.fd, data[skip:].data, chunk.offset + begin + skip)
+                write_all(self.files, chunk.file.fd, data[skip:].data, chunk.offset + begin + skip)
 
 
 def _is_copying(chunk: Chunk) -> bool:

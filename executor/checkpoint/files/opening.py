@@ -63,19 +63,15 @@ class LocalFile:
         try:
             return os.preadv(self._fd, parts, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._disable_direct_io():
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # some file systems accept it without having it
             return os.preadv(self._fd, parts, offset)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def _disable_direct_io(self) -> bool:
-        """Clear ``O_DIRECT``, which some file systems accept but do not support; return whether it was set."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
 
 
 OpenFile = LocalFile | UrlFile

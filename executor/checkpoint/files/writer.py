@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Lease, Pending
+from executor.checkpoint.files.flusher import Buffer, Chunk, FileState, Flusher, Lease
 from executor.checkpoint.files.system_calls import CheckpointError, write_all
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import FileRecord
@@ -37,15 +37,13 @@ class ShardWriter:
         self._full_path = folder / path
         self._flusher = flusher
         self._files = flusher.files
-        self._pending = Pending()
-        self._checksums: dict[int, str] = {}
-        self._fd: int | None = None
+        self._file = FileState()
         self._chunk: Chunk | None = None  # the chunk that is being filled
         self._end = 0  # position of the next byte
         try:
-            self._fd = self._open()
-            self._files.allocate(self._fd, in_blocks(layout.num_bytes))
-            self._alignment_bytes = alignment_bytes(self._fd, writes=True)
+            self._file.fd = self._open()
+            self._files.allocate(self._file.fd, in_blocks(layout.num_bytes))
+            self._alignment_bytes = alignment_bytes(self._file.fd, writes=True)
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
@@ -103,8 +101,8 @@ class ShardWriter:
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
                 self.append(values[:begin])
-                if self._pending.failure is not None:
-                    raise self._error(self._pending.failure)
+                if self._file.failure is not None:
+                    raise self._error(self._file.failure)
                 leases.append(self._open_chunk().lease(values[begin:end]))
                 self._advance(end - begin)
                 values = values[end:]
@@ -128,20 +126,20 @@ class ShardWriter:
         assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
         self._submit_chunk()
         try:
-            self._flusher.wait(self._pending)
-            self._write_header()
-            assert self._fd is not None
-            self._files.truncate(self._fd, self.layout.num_bytes)
-            self._files.sync(self._fd)
+            self._flusher.wait(self._file)
+            header = mmap.mmap(-1, len(self.layout.header))  # its own memory: to wait for a buffer could be a deadlock
+            header[:] = self.layout.header
+            write_all(self._files, self._file.fd, memoryview(header), 0)
+            self._files.truncate(self._file.fd, self.layout.num_bytes)
+            self._files.sync(self._file.fd)
             self._close()
         except OSError as error:
             raise self._error(error) from error
-        checksums = tuple(self._checksums[i] for i in range(len(self._checksums)))
         return FileRecord(
             path=self.path,
             num_bytes=self.layout.num_bytes,
             chunk_bytes=self._flusher.chunk_bytes,
-            checksums=checksums,
+            checksums=tuple(digits for _, digits in sorted(self._file.checksums.items())),
         )
 
     def abandon(self) -> None:
@@ -149,31 +147,23 @@ class ShardWriter:
         if self._chunk is not None:
             self._flusher.drop(self._chunk)
             self._chunk = None
-        if self._fd is not None:
+        if self._file.fd >= 0:
             with contextlib.suppress(OSError):  # a failed write may be the reason to abandon the file
-                self._flusher.wait(self._pending)
-            if not self._pending.num_open:  # else a write hangs, and the descriptor must not be reused
+                self._flusher.wait(self._file)
+            if not self._file.num_open:  # else a write hangs, and the descriptor must not be reused
                 self._close()
 
     def _close(self) -> None:
-        assert self._fd is not None
-        fd, self._fd = self._fd, None
+        fd, self._file.fd = self._file.fd, -1
         self._files.close(fd)
 
     def _open_chunk(self) -> Chunk:
         """Return the chunk that the next byte belongs to."""
         if self._chunk is None:
-            assert self._fd is not None
-            chunk_bytes, keep = self._flusher.chunk_bytes, self._checksums.__setitem__
-            number = self._end // chunk_bytes
-            offset = number * chunk_bytes
-            self._chunk = Chunk(
-                self._pending,
-                self._fd,
-                offset,
-                lambda digits: keep(number, digits),
-                skip=min(max(len(self.layout.header) - offset, 0), chunk_bytes),
-            )
+            chunk_bytes = self._flusher.chunk_bytes
+            offset = self._end // chunk_bytes * chunk_bytes
+            skip = min(max(len(self.layout.header) - offset, 0), chunk_bytes)
+            self._chunk = Chunk(self._file, offset, skip)
         return self._chunk
 
     def _advance(self, count: int) -> None:
@@ -186,13 +176,6 @@ class ShardWriter:
         if self._chunk is not None:
             self._flusher.submit(self._chunk)
             self._chunk = None
-
-    def _write_header(self) -> None:
-        """Write the header from its own memory. Waiting for a buffer here could be a deadlock."""
-        assert self._fd is not None
-        memory = mmap.mmap(-1, len(self.layout.header))
-        memory[:] = self.layout.header
-        write_all(self._files, self._fd, memoryview(memory), 0)
 
     def _error(self, error: OSError) -> CheckpointError:
         if isinstance(error, CheckpointError):

@@ -133,11 +133,7 @@ def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None
             raise ValueError(f"{entry.name} is in one file twice, but names of tensors must be unique")
         starts.append(end)
         end += entry.num_bytes
-        fields[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.box.shape),
-            "data_offsets": [starts[-1], end],
-        }
+        fields[entry.name] = {"dtype": entry.dtype, "shape": list(entry.box.shape), "data_offsets": [starts[-1], end]}
     sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
     said = known or {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
     text = json.dumps({"__metadata__": said, **fields}, separators=(",", ":")).encode()

@@ -26,7 +26,6 @@ from typing import Final, final
 import numpy as np
 
 from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
-from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files, remove_tree, write_all
 from executor.checkpoint.files.timeouts import waiting
@@ -34,13 +33,7 @@ from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.place import (
-    Place,
-    checkpoint_name,
-    in_use,
-    is_whole,
-    parse_name,
-)
+from executor.checkpoint.places.place import Place, checkpoint_name, in_use, is_whole, parse_name
 from hwprofiles.machine import available_memory_bytes
 from planner.terms import MIN_CHECKPOINTS
 
@@ -307,7 +300,11 @@ class FolderPlace(Place):
         return [path for _, path in sorted(found, reverse=True)]
 
     def remove_spares(self) -> None:
-        """See :class:`Place`."""
+        """Remove spare files of old checkpoints; see [Note: Spares].
+
+        Raises:
+            OSError: a file cannot be removed.
+        """
         for spare in _spares(self.root):
             with contextlib.suppress(FileNotFoundError):
                 _rename_and_remove(self.files, spare)
@@ -332,13 +329,13 @@ class FolderPlace(Place):
             finally:
                 os.close(lock)
 
-    def lock(self) -> contextlib.AbstractContextManager[None]:
-        """See :class:`Place`."""
-        return run_lock(self.root)
-
     @contextlib.contextmanager
     def marked(self, nonce: int) -> Iterator[None]:
-        """See :class:`Place`."""
+        """Return a context in which a mark is there, by which other nodes see whether they share the folder.
+
+        Raises:
+            CheckpointError: the mark cannot be written.
+        """
         try:
             self._mark.write_text(str(nonce))
         except OSError as error:
@@ -349,7 +346,7 @@ class FolderPlace(Place):
             self._mark.unlink(missing_ok=True)
 
     def has_mark(self, nonce: int) -> bool:
-        """See :class:`Place`."""
+        """Return whether this node sees the mark of another."""
         try:
             return self._mark.read_text() == str(nonce)
         except OSError:
@@ -357,7 +354,7 @@ class FolderPlace(Place):
 
     @property
     def may_be_shared(self) -> bool:
-        """See :class:`Place`."""
+        """Whether its file system may be that of another node too, where new files are seen later."""
         return file_system(self.root) not in _OF_NODE
 
     @property
@@ -365,7 +362,15 @@ class FolderPlace(Place):
         return self.root / "run.mark"
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:
-        """See :class:`Place`."""
+        """Remove dead writers' files, and check that there is room for checkpoints, including existing ones.
+
+        Args:
+            num_checkpoints: number of checkpoints that exist at once.
+            num_bytes: size of each.
+
+        Raises:
+            CheckpointError: the folder has too little room.
+        """
         with contextlib.suppress(OSError):  # the first write will report the error
             self._remove_dead_drafts(-1)
         free_bytes = shutil.disk_usage(self.root).free

@@ -57,9 +57,12 @@ class UrlPlace(Place):
 
     def complete_copy(self, name: str, manifest: Manifest) -> UrlPath:
         """See :class:`Place`."""
-        folder = self.root / name
-        _complete(folder / MANIFEST_NAME, manifest)
-        return folder
+        path = self.root / name / MANIFEST_NAME
+        with reaching(path):
+            path.system.pipe_file(path.path, manifest.to_json())
+        if Manifest.read(path.read_bytes()).digest != manifest.digest:
+            raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")
+        return self.root / name
 
     def abandon_copy(self, name: str, manifest: Manifest) -> None:
         """See :class:`Place`."""
@@ -105,13 +108,6 @@ def _upload(path: UrlPath, num_bytes: int, chunks: Iterable[Buffer]) -> None:
         with file:
             for chunk in chunks:
                 file.write(chunk.data)
-
-
-def _complete(path: UrlPath, manifest: Manifest) -> None:
-    with reaching(path):
-        path.system.pipe_file(path.path, manifest.to_json())
-    if Manifest.read(path.read_bytes()).digest != manifest.digest:
-        raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")
 
 
 _FOLDER_URL: Final = "file://"

@@ -59,10 +59,7 @@ class Place(abc.ABC):
         """Return the folder of a checkpoint."""
 
     def put(
-        self,
-        source: Checkpoint,
-        check: Callable[[], None] = lambda: None,
-        copy: Callable[[str], None] | None = None,
+        self, source: Checkpoint, check: Callable[[], None] = lambda: None, copy: Callable[[str], None] | None = None
     ) -> Folder:
         """Copy a checkpoint of another place to this one and verify the copy; return its folder.
 
@@ -215,49 +212,6 @@ class Place(abc.ABC):
         """Remove files of dead writers.
 
         If dead writers are unknown, remove incomplete checkpoints up to step ``last``.
-        """
-
-    def remove_spares(self) -> None:  # noqa: B027 - URLs have none
-        """Remove spare files of old checkpoints. Only folders have them.
-
-        Raises:
-            OSError: a file cannot be removed.
-        """
-
-    def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the place is locked for this run; see [Note: One run]. Only folders have locks.
-
-        Raises:
-            CheckpointError: another run has locked it.
-        """
-        return contextlib.nullcontext()
-
-    def marked(self, nonce: int) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context in which a mark is there, by which other nodes see whether they share the place.
-
-        Raises:
-            CheckpointError: the mark cannot be written.
-        """
-        return contextlib.nullcontext()
-
-    def has_mark(self, nonce: int) -> bool:  # noqa: ARG002 - URLs are the same on all nodes
-        """Return whether this node sees the mark of another."""
-        return True
-
-    @property
-    def may_be_shared(self) -> bool:
-        """Whether its file system may be that of another node too, where new files are seen later."""
-        return True
-
-    def check_room(self, num_checkpoints: int, num_bytes: int) -> None:  # noqa: B027 - URLs have no limit
-        """Remove dead writers' files, and check that a folder has room for checkpoints, including existing ones.
-
-        Args:
-            num_checkpoints: number of checkpoints that exist at once.
-            num_bytes: size of each.
-
-        Raises:
-            CheckpointError: the folder has too little room.
         """
 
 

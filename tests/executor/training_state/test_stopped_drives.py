@@ -78,7 +78,8 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
                 saved.finish()
                 assert [outcome.error for outcome in outcomes] == [None]
                 files.hangs = True
-                saved._flusher.patience_s = saved._engine._patience_s = PATIENCE_S
+                monkeypatch.setattr(executor.checkpoint.engine, "_PATIENCE_S", PATIENCE_S)
+                saved._flusher.patience_s = PATIENCE_S
         saved.finish()
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     assert time.monotonic() - begin_s < BOUND_S

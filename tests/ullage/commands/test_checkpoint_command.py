@@ -128,13 +128,11 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
 def whose_drive_hangs(*arguments: str) -> None:
     """Be ``ullage`` with little patience, on a drive that hangs from the fortieth file on."""
     from executor.checkpoint import engine  # noqa: PLC0415
-    from executor.checkpoint.engine import CheckpointEngine  # noqa: PLC0415
     from executor.checkpoint.files.system_calls import Files  # noqa: PLC0415
     from executor.training_state import saving  # noqa: PLC0415 - in the process that this is for
 
-    saving._PATIENCE_S = engine._END_S = 0.5
+    saving._PATIENCE_S = engine._END_S = engine._PATIENCE_S = 0.5
     engine.SLOWEST_BYTES_PER_S = 1e9
-    CheckpointEngine.__init__.__kwdefaults__["patience_s"] = 0.5
     plain, done = Files.sync, []
 
     def hang(*args: object) -> object:

@@ -32,7 +32,7 @@ SOURCE_LINK = re.compile(r"\[`([^`]+)`\]\(((?:\.\./)+[^)]+\.py)\)")
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)")
 
 
-def test_runs_of_earlier_versions_can_be_read() -> None:
+def test_the_run_that_pages_show_can_be_read() -> None:
     """So a new field of plans is left out of files where it has its default: its default is ``None``."""
     assert load_run(ROOT / "benchmarks" / "results" / "demo_run.json").plan.content_digest
 

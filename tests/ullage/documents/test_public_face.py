@@ -91,7 +91,6 @@ ERRORS = {
     "LaneError",
     "ModelConfigError",
     "NoFormulasError",
-    "OtherMachineError",
     "OutOfOrderError",
     "PlanError",
     "ProfileError",
@@ -99,7 +98,6 @@ ERRORS = {
     "OutOfMemoryError",
     "StorageError",
     "UnknownModelError",
-    "WeightsError",
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
