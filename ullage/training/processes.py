@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-from typing import Literal, Self
+from typing import Self
 
 from planner.costs.layout import Layout
 from planner.plan.document import Plan, PlanError
-
-Launcher = Literal["torchrun", "accelerate"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,18 +60,11 @@ def ranks_per_node(plan: Plan) -> int:
     return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
 
 
-def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN", launcher: Launcher = "torchrun") -> str:
+def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN") -> str:
     """Return the command line that starts a plan of ``ranks`` ranks. On several nodes, it runs once on each node."""
     if ranks == 1:
         return f"ullage execute {plan}"
     nodes = -(-ranks // per_node)
-    if launcher == "accelerate":
-        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if nodes > 1 else ""
-        # Only --multi_gpu makes it start several processes, also for CPUs. The plan decides types and compilation.
-        return (
-            f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {nodes}{several} "
-            f"--mixed_precision no --dynamo_backend no -m ullage execute {plan}"
-        )
     several = f" --nnodes {nodes} --node-rank N --master-addr FIRST" if nodes > 1 else ""
     return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute {plan}"
 

@@ -44,7 +44,7 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}
-    | {"--drive-endurance", "--allow-other-machine", "--list"},
+    | {"--drive-endurance", "--allow-other-machine"},
     "plan": {*REQUEST, "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
         *(*REQUEST, "study", "--set", "--sweep", "--design", "--question", "--sensitivities", "--certify", "--prices"),
@@ -69,11 +69,9 @@ FLAGS = {
         "--beside",
         "--json",
     },
-    "models": {"model", "--lora", "--quantize", "--json"},
+    "models": {"model", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
-    "completion": {"shell"},
     "doctor": {"--json"},
-    "launch": {"plan", "--with"},
     "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 MOST_OPTIONS = 160
