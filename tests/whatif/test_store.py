@@ -44,7 +44,7 @@ def test_a_line_cut_off_anywhere_costs_only_itself(tmp_path):
 
 def test_a_damaged_line_is_passed_over(tmp_path):
     path = tmp_path / "s.jsonl"
-    path.write_bytes(filled(path).replace(b"because 0.0", b"because 9.0"))
+    path.write_bytes(filled(path).replace(b"refused", b"refuXed", 1))
     with Store(path) as store:
         assert store.results == {key: RESULTS[key] for key in ("key1", "key2", "key3")}
 
