@@ -21,8 +21,6 @@ _EXTRAS = {
     "torch",
     "transformers",
     "safetensors",
-    "shtab",
-    "pyarrow",
     "plotly",
     "jinja2",
 }

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.cpu.adamw import BYTES_PER_PARAM, COPIES, PARAMS, Route, copy_routes, our_route, set_threads, time_s
 from benchmarks.origin import origin, write_result
-from executor.optimizer import adamw_8bit, adamw_bf16
+from executor.optimizer import adamw, adamw_8bit
 from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.workers import WorkerTeam
 from planner.decisions import BF16
@@ -43,7 +43,7 @@ GOALS = {"of_copy": 0.9, "over_wide": 1.0}
 BITSANDBYTES = "bitsandbytes"
 KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list[Any]]]] = {
     "adamw-bf16": (
-        adamw_bf16.adamw_bf16_step,
+        adamw.adamw_bf16_step,
         AdamWParams(PARAMS.lr, seed=0),
         BF16.update_bytes_per_param("adamw-bf16"),
         lambda count: [np.zeros(count, np.uint16) for _ in range(2)],

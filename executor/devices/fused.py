@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from executor.optimizer.adamw import AdamWParams, adamw_factors
-from executor.optimizer.adamw_bf16 import seeds_of, signed
+from executor.optimizer.adamw import AdamWParams, adamw_factors, seeds_of
+from executor.optimizer.adamw_bf16 import signed
 from executor.optimizer.bf16 import MIXERS, SPREAD
 from executor.optimizer.blocks import LEAST_SCALE, SIGNED, UNSIGNED, borders
 from executor.optimizer.passes import BLOCK, cut
@@ -266,8 +266,8 @@ def update(
         if end > begin:
             params = rule.at(begin).params
             assert isinstance(params, AdamWParams)
-            seeds = seeds_of(params, step) if params.seed is not None else (0, 0)
-            _launch(cut(state, begin, end), num_buffers, gradient, tuple(map(signed, map(int, seeds))), factors)
+            seeds = tuple(map(signed, map(int, seeds_of(params, step))))
+            _launch(cut(state, begin, end), num_buffers, gradient, seeds, factors)
         begin = end
 
 

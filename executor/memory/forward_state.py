@@ -27,6 +27,7 @@ import operator
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Final, NamedTuple, final
 
@@ -72,7 +73,7 @@ class ForwardState:
         # The first forward of quantized layers moves what decodes their weights from the parameter to the module.
         self._modules = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in _QUANTIZERS]
         self._name = name
-        self._generators = [random, _Attention, _Parametrized, *(_of_torch() if torch_too else ())]
+        self._generators = [random, *_SETTINGS, *(_of_torch() if torch_too else ())]
         self._changing: set[_Key] | None = None  # large tensors that forward changes; unknown before the first forward
         self._draws_from_numpy = False
         self._hooks, self._newest_hook = [self], -1  # unlike any
@@ -105,7 +106,7 @@ class ForwardState:
             elif whole or self._changing is None or key in self._changing or tensor.nbytes <= SMALL_BYTES:
                 copies[id(tensor)] = tensor.clone()
         random_states = [(one, _get_state(one)) for one in {id(each): each for each in visit.generators}.values()]
-        versions, context = _versions(visit.tensors), contextvars.copy_context()
+        versions, context = {k: t._version for k, t in visit.tensors.items()}, contextvars.copy_context()
         hooks = [(held, held.copy()) for held in self._held_hooks]
         return Snapshot(visit.holders, visit.tensors, versions, copies, random_states, _numpy_bits(), context, hooks)
 
@@ -118,7 +119,8 @@ class ForwardState:
         """
         visit = self._visit([])
         visit.values(given)
-        return [tensor for tensor in visit.differentiable if _is_made_after(tensor, begun)]
+        found: list[Any] = visit.differentiable
+        return [tensor for tensor in found if tensor.grad_fn._sequence_nr() >= begun]
 
     def _follow_hooks(self) -> None:
         """Find the variables that functions use, again if hooks have been added."""
@@ -478,15 +480,6 @@ def put_back(holder: Any, contents: Any) -> None:
         (holder.update if isinstance(holder, set) else holder.extend)(contents)
 
 
-def _is_made_after(tensor: torch.Tensor, begun: int) -> bool:
-    node: Any = tensor.grad_fn
-    return bool(node._sequence_nr() >= begun)
-
-
-def _versions(tensors: dict[_Key, torch.Tensor]) -> dict[_Key, int]:
-    return {key: tensor._version for key, tensor in tensors.items()}
-
-
 def _is_small_input(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.nbytes <= _SMALL_INPUT_BYTES and not tensor.is_inference()
 
@@ -513,36 +506,30 @@ def _of_torch() -> Iterator[torch.Generator]:
         yield torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-class _Attention:
-    """Which kernels of attention may run, as ``sdpa_kernel`` sets it; read and set like a generator's state."""
-
-    @staticmethod
-    def getstate() -> list[bool]:
-        return [is_enabled() for is_enabled, _ in _ATTENTION]
-
-    @staticmethod
-    def setstate(states: list[bool]) -> None:
-        for (_, enable), state in zip(_ATTENTION, states, strict=True):
-            enable(state)
-
-
-class _Parametrized:
-    """The weights that parametrizations have made, as ``parametrize.cached`` keeps them; read and set likewise."""
-
-    @staticmethod
-    def getstate() -> tuple[int, dict[Any, Any]]:
-        return parametrize._cache_enabled, dict(parametrize._cache)
-
-    @staticmethod
-    def setstate(state: tuple[int, dict[Any, Any]]) -> None:
-        parametrize._cache_enabled, kept = state
-        parametrize._cache = kept.copy()
-
-
 _ATTENTION: Final = [
     (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
     for kind in ("flash", "mem_efficient", "math", "cudnn")
 ]
+
+
+def _allow_attention(states: list[bool]) -> None:
+    for (_, enable), state in zip(_ATTENTION, states, strict=True):
+        enable(state)
+
+
+def _set_parametrized(state: tuple[int, dict[Any, Any]]) -> None:
+    parametrize._cache_enabled, kept = state
+    parametrize._cache = kept.copy()
+
+
+# Read and set like generators: which kernels of attention may run, as ``sdpa_kernel`` sets it; and the weights that
+# parametrizations have made, as ``parametrize.cached`` keeps them.
+_SETTINGS: Final = (
+    types.SimpleNamespace(getstate=lambda: [is_enabled() for is_enabled, _ in _ATTENTION], setstate=_allow_attention),
+    types.SimpleNamespace(
+        getstate=lambda: (parametrize._cache_enabled, dict(parametrize._cache)), setstate=_set_parametrized
+    ),
+)
 
 
 def _numpy_bits() -> bytes:

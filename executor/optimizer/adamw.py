@@ -1,8 +1,8 @@
-"""AdamW, and Adam, on a CPU in one pass over memory; and what AdamW with narrower moments has in common with it.
+"""AdamW, and Adam, on a CPU in one pass over memory; moments are float32 or bf16.
 
 A step that casts the gradient, updates, and casts the weight back passes over memory three times: about 54 bytes a
 parameter. This step needs 28: it reads the gradient (2), the master weight, m and v (12), and writes the last three and
-the bf16 weight (14).
+the bf16 weight (14). With moments in bf16 it needs 20.
 """
 
 import math
@@ -12,8 +12,19 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.bf16 import MASK, noise_at, noise_key
+from executor.optimizer.passes import (
+    HostStep,
+    as_float32,
+    check_params,
+    float32s,
+    store_master,
+    store_moment,
+    store_weight,
+)
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
+
+_SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,14 @@ def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[obj
     # Weight decay in the gradient; for ``None`` numba compiles a kernel without it.
     in_gradient = params.weight_decay and not params.decoupled_weight_decay
     l2 = np.float32(params.weight_decay) if in_gradient else None
-    return l2, np.float32(grad_scale), adamw_factors(params, step)
+    return l2, (seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step))
+
+
+def seeds_of(params: AdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
+    """Return the key of random bits, 0 without a seed, and the position of the first value."""
+    seed = params.seed
+    key = 0 if seed is None else noise_key(seed, seed >> 32, params.parameter, step)
+    return np.uint32(key), np.uint32(params.start & MASK)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -83,20 +101,25 @@ def _update(
     grad: Any,
     weight_out: Any,
     l2: Any,
-    grad_scale: Any,
-    factors: Any,
+    rule: Any,
+    begin: Any,
 ) -> None:
+    seeds, grad_scale, factors = rule
     values = np.empty(CHUNK, np.float32)
     for chunk in chunks(master):
-        ps, (ms, vs), gs, _ = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
+        ps, (ms, vs), gs, offset = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
+        key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin + offset))
         for i in range(ps.size):
             g = as_float32(gs[i]) * grad_scale
             if l2 is not None:
-                g = g + l2 * ps[i]
-            p, m, v = advanced(ps[i], ms[i], vs[i], g, factors)
-            ms[i] = m
-            vs[i] = v
-            ps[i] = p
+                g = g + l2 * as_float32(ps[i])
+            p, m, v = advanced(as_float32(ps[i]), as_float32(ms[i]), as_float32(vs[i]), g, factors)
+            noise = noise_at(
+                np.uint32(first + np.uint32(i)), key
+            )  # the compiler leaves it out where nothing is rounded
+            store_moment(ms, i, m, np.uint32(noise & _LOW))
+            store_moment(vs, i, v, np.uint32(noise >> _SHIFT16))
+            store_master(ps, i, p, noise)
             store_weight(weight_out, gs, i, p)
         close_chunk(master, chunk, values)
 
@@ -104,7 +127,7 @@ def _update(
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """Keys of both moments in a parameter's state."""
 
-adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args)
+adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args, seeded=True)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g
@@ -113,3 +136,7 @@ adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args)
 
 If weight decay is not decoupled, ``g = g + weight_decay * p`` comes first, as in ``torch.optim.Adam``.
 """
+
+adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
+"""As :data:`adamw_step`; moments are bf16 bits (uint16), and the master copy may be, see [Note: Stochastic rounding] in
+:mod:`executor.optimizer.adamw_bf16`."""

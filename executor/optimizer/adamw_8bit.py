@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
-from executor.optimizer.adamw_bf16 import round_weights_into, seeds_of
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced, seeds_of
+from executor.optimizer.adamw_bf16 import round_weights_into
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at
 from executor.optimizer.blocks import (
     LEAST_SCALE,
@@ -78,8 +78,7 @@ def _update(
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    seeds = seeds_of(params, step) if params.seed is not None else (_ZERO, _ZERO)
-    return ((seeds, np.float32(grad_scale), adamw_factors(params, step)),)
+    return ((seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)),)
 
 
 adamw_8bit_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=True)

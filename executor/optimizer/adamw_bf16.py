@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16 and stochastic rounding: on a CPU 20 bytes a parameter in one pass, and on a device.
+"""AdamW with moments in bf16 and stochastic rounding, on a device; the host's is in :mod:`executor.optimizer.adamw`.
 
 [Note: Stochastic rounding] Rounded to the nearest bf16, the second moment would stand still: a step changes it by
 1 - beta2 of the difference, often less than half a unit in its last place. So would weights in bf16. Therefore a value
@@ -11,64 +11,12 @@ do the same operations in the same order, each rounded once. The step of the wei
 rounded.
 """
 
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
 
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced
-from executor.optimizer.bf16 import MASK, MIXERS, SPREAD, bf16_to_float32, float32_to_bf16_by, noise_at, noise_key
-from executor.optimizer.passes import HostStep, as_float32, store_master, store_weight
-from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
-
-_SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
-
-
-def _key(params: AdamWParams, step: int) -> int:
-    assert params.seed is not None
-    return noise_key(params.seed, params.seed >> 32, params.parameter, step)
-
-
-def seeds_of(params: AdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
-    """Return the key of random bits, and the position of the first value."""
-    return np.uint32(_key(params, step)), np.uint32(params.start & MASK)
-
-
-def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    return seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _update(
-    master: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    grad: Any,
-    weight_out: Any,
-    seeds: Any,
-    grad_scale: Any,
-    factors: Any,
-    begin: Any,
-) -> None:
-    values = np.empty(CHUNK, np.float32)
-    for chunk in chunks(master):
-        ps, (ms, vs), gs, offset = open_chunk(master, chunk, (exp_avg, exp_avg_sq), grad, values)
-        key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin + offset))
-        for i in range(ps.size):
-            g = as_float32(gs[i]) * grad_scale
-            p, m, v = advanced(as_float32(ps[i]), bf16_to_float32(ms[i]), bf16_to_float32(vs[i]), g, factors)
-            noise = noise_at(np.uint32(first + np.uint32(i)), key)
-            ms[i] = float32_to_bf16_by(m, np.uint32(noise & _LOW))
-            vs[i] = float32_to_bf16_by(v, np.uint32(noise >> _SHIFT16))
-            store_master(ps, i, p, noise)
-            store_weight(weight_out, gs, i, p)
-        close_chunk(master, chunk, values)
-
-
-adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
-"""As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are bf16 bits (uint16), and the
-master copy may be, see [Note: Stochastic rounding]."""
+from executor.optimizer.adamw import AdamWParams, adamw_factors, seeds_of
+from executor.optimizer.bf16 import MASK, MIXERS, SPREAD
 
 
 def adamw_bf16_(
@@ -78,7 +26,7 @@ def adamw_bf16_(
     params: AdamWParams,
     step: int,
 ) -> None:
-    """Take one step with torch's operators; the bits are those of :data:`adamw_bf16_step`.
+    """Take one step with torch's operators; the bits are those of :data:`executor.optimizer.adamw.adamw_bf16_step`.
 
     The gradient is overwritten. See [Note: Operators] in :mod:`planner.optimizers`.
     """
@@ -88,7 +36,7 @@ def adamw_bf16_(
     v = exp_avg_sq.float().mul_(beta2).add_(scratch.mul_(gradient))
     m = exp_avg.float().mul_(beta1).add_(gradient.mul_(rest1))
     noise, half = gradient.view(torch.int32), scratch.view(torch.int32)  # neither value is needed any more
-    _noise_into(noise, half, params.start, _key(params, step))
+    _noise_into(noise, half, *map(int, seeds_of(params, step)))
     _round_into(exp_avg, m, torch.bitwise_and(noise, 0xFFFF, out=half))
     _round_into(exp_avg_sq, v, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
     root = scratch.copy_(v.double().sqrt_())  # rounded once: torch's float32 root on a CPU may be a unit off
@@ -104,17 +52,17 @@ def round_weights_into(
     if weight is master:
         return
     noise, shifted = (values.view(torch.int32) for values in scratch)
-    _noise_into(noise, shifted, params.start, _key(params, step))
+    _noise_into(noise, shifted, *map(int, seeds_of(params, step)))
     _round_into(master, weight, noise.mul_(signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 
 
-def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, start: int, key: int) -> None:
+def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, key: int, start: int) -> None:
     """Set ``bits``, int32, to :func:`noise_at` of each position: products wrap, and signs are masked off after shifts.
 
     ``shifted``, int32, is overwritten.
     """
     torch.arange(len(bits), dtype=torch.int32, out=bits)
-    bits.add_(signed(start & MASK)).bitwise_xor_(signed(key))
+    bits.add_(signed(start)).bitwise_xor_(signed(key))
 
     def mix(shift: int) -> None:
         bits.bitwise_xor_(torch.bitwise_right_shift(bits, shift, out=shifted).bitwise_and_(MASK >> shift))

@@ -247,6 +247,22 @@ def store_master(master: Any, i: int, weight: Any, noise: Any) -> None:
     raise NotImplementedError
 
 
+def store_moment(moments: Any, i: int, moment: Any, noise: Any) -> None:
+    """Write a new moment: as it is to float32, or rounded to bf16 bits by 16 random bits. Kernels only, as above."""
+    raise NotImplementedError
+
+
+@overload(store_moment)
+def _store_moment(moments: Any, i: Any, moment: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
+    def plain(moments: Any, i: Any, moment: Any, noise: Any) -> None:  # noqa: ARG001
+        moments[i] = moment
+
+    def rounded(moments: Any, i: Any, moment: Any, noise: Any) -> None:
+        moments[i] = float32_to_bf16_by(moment, noise)
+
+    return rounded if moments.dtype == types.uint16 else plain
+
+
 @overload(store_master)
 def _store_master(master: Any, i: Any, weight: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
     def plain(master: Any, i: Any, weight: Any, noise: Any) -> None:  # noqa: ARG001

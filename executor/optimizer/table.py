@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from executor.optimizer import device
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_bf16_step, adamw_step
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
+from executor.optimizer.adamw_bf16 import adamw_bf16_
 from executor.optimizer.device import OwnParams, OwnStep
 from executor.optimizer.lion import LionParams, lion_, lion_step
 from executor.optimizer.muon import MuonParams, muon, muon_step

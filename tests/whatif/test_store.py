@@ -44,7 +44,7 @@ def test_a_line_cut_off_anywhere_costs_only_itself(tmp_path):
 
 def test_a_damaged_line_is_passed_over(tmp_path):
     path = tmp_path / "s.jsonl"
-    path.write_bytes(filled(path).replace(b"because 0.0", b"because 9.0"))
+    path.write_bytes(filled(path).replace(b"refused", b"refuXed", 1))
     with Store(path) as store:
         assert store.results == {key: RESULTS[key] for key in ("key1", "key2", "key3")}
 
@@ -107,7 +107,7 @@ def test_a_killed_study_goes_on_and_computes_nothing_again(tiny, start, tmp_path
     (tmp_path / "fresh").mkdir()
     fresh = start("--model", tiny, *STUDY, "--output", "fresh/study.json")
     assert fresh.communicate(timeout=120)[0] == out == (tmp_path / "study.json").read_text()
-    assert load_study(tmp_path / "study.json").complete
+    assert len(load_study(tmp_path / "study.json").points) == 30
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):

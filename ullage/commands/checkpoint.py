@@ -1,11 +1,10 @@
 """``ullage checkpoint``: list, check, export and remove checkpoints."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.files.opening import Folder, modified
+from executor.checkpoint.files.opening import modified
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.format.reader import Checkpoint
@@ -114,7 +113,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
-    chosen = _chosen(args.place)
+    chosen = [located(args.place)] if _is_single(args.place) else place_at(args.place).folders()
     if not chosen:
         raise CheckpointError(f"there are no checkpoints in {args.place}; give a --checkpoint-dir of a run")
     for path in chosen:
@@ -172,10 +171,6 @@ def _prune(args: argparse.Namespace) -> int:
         place.remove_spares()
     answer(args, {"removed": removed}, f"removed {', '.join(removed) or 'nothing'}")
     return 0
-
-
-def _chosen(place: str) -> Sequence[Folder]:
-    return [located(place)] if _is_single(place) else place_at(place).folders()
 
 
 def _is_single(place: str) -> bool:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from planner.plan.document import load_plan
-from ullage.analysis.simulation import ENGINES, OURS, planned
+from ullage.analysis.simulation import planned
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
 from ullage.report.iteration import iteration_part
 from ullage.report.terminal import answer
 from ullage.report.trace import chrome_trace, write_trace
+from ullage.rivals.settings import ENGINES, OURS
 
 
 def add_parser(subparsers: Subparsers) -> None:

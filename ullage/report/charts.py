@@ -17,10 +17,11 @@ from ullage.output.palette import Work
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
 """Units that take a prefix, as in GB. Values in other units (currencies, tokens per second) have no prefix."""
 
-Mark = Literal["area", "steps", "line", "points", "curve", "bars"]
+Mark = Literal["area", "steps", "line", "points", "curve", "bars", "tasks"]
 """How the values of a trace are drawn.
 
 Areas are filled step functions, stacked; curves are lines with markers; bars are horizontal, and their y are names.
+Tasks are a row of bars from x to y: their starts and ends, ascending.
 """
 
 _TABLE_ROWS = 24  # rows of a table over time
@@ -34,12 +35,10 @@ class Axis:
     Attributes:
         title: title of the axis.
         unit: SI base unit (``s``, ``B``, ``B/s``, ``FLOP/s``), ``%`` for fractions, or ``""``.
-        log: whether the scale is logarithmic.
     """
 
     title: str
     unit: str = ""
-    log: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +49,7 @@ class Trace:
         name: name in the legend.
         x, y: values, or names if the axis has names.
         mark: how they are drawn.
-        colour: a key of :data:`ullage.output.palette.COLOURS`, or one for each value.
+        colour: a key of :data:`ullage.output.palette.COLOURS`, or one for each value; of tasks, what each is for.
         measured: values are measured, not predicted; they are drawn dashed or hatched.
         texts: text for each value.
         faint: a detailed line behind the line of the same name.
@@ -120,6 +119,7 @@ class Chart:
         traces: lines; areas are ordered from the bottom up.
         levels, bands: named limits and intervals.
         over_time: x is the time of one iteration. All such charts of a report share this axis.
+        period_s: length of the iteration; only charts of tasks need it.
         limits: limits on x, such as a capacity.
         bars: how bars of one name are arranged: side by side, stacked, or overlaid.
         half: whether half the width of a page is enough.
@@ -134,13 +134,21 @@ class Chart:
     levels: tuple[Level, ...] = ()
     bands: tuple[Band, ...] = ()
     over_time: bool = False
+    period_s: float = 0.0
     limits: tuple[Level, ...] = ()
     bars: Literal["group", "stack", "overlay"] = "group"
     half: bool = False
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether it shows tasks, a lane in each row."""
+        return any(trace.mark == "tasks" for trace in self.traces)
+
+    @property
     def table(self) -> Table:
-        """The same data as a table. A curve over time is sampled at equal distances."""
+        """The same data as a table. A curve over time is sampled at equal distances; of tasks, times are summed up."""
+        if self.has_tasks:
+            return self._of_tasks()
         shown = [trace for trace in self.traces if not trace.faint]
         if any(trace.mark == "bars" for trace in shown):
             return self._of_bars(shown)
@@ -158,6 +166,19 @@ class Chart:
     @property
     def _levels_words(self) -> str:
         return "; ".join(f"{level.words}: {_cell(level.value, self.y.unit)}" for level in self.levels)
+
+    def _of_tasks(self) -> Table:
+        """Return the busy time of each lane by purpose."""
+        shown = [work for work in Work if any(work in row.colour for row in self.traces)]
+        rows = []
+        for row in self.traces:
+            seconds = dict.fromkeys(shown, 0.0)
+            for start_s, end_s, work in zip(row.x, row.y, row.colour, strict=True):
+                seconds[Work(work)] += float(end_s) - float(start_s)
+            busy_s = sum(seconds.values())
+            cells = (si(seconds[work], "s") if seconds[work] else "" for work in shown)
+            rows.append((row.name, str(len(row.texts)), si(busy_s, "s"), percent(busy_s / self.period_s), *cells))
+        return Table(self.title, ("lane", "tasks", "busy", "of the iteration", *shown), tuple(rows))
 
     def _of_bars(self, shown: Sequence[Trace]) -> Table:
         names = list(dict.fromkeys(name for trace in shown for name in map(str, trace.y)))
@@ -181,54 +202,6 @@ class Chart:
         )
         names = (trace.name for trace in shown)
         return Table(self.title, (self.x.title, *names), rows, self._levels_words)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Row:
-    """The tasks of one lane over one iteration.
-
-    Attributes:
-        name: name of the lane, with ``predicted`` or ``measured``.
-        start_s, end_s: start and end of each task within the iteration, ascending.
-        work: purpose of each task.
-        tasks: name of each task.
-        measured: whether the times are measured.
-    """
-
-    name: str
-    start_s: Sequence[float]
-    end_s: Sequence[float]
-    work: Sequence[Work]
-    tasks: Sequence[str]
-    measured: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Gantt:
-    """Every task of one iteration, lane by lane; see :class:`Chart` for the fields of the same names."""
-
-    key: str
-    title: str
-    note: str
-    x: Axis
-    rows: tuple[Row, ...]
-    period_s: float
-    bands: tuple[Band, ...] = ()
-    over_time: bool = True
-
-    @property
-    def table(self) -> Table:
-        """Busy time of each lane by purpose."""
-        shown = [work for work in Work if any(work in row.work for row in self.rows)]
-        rows = []
-        for row in self.rows:
-            seconds = dict.fromkeys(shown, 0.0)
-            for start_s, end_s, work in zip(row.start_s, row.end_s, row.work, strict=True):
-                seconds[work] += end_s - start_s
-            busy_s = sum(seconds.values())
-            cells = (si(seconds[work], "s") if seconds[work] else "" for work in shown)
-            rows.append((row.name, str(len(row.tasks)), si(busy_s, "s"), percent(busy_s / self.period_s), *cells))
-        return Table(self.title, ("lane", "tasks", "busy", "of the iteration", *shown), tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,7 +241,7 @@ class HeatMap:
         return Table(self.title, (f"{self.y.title}, by {self.x.title}", *self.columns), rows, self.note)
 
 
-Picture = Chart | Gantt | HeatMap
+Picture = Chart | HeatMap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,12 @@ substitutes the colours of its theme. plotly.js interprets some tags in texts, s
 """
 
 import html
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ullage.output.palette import COLOURS, ORDINALS, SCALE, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Picture, Trace, value_text
+from ullage.report.charts import PREFIXED, Axis, Chart, HeatMap, Picture, Trace, value_text
 
 _NAME_COLUMNS = 26  # columns for the name of a bar, so that a phone has room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
@@ -28,9 +27,9 @@ def theme(*, dark: bool) -> dict[str, str]:
 
 def figure(picture: Picture) -> dict[str, Any]:
     """Return the data that the page draws: ``data`` and ``layout`` of plotly.js, or the rows of a Gantt chart."""
-    if isinstance(picture, Gantt):
-        return _gantt(picture)
-    return _map(picture) if isinstance(picture, HeatMap) else _chart(picture)
+    if isinstance(picture, HeatMap):
+        return _map(picture)
+    return _gantt(picture) if picture.has_tasks else _chart(picture)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -38,8 +37,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
     names = list(dict.fromkeys(str(name) for trace in chart.traces if bars for name in trace.y))
     shown_of = {trace.name for trace in chart.traces}
     layout: dict[str, Any] = {
-        "xaxis": _axis(chart.x, [x for trace in chart.traces for x in trace.x if not isinstance(x, str)])
-        | ({"rangemode": "tozero"} if bars else {}),
+        "xaxis": _axis(chart.x) | ({"rangemode": "tozero"} if bars else {}),
         "yaxis": {
             "type": "category",
             "categoryorder": "array",
@@ -51,9 +49,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
             "tickfont": {"size": 12},
         }
         if bars
-        else _axis(chart.y, [y for trace in chart.traces for y in trace.y if not isinstance(y, str)])
-        | ({} if chart.y.log else {"rangemode": "tozero"})
-        | {"fixedrange": chart.over_time},
+        else _axis(chart.y) | {"rangemode": "tozero", "fixedrange": chart.over_time},
         "showlegend": len(shown_of) > 1 or chart.bars == "stack",
         "hovermode": "x unified" if chart.over_time else "closest",
         "shapes": [*_bands(chart), *_levels(chart)],
@@ -122,22 +118,8 @@ def _ticks(axis: Axis) -> dict[str, Any]:
     return {"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN}
 
 
-def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
-    result = _titled(axis)
-    if axis.log:
-        shown = _round_values(min(values), max(values))
-        result |= {"type": "log", "tickvals": shown, "ticktext": [value_text(value, axis.unit) for value in shown]}
-        result |= {"tickangle": 0}
-        low, high = (math.log10(value) for value in (min(values), max(values)))
-        return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
-    return result | _ticks(axis)
-
-
-def _round_values(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times every power of ten between two values, or only the powers if those are too many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
-    return [digit * 10.0**power for power in powers for digit in digits]
+def _axis(axis: Axis) -> dict[str, Any]:
+    return _titled(axis) | _ticks(axis)
 
 
 def _trace(chart: Chart, trace: Trace, *, bars: bool) -> dict[str, Any]:
@@ -216,7 +198,7 @@ def _levels(chart: Chart) -> list[dict[str, Any]]:
     return lying + standing
 
 
-def _bands(chart: Chart | Gantt) -> list[dict[str, Any]]:
+def _bands(chart: Chart) -> list[dict[str, Any]]:
     return [
         {
             "type": "rect",
@@ -234,7 +216,7 @@ def _bands(chart: Chart | Gantt) -> list[dict[str, Any]]:
     ]
 
 
-def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
+def _annotations(chart: Chart) -> list[dict[str, Any]]:
     words = [
         {
             "xref": "x",
@@ -250,8 +232,6 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
         for band in chart.bands
         if band.words
     ]
-    if isinstance(chart, Gantt):
-        return words
     return words + [
         {
             "xref": "paper",
@@ -269,20 +249,20 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
     ]
 
 
-def _gantt(gantt: Gantt) -> dict[str, Any]:
+def _gantt(gantt: Chart) -> dict[str, Any]:
     names: dict[str, int] = {}
-    kinds = [work for work in Work if any(work in row.work for row in gantt.rows)]
-    number = {work: i for i, work in enumerate(kinds)}
+    kinds = [work for work in Work if any(work in row.colour for row in gantt.traces)]
+    number: dict[str, int] = {work: i for i, work in enumerate(kinds)}
     tick_s = gantt.period_s / _TICKS
     rows = [
         {
             "name": _plain(row.name),
-            "start": [round(start_s / tick_s) for start_s in row.start_s],
-            "end": [round(end_s / tick_s) for end_s in row.end_s],
-            "work": [number[work] for work in row.work],
-            "task": [names.setdefault(name, len(names)) for name in row.tasks],
+            "start": [round(float(start_s) / tick_s) for start_s in row.x],
+            "end": [round(float(end_s) / tick_s) for end_s in row.y],
+            "work": [number[work] for work in row.colour],
+            "task": [names.setdefault(name, len(names)) for name in row.texts],
         }
-        for row in gantt.rows
+        for row in gantt.traces
     ]
     return {
         "key": gantt.key,

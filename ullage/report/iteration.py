@@ -7,7 +7,7 @@ from planner.simulate.critical_path import parts
 from ullage.analysis.iteration import Iteration
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Fact, Gantt, Part, Row, Section, Table
+from ullage.report.charts import Chart, Fact, Part, Section, Table, Trace
 from ullage.report.over_time import TIME, gantt_section, memory_over_time, resources_section, traffic_section
 from ullage.report.plan import memory_section
 from ullage.rivals.decisions import RivalDecisions
@@ -63,7 +63,7 @@ def _lanes(seen: Iteration) -> Table:
     return Table("lanes", ("lane", "busy", "idle", "busy share"), rows)
 
 
-def _critical(seen: Iteration) -> Iterator[Table | Gantt]:
+def _critical(seen: Iteration) -> Iterator[Table | Chart]:
     """Yield the critical path summed by kind of task, and by lane over time."""
     tasks, period_s = seen.simulation.timeline.schedule.tasks, seen.period_s
     found = parts(seen.simulation.timeline.schedule, seen.steps)
@@ -80,6 +80,8 @@ def _critical(seen: Iteration) -> Iterator[Table | Gantt]:
     columns = ("phase", "lane", "work", "tasks", "time", "share", "slowed by")
     yield Table("critical path", columns, tuple(rows))
     lanes, work = [tasks[step.task].lane for step in seen.steps], [WORK[tasks[step.task].op] for step in seen.steps]
-    row = Row("critical path", [s.start_s for s in seen.steps], [s.end_s for s in seen.steps], work, lanes)
+    starts_s, ends_s = [step.start_s for step in seen.steps], [step.end_s for step in seen.steps]
+    row = Trace("critical path", starts_s, ends_s, "tasks", work, texts=lanes)
     words = "; ".join(f"{lane}: {LANE_WORDS[lane]}" for lane in dict.fromkeys(lanes))
-    yield Gantt("critical", "Critical path over the iteration", words, TIME, (row,), period_s)
+    title = "Critical path over the iteration"
+    yield Chart("critical", title, words, TIME, (row,), over_time=True, period_s=period_s)

@@ -15,7 +15,7 @@ from ullage.analysis.iteration import View
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import TIER_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Row, Section, Trace
+from ullage.report.charts import Axis, Band, Chart, Level, Section, Trace
 
 TIME: Final = Axis("time since the iteration began", "s")
 """The axis of charts over time."""
@@ -39,7 +39,7 @@ _CAPACITY = {
 
 def gantt_section(views: Sequence[View]) -> Section:
     """Show every task of an iteration on its lane, predicted above measured."""
-    rows: dict[tuple[int, int, bool], Row] = {}
+    rows: dict[tuple[int, int, bool], Trace] = {}
     for view in views:
         for (stage, lane), row in _rows(view, says_who=len(views) > 1):
             rows[stage, lane, view.measured] = row
@@ -47,19 +47,20 @@ def gantt_section(views: Sequence[View]) -> Section:
     note = "Each bar is a task. Bars narrower than a pixel are merged; drag to zoom in and separate them."
     if len(views) > 1:
         note += " The phases in the background are predicted."
-    gantt = Gantt(
+    gantt = Chart(
         key="gantt",
         title="Tasks of one iteration, by lane",
         note=note,
         x=TIME,
-        rows=shown,
-        period_s=max(view.period_s for view in views),
+        traces=shown,
         bands=_bands(views[0]),
+        over_time=True,
+        period_s=max(view.period_s for view in views),
     )
     return Section("timeline", "Tasks", "What happens when", (), (gantt,))
 
 
-def _rows(view: View, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Row]]:
+def _rows(view: View, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Trace]]:
     """Yield a row per stage and lane with all tasks that run within this interval, of any iteration."""
     tasks = view.timeline.schedule.tasks
     start_s = view.timeline.start_s - view.begin_s
@@ -81,12 +82,13 @@ def _rows(view: View, *, says_who: bool) -> Iterator[tuple[tuple[int, int], Row]
         name = f"{stage}: {order[number]}" if several else order[number].value
         yield (
             (stage, number),
-            Row(
+            Trace(
                 name=f"{name}, {view.who}" if says_who else name,
-                start_s=[span[0] for span in spans],
-                end_s=[span[1] for span in spans],
-                work=[WORK[tasks[span[2]].op] for span in spans],
-                tasks=[tasks[span[2]].name for span in spans],
+                x=[span[0] for span in spans],
+                y=[span[1] for span in spans],
+                mark="tasks",
+                colour=[WORK[tasks[span[2]].op] for span in spans],
+                texts=[tasks[span[2]].name for span in spans],
                 measured=view.measured,
             ),
         )

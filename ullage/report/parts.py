@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ullage.report.charts import Gantt, Part, Picture, Table
+from ullage.report.charts import Part, Picture, Table
 from ullage.report.interactive import figure
 
 
@@ -27,7 +27,7 @@ def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
         return {"id": "", **table_data(shown)}
     return {
         "id": f"{part_id}-chart-{shown.key}",
-        "wide": isinstance(shown, Gantt) or not shown.half,
+        "wide": not shown.half,
         "title": shown.title,
         "note": shown.note,
         "table": table_data(shown.table),

@@ -82,6 +82,10 @@ def plan_part(
         Fact("best", gap, why),
     )
     faster = faster_line(plan)
+    losses = {}
+    if run is not None:
+        last = f"{run.losses[-1]:.3f} after {len(run.losses)} iterations"
+        losses = {"ran on": run.machine, "losses": f"{run.losses[0]:.3f} at first, {last}"}
     about = {
         "placement": describe(decided, plan.units()),
         "model": model_line(plan.model),
@@ -94,7 +98,7 @@ def plan_part(
         **({"faster": faster} if faster else {}),
         **_execution(plan, path),
         **_storage(plan),
-        **({} if run is None else {"ran on": run.machine, "losses": _losses(run)}),
+        **losses,
         "made by": f"ullage {plan.program_version}",
     }
     warnings = list(plan.warnings)
@@ -230,10 +234,6 @@ def _storage(plan: Plan) -> dict[str, str]:
     if not written_bytes:
         return {}
     return {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe, which wears its drives"}
-
-
-def _losses(run: "RunRecord") -> str:
-    return f"{run.losses[0]:.3f} at first, {run.losses[-1]:.3f} after {len(run.losses)} iterations"
 
 
 def memory_section(memory: Mapping[Tier, TierMemory], measured: Mapping[Tier, int]) -> Section:

@@ -15,7 +15,6 @@ from ullage.report.charts import (
     Band,
     Chart,
     Fact,
-    Gantt,
     HeatMap,
     Part,
     Picture,
@@ -55,19 +54,16 @@ def show(*shown: Shown, stderr: bool = False) -> None:
         begun = True
         if isinstance(piece, Table):
             out.print(_table(piece))
-        elif isinstance(piece, Gantt):
-            (row,), (label, num_columns) = piece.rows, _columns_of(piece.rows[0].name, out)
-            for line in (_title(piece), *_letters(row.start_s, row.tasks, piece.period_s, label, num_columns)):
-                out.print(line, soft_wrap=True)
         elif isinstance(piece, Chart):
-            for line in _over_time(piece, out, () if piece.bands == bands else piece.bands):
+            drawn = _tasks(piece, out) if piece.has_tasks else _over_time(piece, out, repeats=piece.bands == bands)
+            for line in drawn:
                 out.print(line, soft_wrap=True)
-            bands = piece.bands
+            bands = bands if piece.has_tasks else piece.bands
         else:
             out.print(_facts(piece))
 
 
-def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart | Gantt]:
+def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table | Chart]:
     for piece in shown:
         if isinstance(piece, Part):
             yield {**{fact.name: _fact(fact) for fact in piece.facts}, **piece.about}
@@ -78,9 +74,10 @@ def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table 
                 yield ""
             yield from piece.words
             yield from _pieces(piece.parts)
-        elif isinstance(piece, Gantt):
-            yield from [piece] if len(piece.rows) == 1 else []
-        elif not isinstance(piece, HeatMap) and (not isinstance(piece, Chart) or piece.over_time):
+        elif isinstance(piece, Chart):
+            if piece.over_time and not (piece.has_tasks and len(piece.traces) > 1):
+                yield piece
+        elif not isinstance(piece, HeatMap):
             yield piece
 
 
@@ -127,8 +124,19 @@ def _columns_of(name: str, out: Console) -> tuple[int, int]:
     return label, min(max(out.width - label - _NOTE_COLUMNS - 3, _CHART_COLUMNS[0]), _CHART_COLUMNS[1])
 
 
-def _over_time(chart: Chart, out: Console, bands: Sequence[Band]) -> Iterator[str]:
-    """Yield the title of a chart, a line with one letter for each interval, and a line of bars for each trace."""
+def _tasks(chart: Chart, out: Console) -> Iterator[str]:
+    """Yield the title of a chart of one row of tasks, and lines with a letter for each."""
+    (row,) = chart.traces
+    yield _title(chart)
+    yield from _letters([float(start_s) for start_s in row.x], row.texts, chart.period_s, *_columns_of(row.name, out))
+
+
+def _over_time(chart: Chart, out: Console, *, repeats: bool) -> Iterator[str]:
+    """Yield the title of a chart, a line with one letter for each interval, and a line of bars for each trace.
+
+    If it ``repeats`` the intervals of the chart before it, they are not drawn again.
+    """
+    bands = () if repeats else chart.bands
     label, num_columns = _columns_of(max((t.name for t in chart.traces if not t.faint), key=len, default=""), out)
     yield _title(chart)
     if bands:

@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-from typing import Literal, Self
+from typing import Self
 
 from planner.costs.layout import Layout
 from planner.plan.document import Plan, PlanError
-
-Launcher = Literal["torchrun", "accelerate"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,35 +74,17 @@ def nodes(plan: Plan) -> list[range]:
     return found
 
 
-def launch_lines(plan: Plan, *, path: str = "PLAN", launcher: Launcher = "torchrun") -> list[str]:
-    """Return the command lines that start a plan: one for all nodes, or one for each node if their devices are unlike.
-
-    Raises:
-        PlanError: ``accelerate`` cannot start unlike numbers of processes.
-    """
+def launch_lines(plan: Plan, *, path: str = "PLAN") -> list[str]:
+    """Return the command lines that start a plan: one for all nodes, or of each node if their devices are unlike."""
     found, ranks = nodes(plan), plan.decisions.num_devices
     if ranks == 1:
         return [f"ullage execute {path}"]
-    sizes = [len(node) for node in found]
-    if launcher == "accelerate":
-        if plan.others and len(set(sizes)) > 1:
-            raise PlanError(
-                f"nodes of this plan start {' and '.join(map(str, sizes))} processes, but accelerate starts equally "
-                "many on each; start them with torchrun"
-            )
-        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if len(found) > 1 else ""
-        # Only --multi_gpu makes it start several processes, also for CPUs. The plan decides types and compilation.
-        return [
-            (
-                f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {len(found)}{several} "
-                f"--mixed_precision no --dynamo_backend no -m ullage execute {path}"
-            )
-        ]
+    numbers = range(len(found)) if plan.others and len(found) > 1 else "N"
     return [
-        f"torchrun --nproc-per-node {size}"
+        f"torchrun --nproc-per-node {len(node)}"
         + (f" --nnodes {len(found)} --node-rank {number} --master-addr FIRST" if len(found) > 1 else "")
         + f" -m ullage execute {path}"
-        for number, size in (enumerate(sizes) if plan.others and len(found) > 1 else [("N", sizes[0])])
+        for number, node in zip(numbers, found, strict=False)
     ]
 
 

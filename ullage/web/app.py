@@ -7,7 +7,6 @@ set; they show the page in a frame, behind one server.
 """
 
 import ast
-import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -32,7 +31,7 @@ try:
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the page needs more packages; pip install 'ullage[web]'", name=error.name) from error
@@ -215,36 +214,12 @@ async def _body(request: Request) -> bytes:
     return found
 
 
-class _Lines(Response):
-    """Lines as they come, until the visitor is gone: then what makes them ends at once, also while it says nothing."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(media_type="application/x-ndjson", headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self.first, self.rest = first, rest
-
-    async def __call__(self, _scope: _Message, receive: _Receive, send: _Send) -> None:
-        """Answer a request of ASGI."""
-        tasks = {asyncio.create_task(self._stream(send)), asyncio.create_task(_gone(receive))}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _stream(self, send: _Send) -> None:
-        async with contextlib.aclosing(self.rest) as rest:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self.first + b"\n", "more_body": True})
-            async for line in rest:
-                await send({"type": "http.response.body", "body": line + b"\n", "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-
-
-async def _gone(receive: _Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _lines(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    """Yield lines as they come. If the visitor leaves, what makes them ends at once, also while it says nothing."""
+    async with contextlib.aclosing(rest):
+        yield first + b"\n"
+        async for line in rest:
+            yield line + b"\n"
 
 
 def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
@@ -284,8 +259,8 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             busy = _refused(str(error), 503)
             busy.headers["retry-after"] = "60"
             return busy
-
-        return _Lines(first, lines)
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(_lines(first, lines), media_type="application/x-ndjson", headers=headers)
 
     return Starlette(
         routes=[

@@ -10,7 +10,7 @@ from ullage.cli.options import given_flags, known_options
 from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
-from ullage.whatif.prices import Prices, example_prices, load_prices
+from ullage.whatif.prices import example_prices, load_prices
 from ullage.whatif.questions import COMPARES_MACHINES, answer
 from ullage.whatif.running.runner import Evaluator, run_study
 from ullage.whatif.running.store import Store
@@ -41,7 +41,9 @@ def study_of(args: argparse.Namespace) -> Study:
         _refuse_options_beside_file(args)
         loaded = load_study(args.study)
     request = loaded.request if loaded else study_request(args)
-    prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
+    prices = loaded.prices if loaded else None
+    if args.prices:
+        prices = example_prices() if args.prices == EXAMPLE_PRICES else load_prices(args.prices)
     if args.sensitivities and request.sweep:
         raise ValueError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
     num_workers = args.workers or num_usable_cores()
@@ -64,7 +66,6 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
     found = {name: getattr(args, option.dest, None) for name, option in known_options().items()}
     options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
-    design = args.design or {}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
@@ -79,9 +80,7 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
     return StudyRequest(
         set=options | sets,
         sweep=sweeps,
-        design=design.get("", "cartesian"),
-        num_points=design.get("points"),
-        seed=design.get("seed", 0),
+        design=args.design or "cartesian",
         certify=bool(args.certify),
         tokens=args.tokens,
         deadline_s=args.days * _DAY_S if args.days else None,
@@ -133,7 +132,3 @@ def _refuse_options_beside_file(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_flags(args)
     if given:
         raise ValueError(f"{args.study} is a whole study; leave out {given[0]}, or write it into the file")
-
-
-def _prices(text: str) -> Prices:
-    return example_prices() if text == EXAMPLE_PRICES else load_prices(text)

@@ -64,13 +64,14 @@ def _fits(run: Evaluator) -> Study:
     least = _minimum(run, {name: (machines[name], count) for name, count in chosen.items()})
     study = _study(dataclasses.replace(run, prices=None), tried)  # the question is only whether points fit
     model = study.points[0].model
-    words = [
-        f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
-        for count, names in _grouped({one.hardware: one.num_devices for one in least})
-    ]
+    words = []
+    for count, group in itertools.groupby(least, key=lambda one: one.num_devices):
+        names = ", ".join(one.hardware for one in group)
+        words.append(f"{model} trains on {count} device{'s' if count > 1 else ''} of {names}")
     if without := [name for name in machines if name not in chosen]:
         words.append(f"no plan was found for {', '.join(without)}")
-    order = [_position(study, one.hardware, one.num_devices) for one in least]
+    settings = [point.settings for point in study.points]
+    order = [settings.index({"hardware": one.hardware, "gpus": one.num_devices}) for one in least]
     return _answered(study, "fits", words, order, least=least)
 
 
@@ -386,16 +387,6 @@ def _study(run: Evaluator, cases: Sequence[Case]) -> Study:
 def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int], **more: Any) -> Study:
     found = Answer(question=question, words=tuple(words), points=tuple(points), **more)
     return study.model_copy(update={"answer": found})
-
-
-def _position(study: Study, hardware: str, count: int) -> int:
-    wanted = {"hardware": hardware, "gpus": count}
-    return next(at for at, point in enumerate(study.points) if point.settings == wanted)
-
-
-def _grouped(counts: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-    """Return names by count, the smallest first."""
-    return [(count, [n for n, c in counts.items() if c == count]) for count in sorted(set(counts.values()))]
 
 
 def study(

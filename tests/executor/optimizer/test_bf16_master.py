@@ -33,9 +33,8 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer.adamw import AdamWParams
+from executor.optimizer.adamw import AdamWParams, adamw_bf16_step
 from executor.optimizer.adamw_8bit import adamw_8bit_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_step
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.table import Rule, entry_of
 from executor.optimizer.workers import WorkerTeam

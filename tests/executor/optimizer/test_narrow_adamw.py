@@ -20,8 +20,8 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer.adamw import AdamWParams, adamw_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_, adamw_bf16_step
+from executor.optimizer.adamw import AdamWParams, adamw_bf16_step, adamw_step
+from executor.optimizer.adamw_bf16 import adamw_bf16_
 from executor.optimizer.table import entry_of
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS

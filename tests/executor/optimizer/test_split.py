@@ -12,9 +12,8 @@ from test_kernels import KERNELS
 from test_narrow_adamw import Traffic
 
 from executor.devices.meter import MemoryMeter
-from executor.optimizer.adamw import AdamWParams, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_bf16_step, adamw_step
 from executor.optimizer.adamw_8bit import adamw_8bit_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_step
 from executor.optimizer.split import BLOCK, SplitMaster, join, join_with_operators, split, split_with_operators
 from executor.optimizer.workers import WorkerTeam
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES, SPLIT_SCRATCH_BYTES

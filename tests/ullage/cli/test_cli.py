@@ -44,7 +44,7 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}
-    | {"--drive-endurance", "--allow-other-machine", "--list"},
+    | {"--drive-endurance", "--allow-other-machine"},
     "plan": {*REQUEST, "--beside", "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
         *(*REQUEST, "study", "--set", "--sweep", "--design", "--question", "--sensitivities", "--certify", "--prices"),
@@ -69,11 +69,9 @@ FLAGS = {
         "--beside",
         "--json",
     },
-    "models": {"model", "--lora", "--quantize", "--json"},
+    "models": {"model", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
-    "completion": {"shell"},
     "doctor": {"--json"},
-    "launch": {"plan", "--with"},
     "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 MOST_OPTIONS = 160
@@ -215,10 +213,6 @@ BAD_INPUT = {
     ),
     "negative seed": (["execute", "{plan}", "--seed", "-1"], ["--seed", "'-1' is not a whole number from 0 on"]),
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
-    "seed of a study": (
-        ["whatif", "--model", "gpt2", "--design", "random,seed=-1"],
-        ["--design", "'-1' is not a whole number"],
-    ),
     "size": (["plan", "--model", "gpt2", "--memory", "device=12 apples"], ["150MB"]),
     "size for libraries alone": (
         ["plan", "--model", "gpt2", "--hardware", "h100", "--memory", "device=1GiB"],

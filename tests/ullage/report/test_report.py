@@ -20,14 +20,14 @@ from ullage.analysis.runs import save_run
 from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Row, Trace
+from ullage.report.charts import Axis, Band, Chart, Level, Trace
 from ullage.report.files import side_by_side
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
 from ullage.report.plan import engines_section
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'`{{7*7}}<b>$\\frac"
-SECTIONS = ["peaks", "engines", "timeline", "memory", "traffic", "resources", "roofline", "tricks", "offloading"]
+SECTIONS = ["peaks", "engines", "timeline", "memory", "traffic", "resources", "tricks", "offloading"]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_what_does_not_fit_is_said_first(plan):
 
 def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
     shown, seen = pictures(plan_part), plan.prediction
-    for row in shown["gantt"].rows:
-        busy_s = sum(e - s for s, e in zip(row.start_s, row.end_s, strict=True))
+    for row in shown["gantt"].traces:
+        busy_s = sum(end_s - start_s for start_s, end_s in zip(row.x, row.y, strict=True))
         assert busy_s == pytest.approx(seen.busy_s[row.name]), row.name
     areas = [trace for trace in shown["memory-gpu"].traces if trace.mark == "area"]
     assert max(np.sum([trace.y for trace in areas], axis=0)) == seen.memory[Tier.GPU].peak_bytes
@@ -93,33 +93,19 @@ def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
     assert own.y == [pytest.approx(seen.iteration_s)]
 
 
-def test_a_lane_is_never_faster_than_its_roof(plan_part):
-    lanes = pictures(plan_part)["lanes"]
-    assert lanes.traces
-    assert all(0 < share <= 1 + 1e-9 for trace in lanes.traces for share in trace.x)
-    for key, chart in pictures(plan_part).items():
-        if key.startswith("rates-"):
-            roof, *tasks = chart.traces
-            for trace in tasks:
-                best = np.exp(np.interp(np.log(trace.x), np.log(roof.x), np.log(roof.y)))
-                assert all(np.asarray(trace.y) <= best * 1.02), key
-
-
 def test_measured_stands_beside_predicted(plan, run_part):
     shown = pictures(run_part)
     phases = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in shown["compared-phases"].traces}
     assert phases["measured"]["iteration"] == pytest.approx(SLOWER * phases["predicted"]["iteration"])
     assert phases["predicted"]["iteration"] == pytest.approx(plan.prediction.iteration_s)
-    rows = shown["gantt"].rows
+    rows = shown["gantt"].traces
     assert [row.measured for row in rows] == [False, True] * (len(rows) // 2)
     for predicted, measured in zip(rows[::2], rows[1::2], strict=True):
         assert measured.name == predicted.name.replace("predicted", "measured")
-        assert measured.end_s == pytest.approx(
-            np.multiply(predicted.end_s, SLOWER), abs=5e-9
-        )  # a run file has nanoseconds
+        assert measured.y == pytest.approx(np.multiply(predicted.y, SLOWER), abs=5e-9)  # a run file has nanoseconds
     line = next(trace for trace in shown["memory-gpu"].traces if trace.measured)
     assert set(line.y) == {plan.gpu_memory.peak_bytes}
-    for key in ("traffic-host-link", "traffic-dram", "phases", "busy", "lanes", "engines", "offload-time"):
+    for key in ("traffic-host-link", "traffic-dram", "phases", "busy", "engines", "offload-time"):
         assert {trace.measured for trace in shown[key].traces} == {True, False}, key
 
 
@@ -158,10 +144,10 @@ def test_fewer_steps_keep_the_peak(steps, num_parts):
 def test_gantt_ticks_are_finer_than_a_screen(plan_part):
     gantt = pictures(plan_part)["gantt"]
     drawn = figure(gantt)
-    for row, of in zip(drawn["rows"], gantt.rows, strict=True):
-        assert np.allclose(np.multiply(row["start"], drawn["tick"]), of.start_s, atol=gantt.period_s * 1e-7)
-        assert [drawn["names"][i] for i in row["task"]] == list(of.tasks)
-        assert [drawn["work"][i]["name"] for i in row["work"]] == list(of.work)
+    for row, of in zip(drawn["rows"], gantt.traces, strict=True):
+        assert np.allclose(np.multiply(row["start"], drawn["tick"]), of.x, atol=gantt.period_s * 1e-7)
+        assert [drawn["names"][i] for i in row["task"]] == list(of.texts)
+        assert [drawn["work"][i]["name"] for i in row["work"]] == list(of.colour)
 
 
 def test_plotly_knows_every_attribute(run_part):
@@ -206,13 +192,12 @@ def test_every_chart_has_a_place_words_and_a_table(page):
 def test_every_axis_has_a_title_and_its_unit(plan_part, run_part):
     for part in (plan_part, run_part):
         for picture in pictures(part).values():
-            axes = [picture.x] if isinstance(picture, Gantt) else [picture.x, picture.y]
+            axes = [picture.x, picture.y]
             for axis in axes:
-                if axis.title:
-                    assert axis.unit or axis.title == "FLOP per byte"
-            names = not isinstance(picture, Gantt) and any(trace.mark == "bars" for trace in picture.traces)
+                assert axis.unit or not axis.title
+            names = any(trace.mark in {"bars", "tasks"} for trace in picture.traces)
             assert picture.x.title
-            assert names or isinstance(picture, Gantt) or picture.y.title
+            assert names or picture.y.title
             table = picture.table
             assert table.rows
             assert all(len(row) == len(table.columns) for row in table.rows)
@@ -244,7 +229,8 @@ def test_names_in_charts_are_no_tags():
     level, band = Level(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
     line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], "line", "first", texts=[HOSTILE] * 2)
     lines = Chart("lines", HOSTILE, HOSTILE, x, (line,), y, levels=(level,), bands=(band,))
-    gantt = Gantt("gantt", "", "", x, (Row(HOSTILE, [0.0], [1.0], [Work.UPDATE], [HOSTILE]),), 1.0, (band,))
+    row = Trace(HOSTILE, [0.0], [1.0], "tasks", [Work.UPDATE], texts=[HOSTILE])
+    gantt = Chart("gantt", "", "", x, (row,), bands=(band,), over_time=True, period_s=1.0)
     for picture in (bars, lines, gantt):
         text = re.sub("<(br|extra|/extra)>", "", json.dumps(figure(picture)))
         assert "&lt;script" in text or "&lt;/script" in text

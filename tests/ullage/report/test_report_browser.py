@@ -10,7 +10,7 @@ from report_objects import part_of, slower_run, study
 
 from planner.schedule.tasks import Op
 from ullage.output.palette import COLOURS, SCALE, WORK
-from ullage.report.charts import Axis, Gantt, Part, Row, Section
+from ullage.report.charts import Axis, Chart, Part, Section, Trace
 from ullage.report.page import render
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -230,8 +230,10 @@ def many_tasks() -> Part:
         start_s = [i * slot_s for i in range(each)]
         end_s = [s + slot_s * (0.2 + 0.7 * (i % 10 == lane)) for i, s in enumerate(start_s)]
         work = [WORK[ops[(i // 100) % 4]] for i in range(each)]
-        rows.append(Row(f"lane {lane}", start_s, end_s, work, [f"task {lane}-{i}" for i in range(each)]))
-    gantt = Gantt("gantt", "Many tasks", "All of them.", Axis("time", "s"), tuple(rows), 1.0)
+        names = [f"task {lane}-{i}" for i in range(each)]
+        rows.append(Trace(f"lane {lane}", start_s, end_s, "tasks", work, texts=names))
+    x, title = Axis("time", "s"), "Many tasks"
+    gantt = Chart("gantt", title, "All of them.", x, tuple(rows), over_time=True, period_s=1.0)
     return Part("Many tasks", "plan", "", (), {}, (Section("timeline", "Tasks", "Tasks", (), (gantt,)),))
 
 

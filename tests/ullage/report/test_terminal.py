@@ -9,7 +9,7 @@ from planner.simulate.critical_path import parts
 from ullage.analysis.simulation import planned
 from ullage.output.palette import Work
 from ullage.report import iteration
-from ullage.report.charts import Axis, Band, Chart, Fact, Gantt, Part, Row, Section, Table, Trace
+from ullage.report.charts import Axis, Band, Chart, Fact, Part, Section, Table, Trace
 from ullage.report.plan import plan_part
 from ullage.report.terminal import show
 
@@ -44,8 +44,10 @@ def test_charts_over_time_are_lines_of_bars_below_the_letters_of_their_intervals
 
 
 def test_one_row_of_tasks_is_a_line_of_letters_and_several_are_only_on_the_page(capsys):
-    row = Row("path", [0.0, 3.0], [3.0, 4.0], [Work.FORWARD, Work.UPDATE], ["compute", "cpu"])
-    show(Gantt("one", "Path", "", TIME, (row,), 4.0), Gantt("two", "Tasks", "", TIME, (row, row), 4.0))
+    work, texts = [Work.FORWARD, Work.UPDATE], ["compute", "cpu"]
+    row = Trace("path", [0.0, 3.0], [3.0, 4.0], "tasks", work, texts=texts)
+    path = Chart("one", "Path", "", TIME, (row,), over_time=True, period_s=4.0)
+    show(path, dataclasses.replace(path, key="two", title="Tasks", traces=(row, row)))
     title, letters, meaning = capsys.readouterr().out.splitlines()
     assert (title, letters.count("c"), letters.count("p"), meaning.strip()) == ("Path", 54, 18, "c compute, p cpu")
 

@@ -174,10 +174,11 @@ def _train(
     watch = None if optimizer.pipeline else _watch(optimizer.plan)
     losses: list[float] = []
     replanned, before, first = None, None, None
-    alone = optimizer.plan.decisions.num_devices == 1
+    # Ranks without checkpoints handle no signals: they would have to agree each time.
+    handles = saver is not None or optimizer.plan.decisions.num_devices == 1
     with (
         _progress(args.num_iterations, process, optimizer) as (show, warn),
-        _interruption(warn, saves=saver is not None, alone=alone) as interruption,
+        Interruption(warn, saves=saver is not None) if handles else contextlib.nullcontext() as interruption,
     ):
         goes_on = args.resume or args.elastic
         iteration = _resume(args, saver, warn) if saver is not None and goes_on else 0
@@ -253,13 +254,6 @@ def _warn_about_checkpoints(
         if outcome.error is not None and outcome.step != skip:
             warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
     return num_seen + len(outcomes)
-
-
-def _interruption(
-    warn: Callable[[str], None], *, saves: bool, alone: bool
-) -> contextlib.AbstractContextManager[Interruption | None]:
-    """Return the handler of signals. Ranks without checkpoints have none: they would have to agree each time."""
-    return Interruption(warn, saves=saves) if saves or alone else contextlib.nullcontext()
 
 
 def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None]) -> int:

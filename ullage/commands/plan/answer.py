@@ -11,7 +11,6 @@ from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
 from planner.choices.request import Request
-from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError
 from planner.plan.unlike import make_unlike_plan
@@ -52,7 +51,9 @@ def plan_command(args: argparse.Namespace) -> int:
     except InfeasibleError as error:
         return _refuse(args, asked, request, error)
     if checkpoints is not None:
-        plan = _with_checkpoints(plan, checkpoints)
+        from ullage.rivals.checkpoints.beside import protected  # noqa: PLC0415 - few ask for checkpoints
+
+        plan = protected(plan, checkpoints)
     return _show(args, plan)
 
 
@@ -84,12 +85,6 @@ def _show(args: argparse.Namespace, plan: Plan) -> int:
     chosen = " (the default; choose another with --hardware)" if is_default else ""
     show(plan_part(plan, path=args.output, chosen=chosen), f"plan written to {args.output}")
     return 0
-
-
-def _with_checkpoints(plan: Plan, request: CheckpointRequest) -> Plan:
-    from ullage.rivals.checkpoints.beside import protected  # noqa: PLC0415 - few ask for checkpoints
-
-    return protected(plan, request)
 
 
 def _refuse(args: argparse.Namespace, asked: Options, request: Request, error: InfeasibleError) -> int:

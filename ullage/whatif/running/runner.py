@@ -87,7 +87,6 @@ class Evaluator:
             axes=axes,
             prices=self.prices,
             points=tuple(points),
-            complete=True,
             notes=tuple(notes),
         )
 

@@ -1,22 +1,18 @@
 """A store of the results of points, so that no point is planned twice.
 
-The file has one line of JSON for each finished point: its key, a checksum, and the result. A line is written and synced
-before the point counts as finished. A kill or a full disk leaves at most one truncated line at the end; the next
-process that opens the store removes it. If the checksum of a line does not match, the line is skipped, and its point is
-planned again. A lock on the file ensures that only one process writes at a time. The kernel releases the lock when that
-process ends, even by a kill.
+The file has one line of JSON for each finished point: its key and the result. A line is written and synced before the
+point counts as finished. A kill or a full disk leaves at most one truncated line at the end; the next process that
+opens the store removes it. A line that cannot be read is skipped, and its point is planned again. A lock on the file
+ensures that only one process writes at a time. The kernel releases the lock when that process ends, even by a kill.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Final
-
-from pydantic import ValidationError
 
 from ullage.whatif.study import Result
 
@@ -62,8 +58,9 @@ class Store(contextlib.AbstractContextManager["Store"]):
         if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
             raise ValueError(f"{self.path} exists and is not a store of results; choose another --output")
         data += self._file.read()
-        self._file.truncate(data.rfind(b"\n") + 1)
-        self.results = dict(found for line in data.splitlines(keepends=True) if (found := _parsed(line)))
+        end = data.rfind(b"\n") + 1
+        self._file.truncate(end)
+        self.results = dict(found for line in data[:end].splitlines() if (found := _parsed(line)))
 
     def put(self, key: str, result: Result) -> None:
         """Add a result. When this method returns, the result survives a crash.
@@ -72,8 +69,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
             OSError: the result cannot be written, for example on a full disk; earlier results are unchanged.
         """
         assert key not in self.results, "a finished point is not planned again"
-        text = json.dumps(result.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
-        line = f'{{"key":"{key}","sha256":"{_checksum(key, text)}","result":{text}}}\n'.encode()
+        plain = {"key": key, "result": result.model_dump(mode="json", exclude_none=True)}
+        line = (json.dumps(plain, separators=(",", ":")) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
@@ -87,17 +84,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
 
 def _parsed(line: bytes) -> tuple[str, Result] | None:
-    if not line.endswith(b"\n"):
-        return None
     try:
         data = json.loads(line)
-        text = json.dumps(data["result"], separators=(",", ":"))
-        if data["sha256"] != _checksum(data["key"], text):
-            return None
         return data["key"], Result.model_validate(data["result"])
-    except (ValueError, KeyError, TypeError, ValidationError):
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-def _checksum(key: str, text: str) -> str:
-    return hashlib.sha256(f"{key} {text}".encode()).hexdigest()[:16]
