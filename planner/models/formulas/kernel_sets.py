@@ -7,8 +7,9 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   :mod:`planner.models.kernels`).
 - ``compiled``: the same with attention, MLP and norms compiled, each by itself, as the executor does ([Note: Compiled
   modules] in :mod:`executor.module.compilation`). Inductor makes one kernel of the elementwise operations between two
-  products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns. The
-  sum of an input's gradients is one. Residual sums, the last norm and the head are outside; the loss of whole logits is
+  products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns; with
+  many rows it is one (:func:`_sums_both_ways`). The loss reads the logits once for maximum and sum
+  (``prepare_softmax_online`` in ``torch/_inductor/fx_passes/post_grad.py``). The sum of an input's gradients is one. Residual sums, the last norm and the head are outside; the loss of whole logits is
   compiled too. What backward reads in
   products is saved. What only its elementwise kernels read is made again in them, if that takes no product: silu and
   normalised values are (``min_cut_rematerialization_partition`` in ``torch/_functorch/partitioners.py``, with
@@ -107,13 +108,24 @@ class KernelSet:
         """Return an RMS norm; see :func:`planner.models.formulas.work.rms_norm`."""
         if self.rms_norm is None:
             return work.rms_norm(rows, width, e, around=around)
-        return work.with_memory(self.rms_norm.work(rows * width, e), 4 * rows)
+        passes = self.rms_norm
+        if _sums_both_ways(rows, width):
+            passes = passes._replace(backward=passes.backward[-1:])
+        return work.with_memory(passes.work(rows * width, e), 4 * rows)
 
     def turn(self, query: int, key: int, e: int) -> Work:
         """Return the rotation of so many values of queries and of keys."""
         if self.joint_rotary:
             return self.rotary.work(query + key, e)
         return self.rotary.work(query, e) + self.rotary.work(key, e)
+
+
+def _sums_both_ways(rows: int, width: int) -> bool:
+    """Return whether Inductor sums over rows and over columns in one kernel (PyTorch 2.10; ``torch/_inductor/``
+
+    ``scheduler.py::MixOrderReduction.can_fuse``).
+    """
+    return rows >= max(4096, 2 * width) and rows * width >= 5 << 20 and width <= 1 << 14
 
 
 def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
@@ -124,12 +136,12 @@ def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
 def compiled_loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     """Return cross-entropy as Inductor makes it: one kernel reads the logits for maximum and sum, one makes gradients.
 
-    Ranks that share the vocabulary exchange these, outside of any graph.
+    The first makes both in one pass. Ranks that share the vocabulary exchange these, outside of any graph.
     """
     if num_ranks > 1:
         return work.loss(rows, vocab, e, num_ranks)
     n = rows * vocab
-    return Work(each(n, 2 * e), each(n, 2 * e), e * n + 8 * rows, e * n)
+    return Work(each(n, e), each(n, 2 * e), e * n + 8 * rows, e * n)
 
 
 def liger_tile(rows: int, width: int, vocab: int) -> int:

@@ -205,8 +205,8 @@ def test_a_compiled_loss_moves_less_and_saves_the_logits_alone() -> None:
         n: sum(k.num_bytes for k in (*work.forward, *work.backward) if k.num_bytes > 64 * 12)
         for n, work in losses.items()
     }
-    assert moved["compiled"] == 64 * 1000 * 8
-    assert moved["transformers"] > 4 * moved["compiled"]
+    assert moved["compiled"] == 64 * 1000 * 6
+    assert moved["transformers"] > 5 * moved["compiled"]
     assert losses["compiled"].saved_bytes == 64 * (1000 * 2 + 8)
     shared = [KERNEL_SETS[name].loss(64, 1000, 2, 2) for name in losses]
     assert shared[0] == shared[1], "ranks that share a vocabulary exchange sums outside of any graph"
