@@ -206,6 +206,10 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 }
 
 
+NARROW: Final = frozenset({"compiled-layers", "liger"})
+"""Sets that are for models with RMS norms, SwiGLU and no experts, and for layers that no tensor-parallel ranks share."""
+
+
 def check(config: ModelConfig, batch: "Batch") -> None:
     """Check that a batch's kernels can run a model.
 
@@ -213,7 +217,7 @@ def check(config: ModelConfig, batch: "Batch") -> None:
         ModelConfigError: naming the rule and the remedy.
     """
     name = batch.kernels
-    is_narrow = name in {"compiled-layers", "liger"}
+    is_narrow = name in NARROW
     if is_narrow and (config.is_expert_model or (config.norm, config.mlp) != ("rmsnorm", "swiglu")):
         raise ModelConfigError(
             f"kernels {name} are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; leave "

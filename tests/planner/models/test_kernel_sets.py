@@ -179,6 +179,14 @@ def test_what_a_set_cannot_run_is_refused(model: str, options: dict[str, Any], m
         variants(Request(resolve_model(model), hardware, **options))
 
 
+@pytest.mark.parametrize("kernels", ["compiled-layers", "liger"])
+def test_degrees_that_a_set_cannot_have_are_not_tried(kernels: Any) -> None:
+    request = Request(
+        resolve_model("llama-3.1-8b"), load_profile("h100"), num_devices=2, global_batch=2, kernels=kernels
+    )
+    assert {each.choice.tensor_parallel for each in variants(request)} == {1}
+
+
 def test_auto_is_the_faster_kind_and_leaves_out_what_cannot_be_executed() -> None:
     def chosen(**options: Any) -> dict[str | None, float]:
         """Return the time of computing a micro-batch, by the kernels of each variant."""
