@@ -8,11 +8,14 @@ AuditTime = Literal["first", "off"] | int
 Storage = Literal["never", "activations", "nvme"]
 """What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 
-KernelChoice = Literal["transformers", "compiled", "liger"]
+KernelChoice = Literal["transformers", "compiled", "compiled-layers", "liger"]
 """Kernel sets that a plan can be made for; see [Note: Kernel sets] in :mod:`planner.models.formulas.kernel_sets`."""
 
-KernelRequest = Literal["transformers", "compiled", "liger", "auto"]
-"""The same, or the faster one of those that can be executed."""
+KernelRequest = Literal["transformers", "compiled", "compiled-layers", "liger", "auto"]
+"""The same, or the fastest of those that can be executed."""
+
+COMPILED: Final[tuple[KernelChoice, ...]] = ("compiled", "compiled-layers")
+"""Those that ``torch.compile`` makes."""
 
 DEFAULT_SEQ_LEN: Final = 2048
 """Tokens per sequence, or the model's limit if that is smaller."""

@@ -17,6 +17,7 @@ from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.models.formulas import context, experts
+from planner.models.formulas.kernel_sets import NARROW
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 from planner.terms import default_micro_batch
@@ -110,7 +111,8 @@ def _ways(request: Request) -> tuple[list[int], list[int]]:
     if request.global_batch is None or isinstance(request.model, CapturedModel):
         divisors = [1]
     # With narrow products there are no parts of matrices; see :func:`planner.models.formulas.float8.check`.
-    per_node = 1 if request.types.products else request.hardware.devices_per_node
+    is_whole = request.types.products or request.kernels in NARROW
+    per_node = 1 if is_whole else request.hardware.devices_per_node
     tensor = [n for n in divisors if per_node % n == 0]
     return (
         [request.tensor_parallel] if request.tensor_parallel else tensor,

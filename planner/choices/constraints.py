@@ -168,8 +168,9 @@ class Constraints:
     )
     kernels: KernelRequest | None = described(
         "kernels that run beside products and attention: those of transformers, module by module (the default); "
-        "compiled: of blocks and a loss that torch.compile has compiled, as execute then does; auto: the faster of the "
-        "two; liger: of Liger-Kernel, which can only be compared",
+        "compiled: of blocks and a loss that torch.compile has compiled, as execute then does; compiled-layers: of "
+        "whole layers, which then move as one; auto: the fastest of these; liger: of Liger-Kernel, which can only be "
+        "compared",
         choices=get_args(KernelRequest),
     )
     storage: Storage = described(

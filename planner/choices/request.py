@@ -10,7 +10,7 @@ from planner.decisions import BF16, Choice, Precision, check_fp8_weights
 from planner.graph import Batch
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS
-from planner.terms import DEFAULT_SEQ_LEN
+from planner.terms import COMPILED, DEFAULT_SEQ_LEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Request(Asked):
             )
 
     def _check_kernels(self) -> None:
-        if self.kernels == "compiled" and self.storage != "never":
+        if self.kernels in COMPILED and self.storage != "never":
             raise ValueError(
                 f"storage is {self.storage!r}, but a compiled block has no separate products whose outputs could be "
-                "offloaded; leave out --storage or --kernels compiled"
+                f"offloaded; leave out --storage or --kernels {self.kernels}"
             )
         if self.kernels == "liger" and self.hardware.device.kind == "host":
             raise ValueError("kernels is 'liger', but Liger's kernels are for GPUs; leave out --kernels liger")

@@ -25,6 +25,7 @@ from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
 from planner.setup import Setup
+from planner.terms import COMPILED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _with_collectives(request: Request, choice: Choice) -> Choice:
 def _with_kernels(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield a choice with the kernels of ``transformers``, and with compiled ones where these can be executed."""
     yield choice
-    compiled = choice.model_copy(update={"kernels": "compiled"})
-    if request.storage == "never":  # compiled blocks offload no activations
+    for kernels in COMPILED if request.storage == "never" else ():  # compiled blocks offload no activations
+        compiled = choice.model_copy(update={"kernels": kernels})
         with contextlib.suppress(ModelConfigError):
             _units(request.model, request.batch(compiled))
             yield compiled

@@ -372,8 +372,9 @@ class CapturedModel(Frozen):
 
     def _check_kernels(self, batch: Batch) -> None:
         tiled = batch.layer_tile_tokens is not None or (batch.kernels == "liger" and batch.loss_tile_tokens is not None)
-        if self.second_order or self.calls or tiled:
-            what = "computes in tiles" if tiled else "has a step of its own"
+        whole = batch.kernels == "compiled-layers"
+        if self.second_order or self.calls or tiled or whole:
+            what = "computes in tiles" if tiled else "was captured" if whole else "has a step of its own"
             raise ModelConfigError(
                 f"{self.name} {what}, which {batch.kernels} kernels cannot; leave out --kernels {batch.kernels}"
             )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.terms import KernelChoice
+from planner.terms import COMPILED, KernelChoice
 
 Count = Annotated[int, Field(ge=1)]
 TILES: Final = ("loss_tile_tokens", "layer_tile_tokens", "segment_tile_sequences")
@@ -81,7 +81,7 @@ class Choice(Frozen):
         beside = {
             "rounds": self.pipeline_rounds > 1,
             "tiles of layers": self.layer_tile_tokens,
-            "compiled kernels": self.kernels == "compiled",
+            "compiled kernels": self.kernels in COMPILED,
         }
         found = [name for name, is_there in beside.items() if is_there]
         return f"gradients of weights are not made apart from backward beside {found[0]}" if found else ""

@@ -192,6 +192,7 @@ def units_of(task: "Task", decisions: Decisions | None = None):
         return captured_units(task.family, task.dtype, task.frozen, task.products)
     degrees = {name: getattr(decisions, name) for name in DEGREES} if decisions is not None else {}
     degrees["splits_backward"] = decisions is not None and decisions.pipeline_order is not None
+    degrees["kernels"] = (decisions and decisions.kernels) or "transformers"
     degrees["passes_keys"] = decisions is not None and decisions.context_exchange is not None
     return model_units(task.family, task.dtype, fp8_products="emulated" if task.products else None, **degrees)
 

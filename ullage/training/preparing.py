@@ -14,6 +14,7 @@ from executor.module.guards import AS_THEY_ARE, check_kinds, run_uncompiled
 from executor.prepare import OffloadedOptimizer, prepare_session
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
+from planner.terms import COMPILED
 from ullage.capture.fakes import fake_operators
 from ullage.capture.records import DTYPES
 from ullage.this_machine.checks import check_options
@@ -212,7 +213,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         )
     captured = plan.model if isinstance(plan.model, CapturedModel) else None
     calls = (captured and captured.calls) or ()
-    compiles = given.get("compile_blocks", plan.decisions.kernels == "compiled")
+    compiles = given.get("compile_blocks", plan.decisions.kernels in COMPILED)
     if captured and captured.second_order and compiles:
         raise ValueError(
             "compile_blocks is True, but the plan is for gradients of gradients (create_graph=True), which compiled "

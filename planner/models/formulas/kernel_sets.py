@@ -7,15 +7,19 @@ which activations are saved. :data:`KERNEL_SETS` has them for each implementatio
   :mod:`planner.models.kernels`).
 - ``compiled``: the same with attention, MLP and norms compiled, each by itself, as the executor does ([Note: Compiled
   modules] in :mod:`executor.module.compilation`). Inductor makes one kernel of the elementwise operations between two
-  products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns. The
-  sum of an input's gradients is one. Residual sums, the last norm and the head are outside; the loss of whole logits is
-  compiled too. What backward reads in
-  products is saved. What only its elementwise kernels read is made again in them, if that takes no product: silu and
+  products. A norm's backward is two, as the sum over rows for its weight goes another way than that over columns; with
+  many rows it is one (:func:`_sums_both_ways`). The loss reads the logits once for maximum and sum
+  (``prepare_softmax_online`` in ``torch/_inductor/fx_passes/post_grad.py``). The sum of an input's gradients is one.
+  Residual sums, the last norm and the head are outside; the loss of whole logits is compiled too. What backward reads
+  in products is saved. What only its elementwise kernels read is made again in them, if that takes no product: silu and
   normalised values are (``min_cut_rematerialization_partition`` in ``torch/_functorch/partitioners.py``, with
   ``ban_if_materialized_backward``). A compiled graph saves its tensors when it ends, so recomputation runs its last
   product again. It takes the host as long as four kernels of PyTorch in forward and eight in backward, whatever it has:
   on an H200's host, a layer of Llama-3.1-8B takes 7.6 ms with 149 kernels, and 6.3 ms with 55 in 12 graphs
   (``benchmarks/results/gpu_probe.json``).
+- ``compiled-layers``: the same with each layer as one unit and one graph. The sum after attention is made where the
+  second norm reads it. The gradients of a norm's output, one from each product that reads it, and that of the residual
+  are added up in the kernel of the norm's backward. The output projection's result is saved, and not the sum.
 - ``liger``: Liger-Kernel 0.8.5 (``liger_kernel/ops``: ``rms_norm.py``, ``swiglu.py``, ``rope.py``,
   ``fused_linear_cross_entropy.py``), as ``apply_liger_kernel_to_llama`` and its like do by default. Norms and SwiGLU
   write gradients over what they read. One kernel turns queries and keys in place. The head makes the gradients of its
@@ -87,7 +91,9 @@ class KernelSet:
         loss_tile: tokens whose logits exist at a time, from (rows, width, vocabulary): the head's products take these
             tiles one by one, and add to the gradient of its weight; ``None``: all at once.
         call: what the call of an attention, an MLP or a norm costs beside its kernels, forward and backward.
-        runs_last: whether recomputation runs the last product of an MLP; it never runs the residual sum.
+        runs_last: whether recomputation runs the last product of an MLP.
+        residuals: the sums after attention and after the MLP.
+        whole_layers: a layer is one unit and one graph; see :func:`norms_of_layer`.
         outside: the name of the set that the norm after the layers has; ``None``: this one.
     """
 
@@ -101,19 +107,48 @@ class KernelSet:
     loss_tile: Callable[[int, int, int], int] | None = None
     call: Work = _NO_CALL
     runs_last: bool = False
+    residuals: tuple[Passes, Passes] = (RESIDUAL, RESIDUAL)
+    whole_layers: bool = False
     outside: str | None = None
 
     def norm(self, rows: int, width: int, e: int, *, around: bool = True) -> Work:
         """Return an RMS norm; see :func:`planner.models.formulas.work.rms_norm`."""
         if self.rms_norm is None:
             return work.rms_norm(rows, width, e, around=around)
-        return work.with_memory(self.rms_norm.work(rows * width, e), 4 * rows)
+        return _normalize(self.rms_norm, rows, width, e)
 
     def turn(self, query: int, key: int, e: int) -> Work:
         """Return the rotation of so many values of queries and of keys."""
         if self.joint_rotary:
             return self.rotary.work(query + key, e)
         return self.rotary.work(query, e) + self.rotary.work(key, e)
+
+
+def _normalize(passes: Passes, rows: int, width: int, e: int) -> Work:
+    if _sums_both_ways(rows, width):
+        passes = passes._replace(backward=passes.backward[-1:])
+    return work.with_memory(passes.work(rows * width, e), 4 * rows)
+
+
+def norms_of_layer(rows: int, width: int, e: int) -> tuple[Work, Work]:
+    """Return both RMS norms of a layer that is one graph, with the sums of its residual connections beside them.
+
+    Backward, the first reads the gradients from three products, what it had normalised and the residual's gradient; the
+    second those from two products, both terms of the sum after attention, and the residual's. The layer ends with a sum
+    of these terms and the MLP's output.
+    """
+    return tuple(_normalize(passes, rows, width, e) for passes in _LAYER_NORMS)  # type: ignore[return-value]
+
+
+_LAYER_NORMS: Final = Passes((2,), (4, 6), 1, 2), Passes((3,), (4, 6), 1, 2)
+
+
+def _sums_both_ways(rows: int, width: int) -> bool:
+    """Return whether Inductor sums over rows and over columns in one kernel.
+
+    So it does from PyTorch 2.10 on (``MixOrderReduction.can_fuse`` in ``torch/_inductor/scheduler.py``).
+    """
+    return rows >= max(4096, 2 * width) and rows * width >= 5 << 20 and width <= 1 << 14
 
 
 def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
@@ -124,12 +159,12 @@ def loss_with_gradient(rows: int, vocab: int, e: int, _ranks: int = 1) -> Work:
 def compiled_loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     """Return cross-entropy as Inductor makes it: one kernel reads the logits for maximum and sum, one makes gradients.
 
-    Ranks that share the vocabulary exchange these, outside of any graph.
+    The first makes both in one pass. Ranks that share the vocabulary exchange these, outside of any graph.
     """
     if num_ranks > 1:
         return work.loss(rows, vocab, e, num_ranks)
     n = rows * vocab
-    return Work(each(n, 2 * e), each(n, 2 * e), e * n + 8 * rows, e * n)
+    return Work(each(n, e), each(n, 2 * e), e * n + 8 * rows, e * n)
 
 
 def liger_tile(rows: int, width: int, vocab: int) -> int:
@@ -137,18 +172,27 @@ def liger_tile(rows: int, width: int, vocab: int) -> int:
     return min(rows, 1 << (-(-rows // -(-vocab // width)) - 1).bit_length())
 
 
+_COMPILED_SET: Final = KernelSet(
+    rms_norm=Passes((2,), (2, 3), 1, 2),
+    rotary=Passes((2,), (2,), 0, 2),
+    turned_back=False,
+    activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
+    joins={**_JOINS, 3: Passes((), (4,))},
+    loss=compiled_loss,
+    call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
+    runs_last=True,
+    outside="transformers",
+)
+
 KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
     "transformers": KernelSet(),
-    "compiled": KernelSet(
-        rms_norm=Passes((2,), (2, 3), 1, 2),
-        rotary=Passes((2,), (2,), 0, 2),
-        turned_back=False,
-        activations={**_ACTIVATIONS, "gelu_new": Passes((2,), (3,), 2, 1), "swiglu": Passes((3,), (5,), 3, 2)},
-        joins={**_JOINS, 3: Passes((), (4,))},
-        loss=compiled_loss,
-        call=Work((Elementwise(8, 4),), (Elementwise(8, 8),)),
-        runs_last=True,
-        outside="transformers",
+    "compiled": _COMPILED_SET,
+    "compiled-layers": dataclasses.replace(
+        _COMPILED_SET,
+        joins={2: Passes(), 3: Passes()},
+        residuals=(Passes(), Passes((4,))),
+        call=_NO_CALL,
+        whole_layers=True,
     ),
     "liger": KernelSet(
         rms_norm=Passes((2,), (3,), 1, 1),
@@ -162,6 +206,10 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 }
 
 
+NARROW: Final = frozenset({"compiled-layers", "liger"})
+"""Sets that are for models with RMS norms, SwiGLU and no experts, and for layers that no tensor-parallel ranks share."""
+
+
 def check(config: ModelConfig, batch: "Batch") -> None:
     """Check that a batch's kernels can run a model.
 
@@ -169,13 +217,14 @@ def check(config: ModelConfig, batch: "Batch") -> None:
         ModelConfigError: naming the rule and the remedy.
     """
     name = batch.kernels
-    if config.mlp not in KERNEL_SETS[name].activations or (name == "liger" and config.is_expert_model):
+    is_narrow = name in NARROW
+    if is_narrow and (config.is_expert_model or (config.norm, config.mlp) != ("rmsnorm", "swiglu")):
         raise ModelConfigError(
             f"kernels {name} are known of models with RMS norms, SwiGLU and no experts, not of {config.name}; leave "
             f"out --kernels {name}"
         )
     for field, alone, known in (
-        ("tensor_parallel", 1, name != "liger"),
+        ("tensor_parallel", 1, not is_narrow),
         ("loss_tile_tokens", None, name != "liger"),
         ("layer_tile_tokens", None, name == "transformers"),
     ):

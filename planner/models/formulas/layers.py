@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from planner.models.config import ModelConfig
 from planner.models.formulas import context, experts, float8, tiled, work
-from planner.models.formulas.kernel_sets import RESIDUAL, kernel_set
+from planner.models.formulas.kernel_sets import KERNEL_SETS, kernel_set, norms_of_layer
 from planner.models.kernels import Attention, Collective, Work, all_reduce, each
 from planner.models.operators import Batch, Operator, Owned, by_module, operator_of
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
@@ -82,7 +82,15 @@ def layer_parts(config: ModelConfig, whole: ModelConfig, batch: Batch, layer: in
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-    return tuple(parts)
+    return _in_one_graph(config, batch, parts) if kernel_set(batch).whole_layers else tuple(parts)
+
+
+def _in_one_graph(config: ModelConfig, batch: Batch, parts: Iterable[Operator]) -> tuple[Operator, ...]:
+    """Return a layer's operators if it is one unit and one graph, which runs to its end if it is recomputed."""
+    first, second = norms_of_layer(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
+    works = iter((KERNEL_SETS["compiled"].call + first, second))
+    made = (part.doing(next(works)) if part.kind == "norm" else part for part in parts)
+    return tuple(dataclasses.replace(part, unit="layer", num_skipped=0) for part in made)
 
 
 def _num_skipped(config: ModelConfig, batch: Batch, part: Operator) -> int:
@@ -207,8 +215,8 @@ def exchange(batch: Batch, num_bytes: int) -> Work:
     return Work(swap, swap)
 
 
-def _residual(batch: Batch, width: int) -> Work:
-    return RESIDUAL.work(batch.num_tokens * width, batch.dtype_bytes)
+def _residual(batch: Batch, width: int, *, ends: bool) -> Work:
+    return kernel_set(batch).residuals[ends].work(batch.num_tokens * width, batch.dtype_bytes)
 
 
 def _attention_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterable[Operator]:
@@ -237,7 +245,7 @@ def _attention_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterabl
     project = _keeping_cast(batch, linear(batch, query, hidden, bias=config.output_bias), query, hidden)
     output = context.exchange(batch, rows * query * e, saves=not _in_fp8(batch, query, hidden)) + project
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
-    output += _residual(batch, hidden)
+    output += _residual(batch, hidden, ends=False)
     hidden_bytes = rows * hidden * e
     yield make(names["output"], "output", Pattern.ROW, output, hidden_bytes, product_bytes=hidden_bytes)
 
@@ -310,7 +318,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterable[Oper
     hidden_bytes, kernels = rows * hidden * e, kernel_set(batch)
     if (tile := batch.layer_tile_tokens) is not None:
         effort = tiled.swiglu_mlp(rows, hidden, ffn, e, tile, bias=config.mlp_bias)
-        effort += _residual(batch, hidden)
+        effort += _residual(batch, hidden, ends=True)
         yield make(
             "mlp",
             "mlp",
@@ -345,7 +353,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, owned: Owned) -> Iterable[Oper
         _keeping_cast(batch, down, ffn, hidden)
         + sum_output(batch, hidden)
         + add_bias(batch, hidden, bias=config.mlp_bias)
-        + _residual(batch, hidden)
+        + _residual(batch, hidden, ends=True)
     )
     product_bytes = 0 if config.norm_before else hidden_bytes
     yield make(names["down"], "down", Pattern.ROW, down, hidden_bytes, product_bytes=product_bytes)
@@ -376,7 +384,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, owned: Owned, layer: int) -
         exchange(batch, visit_bytes)
         + work.combine(rows, hidden, top, e, weight_bytes)
         + sum_output(batch, hidden)
-        + _residual(batch, hidden)
+        + _residual(batch, hidden, ends=True)
     )
     unit = "mlp"
     sizes = experts.tokens(config, batch, layer)

@@ -37,12 +37,13 @@ def _fresh():
     counters.clear()
 
 
-def in_memory(task, backend, choose):
+def in_memory(task, backend, choose, **settings):
     """Return what training in memory gives, with the same modules compiled: not those whose activations leave."""
     model = make_model(task)
-    decided = decide(task, choose).units
-    units = tuple(unit for unit in units_of(task) if not decided[unit.name].offloads)
-    for module in compiled_modules(model, units, unit_modules(model, units_of(task))):
+    decisions = decide(task, choose, **settings)
+    found = units_of(task, decisions)
+    units = tuple(unit for unit in found if not decisions.units[unit.name].offloads)
+    for module in compiled_modules(model, units, unit_modules(model, found)):
         module.forward = compile_function(module.forward, "", backend)
     compile_loss(model, backend)
     return train(task, model, ReferenceOptimizer(make_optimizer(task, model))), weights(model)
@@ -77,6 +78,18 @@ def test_compiled_blocks_give_the_bits_of_the_same_in_memory(family, num_graphs,
     assert set(graphs) == {graphs[0]}, "nothing is compiled again"
     assert not counters["graph_break"], "and nothing interrupts what is compiled"
     assert_same(got, in_memory(task, PLAIN, choose))
+
+
+@pytest.mark.parametrize("choose", [uniform("gpu", "gpu"), uniform("host", "stream", "recompute")])
+def test_whole_layers_are_one_graph_each(choose):
+    """They give the bits of the same in memory, resident, and with weights that come and go."""
+    task = Task("llama", torch.bfloat16, num_micro_batches=2)
+    graphs, settings = [], {"kernels": "compiled-layers"}
+    count = lambda _: graphs.append(counters["stats"]["unique_graphs"])  # noqa: E731
+    got = executed(task, choose, PLAIN, count, num_param_slots=1, **settings)
+    assert set(graphs) <= {2, 3}, "a layer's and the loss's; one more if recomputation runs under another state"
+    assert not counters["graph_break"]
+    assert_same(got, in_memory(task, PLAIN, choose, **settings))
 
 
 def test_compiled_products_in_fp8_give_the_bits_of_the_same_in_memory():

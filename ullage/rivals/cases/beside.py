@@ -12,7 +12,7 @@ from planner.plan.planning import InfeasibleError, make_plan
 from planner.terms import KernelChoice
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome
 
-_KERNELS: Final[tuple[KernelChoice, ...]] = ("transformers", "compiled")
+_KERNELS: Final[tuple[KernelChoice, ...]] = ("transformers", "compiled", "compiled-layers")
 
 
 class BesideCase(Case):
