@@ -4,8 +4,8 @@
 the others, but the sequences that it has of each are a share of its kind's own, and gradients are weighted by these
 shares. So collectives are the same tasks in the same order on all ranks, of the same bytes. All else may differ by
 kind: where weights, activations and state are, what is recomputed, and who updates. If the best plans of the kinds
-have other collectives (another ZeRO stage, say), all kinds take the placement of one of them, the one with which the
-slowest kind is fastest.
+have other collectives (another ZeRO stage, say), all take those of one kind, the one with which the slowest kind is
+fastest: each other kind keeps what it can of its own placement.
 
 A collective ends when the last rank has come, so an iteration takes as long as that of the slowest kind, and each
 kind's is predicted over the slowest network of all. Within an iteration, kinds may be further apart than at its end:
@@ -92,32 +92,48 @@ def make_unlike_plan(
             f"{kinds[0].request.num_devices} devices, each of which needs sequences of every micro-batch; choose "
             "another --global-batch, or fewer devices"
         )
-    least_s, reasons = waiting[0].bound_s, list[InfeasibleError]()
-    fitting = {count: [dict(of_kind) for of_kind in times] for count, times in bounds.items()}  # as far as is known
     search = functools.partial(find, progress=progress, budget_s=budget_s)
-    tried = set[tuple[int, ...]]()
+    division, found = _best(kinds, bounds, waiting, search, divided)
+    return _as_one(kinds, division, found, waiting[0].bound_s, tuple(_rows(kinds, bounds, search)))
+
+
+def _best(
+    kinds: Sequence[_Kind],
+    bounds: Mapping[int, Sequence[Times]],
+    divisions: Sequence[_Division],
+    search: Search,
+    divided: Divided | None,
+) -> tuple[_Division, list[Found]]:
+    """Plan divisions, the most promising first; return the best, and what was found for each kind.
+
+    Raises:
+        InfeasibleError: a kind has too little memory for all shares that were tried.
+    """
+    fitting = {count: [dict(of_kind) for of_kind in times] for count, times in bounds.items()}  # as far as is known
     best: tuple[float, _Division, list[Found]] | None = None
-    while waiting and len(tried) - len(reasons) < _MOST_DIVISIONS and len(reasons) < _MOST_MISFITS:
+    tried, misfits, waiting = set[tuple[int, ...]](), list[InfeasibleError](), [*divisions]
+    while waiting and len(tried) - len(misfits) < _MOST_DIVISIONS and len(misfits) < _MOST_MISFITS:
         division = waiting.pop(0)
+        count = division.num_micro_batches
         if division.sequences in tried or (best and division.bound_s >= best[0]):
             continue
         tried.add(division.sequences)
-        count = division.num_micro_batches
         if divided:
             divided(count, division.sequences)
         try:
             found = _found(kinds, division, search, fitting[count])
         except InfeasibleError as error:
-            reasons.append(error)
+            misfits.append(error)
             smaller = _divisions(kinds, {count: fitting[count]})
             waiting = sorted([*waiting, *smaller], key=lambda each: each.bound_s)
             continue
         if best is None or _slowest_s(found) < best[0]:
             best = _slowest_s(found), division, found
-        waiting = [_closer(division, found, kinds, fitting[count]), *waiting]
+        waiting.insert(0, _closer(division, found, kinds, fitting[count]))
     if best is None:
-        raise reasons[0]
-    return _as_one(kinds, best[1], best[2], least_s, tuple(_rows(kinds, bounds, search)))
+        raise misfits[0]
+    _, division, found = best
+    return division, found
 
 
 def _rows(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]], search: Search) -> Iterator[EngineRow]:
