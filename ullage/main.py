@@ -21,6 +21,8 @@ _EXTRAS = {
     "torch",
     "transformers",
     "safetensors",
+    "shtab",
+    "pyarrow",
     "plotly",
     "jinja2",
 }

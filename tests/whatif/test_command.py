@@ -1,6 +1,7 @@
 import csv
 import json
 
+import pyarrow.parquet
 import pytest
 
 from ullage.main import main
@@ -20,18 +21,21 @@ def ask(tiny, tmp_path):
 
 def test_screen_tables_and_files_agree(ask, tmp_path, capsys):
     sweep = ("--sweep", "pcie=1x,2x", "--sweep", "device.memory_bytes=1MB,80GB")
-    code, out, _ = run(capsys, *ask, *sweep, "--prices", "example", "--table", tmp_path / "t.csv")
-    assert code == 0
+    for suffix in ("csv", "parquet"):
+        code, out, _ = run(capsys, *ask, *sweep, "--prices", "example", "--table", tmp_path / f"t.{suffix}")
+        assert code == 0
     assert "points, predicted" in out
     assert "2 of 4 points: lacks memory" in out
     study = load_study(tmp_path / "study.json")
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(study.points) == 4
-    for row, point in zip(rows, study.points, strict=True):
-        assert row["host-link_factor"] == str(point.settings["host-link"])
-        assert row["host-link"] == str(point.varied["host-link"].after)
-        assert row["iteration_s"] == (str(point.figures.iteration_s) if point.figures else "")
+    table = pyarrow.parquet.read_table(tmp_path / "t.parquet").to_pylist()
+    assert len(rows) == len(table) == len(study.points) == 4
+    for row, typed, point in zip(rows, table, study.points, strict=True):
+        assert {name: "" if value is None else str(value) for name, value in typed.items()} == row
+        assert typed["host-link_factor"] == point.settings["host-link"]
+        assert typed["host-link"] == point.varied["host-link"].after
+        assert typed["iteration_s"] == (point.figures.iteration_s if point.figures else None)
 
 
 def test_a_study_file_runs_again_to_the_same_bytes(ask, tmp_path, capsys):
@@ -63,7 +67,7 @@ BAD = {
     "mixed": (["--sweep", "pcie=1x,20GB/s"], ["factors"]),
     "no step": (["--sweep", "pcie=1x..4x"], ["no step"]),
     "twice": (["--sweep", "hardware=h100"], ["--hardware", "leave out one"]),
-    "table": (["--table", "t.xlsx"], [".csv"]),
+    "table": (["--table", "t.xlsx"], [".csv", ".parquet"]),
     "folder": (["--table", "no/t.csv"], ["no such folder"]),
     "prices": (["--prices", "none.json"], ["none.json", "--prices example"]),
     "tokens": (["--tokens", "many"], ["300B"]),

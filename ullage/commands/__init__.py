@@ -25,6 +25,7 @@ SUMMARIES = {
     "plan": "find the fastest way to train a model on some hardware",
     "whatif": "plan with other machines, models and batches, and compare speed and cost",
     "execute": "run a plan",
+    "launch": "print the line that starts a plan on all its devices",
     "checkpoint": "list, check, export and remove checkpoints",
     "simulate": "show one iteration of a plan or an engine in detail",
     "verify": "check the prediction and the proofs of a plan",
@@ -36,6 +37,7 @@ SUMMARIES = {
     "models": "list the models that are known by name",
     "hardware": "list, show, compare and check hardware profiles",
     "export-deepspeed": "write the configuration of DeepSpeed that is nearest to a plan",
+    "completion": "print the completion script for a shell",
 }
 """The commands with their summaries, in the order of the help text."""
 

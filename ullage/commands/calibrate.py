@@ -32,6 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage calibrate --quick --memory device=2GB
         ullage calibrate --output lab-box.json
         ullage calibrate --only cpu,disk:/mnt/nvme
+        ullage calibrate --list
         """,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
@@ -75,11 +76,22 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="measure parts of a profile again, even if the profile was measured on another machine",
     )
+    parser.add_argument(
+        "--list", action="store_true", help="list all quantities, and what measures each one, or why nothing does"
+    )
     parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write the profile, print. Nothing is written before everything is measured."""
+    if args.list:
+        from hwprofiles.catalogue import CATALOGUE  # noqa: PLC0415
+        from ullage.report.profile import catalogue_tables  # noqa: PLC0415 - slow to import
+        from ullage.report.terminal import answer  # noqa: PLC0415
+
+        known = {path: {"how": e.how, "part": e.part, "words": e.words} for path, e in CATALOGUE.items()}
+        answer(args, known, *catalogue_tables())
+        return 0
     path: Path = args.output or local_profile_path()
     if not args.output:
         make_folder("--output", path.parent)

@@ -94,7 +94,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PATH",
         help="file for the study (study.json)",
     )
-    running.add_argument("--table", type=Path, metavar="PATH", help="write one row per point, as .csv")
+    running.add_argument("--table", type=Path, metavar="PATH", help="write one row per point, as .csv or .parquet")
     running.add_argument("--json", action="store_true", help="print the study as JSON instead of tables")
     running.add_argument(
         "--fields",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hwprofiles.catalogue import CATALOGUE
+from hwprofiles.catalogue import CATALOGUE, PARTS
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
@@ -155,6 +155,15 @@ def _missing(profile: HardwareProfile) -> dict[str, str]:
         else:
             result[path] = entry.words
     return result
+
+
+def catalogue_tables() -> tuple[Table, Table]:
+    """List all parts and quantities, and what measures each one, or why nothing does."""
+    rows = tuple((path, entry.how, entry.part or "-", entry.words) for path, entry in CATALOGUE.items())
+    return (
+        Table("parts (--only)", ("part", "what it measures"), tuple(PARTS.items())),
+        Table("quantities of a profile", ("quantity", "how", "part", "measured by, or why not"), rows),
+    )
 
 
 def drifted(found: Iterable[Difference]) -> list[Difference]:

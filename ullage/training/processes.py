@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
-from typing import Self
+from typing import Literal, Self
 
 from planner.costs.layout import Layout
 from planner.plan.document import Plan, PlanError
+
+Launcher = Literal["torchrun", "accelerate"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,17 +76,35 @@ def nodes(plan: Plan) -> list[range]:
     return found
 
 
-def launch_lines(plan: Plan, *, path: str = "PLAN") -> list[str]:
-    """Return the command lines that start a plan: one for all nodes, or of each node if their devices are unlike."""
+def launch_lines(plan: Plan, *, path: str = "PLAN", launcher: Launcher = "torchrun") -> list[str]:
+    """Return the command lines that start a plan: one for all nodes, or one for each node if their devices are unlike.
+
+    Raises:
+        PlanError: ``accelerate`` cannot start unlike numbers of processes.
+    """
     found, ranks = nodes(plan), plan.decisions.num_devices
     if ranks == 1:
         return [f"ullage execute {path}"]
-    numbers = range(len(found)) if plan.others and len(found) > 1 else "N"
+    sizes = [len(node) for node in found]
+    if launcher == "accelerate":
+        if plan.others and len(set(sizes)) > 1:
+            raise PlanError(
+                f"nodes of this plan start {' and '.join(map(str, sizes))} processes, but accelerate starts equally "
+                "many on each; start them with torchrun"
+            )
+        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if len(found) > 1 else ""
+        # Only --multi_gpu makes it start several processes, also for CPUs. The plan decides types and compilation.
+        return [
+            (
+                f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {len(found)}{several} "
+                f"--mixed_precision no --dynamo_backend no -m ullage execute {path}"
+            )
+        ]
     return [
-        f"torchrun --nproc-per-node {len(node)}"
+        f"torchrun --nproc-per-node {size}"
         + (f" --nnodes {len(found)} --node-rank {number} --master-addr FIRST" if len(found) > 1 else "")
         + f" -m ullage execute {path}"
-        for number, node in zip(numbers, found, strict=False)
+        for number, size in (enumerate(sizes) if plan.others and len(found) > 1 else [("N", sizes[0])])
     ]
 
 

@@ -1,8 +1,8 @@
-"""A study as a table with one row per point, for CSV."""
+"""A study as a table with one row per point, for CSV and Parquet."""
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from hwprofiles.files import check_output, write_whole
 from planner.schedule.tasks import Tier
 from ullage.whatif.study import Checkpoints, Point, Study
 
+SUFFIXES: Final = (".csv", ".parquet")
 _FIGURES: Final = (
     *("num_devices", "num_nodes", "iteration_s", "tokens_per_s", "tokens_per_iteration", "model_flop_per_s"),
     *("bound_by", "bound_s", "gap", "goodput_tokens_per_s"),
@@ -31,21 +32,34 @@ def check_table_path(path: Path) -> None:
     """Check that a table can be written to a path. Call it before anything is computed.
 
     Raises:
-        ValueError: the path does not end in ``.csv``, or cannot be written.
+        ValueError: the path ends in neither ``.csv`` nor ``.parquet``, or cannot be written.
+        ModuleNotFoundError: the path ends in ``.parquet``, and pyarrow is missing.
     """
-    if path.suffix != ".csv":
-        raise ValueError(f"--table {path}: a table is CSV; let its name end in .csv")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--table {path}: ends in neither .csv nor .parquet; choose one of them")
     check_output("--table", path)
+    if path.suffix == ".parquet":
+        _pyarrow()
 
 
 def write_table(study: Study, path: Path) -> None:
-    """Write the rows to a file in one step, as CSV.
+    """Write the rows to a file in one step, as CSV or Parquet by the ending of its name.
 
     Raises:
+        ModuleNotFoundError: pyarrow, which Parquet needs, is missing.
         OSError: the file cannot be written.
     """
-    found, text = rows(study), io.StringIO()
-    writer = csv.DictWriter(text, list(found[0]) if found else [], lineterminator="\n")
+    found = rows(study)
+    columns = list(found[0]) if found else []
+    if path.suffix == ".parquet":
+        pyarrow, parquet = _pyarrow()
+        table = pyarrow.table({column: _one_type([row[column] for row in found]) for column in columns})
+        data = io.BytesIO()
+        parquet.write_table(table, data)
+        write_whole(path, data.getvalue())
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
     write_whole(path, text.getvalue())
@@ -76,3 +90,23 @@ def _row(study: Study, point: Point) -> dict[str, Any]:
 
 def _read(of: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(of, name, None) for name in names}  # of ``None``, nothing but ``None``
+
+
+def _one_type(values: Sequence[Any]) -> list[Any]:
+    """Return values of a column in one type: ``str`` if any value is, else ``float`` if any is."""
+    if any(isinstance(value, str) for value in values):
+        return [None if value is None else str(value) for value in values]
+    if any(isinstance(value, float) for value in values):
+        return [None if value is None else float(value) for value in values]
+    return list(values)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+        from pyarrow import parquet  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a .parquet table needs pyarrow; pip install 'ullage[parquet]', or give a .csv", name="pyarrow"
+        ) from error
+    return pa, parquet

@@ -44,7 +44,7 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--output", "--memory", "--json", "--only", "--device-cores"}
-    | {"--drive-endurance", "--allow-other-machine"},
+    | {"--drive-endurance", "--allow-other-machine", "--list"},
     "plan": {*REQUEST, "--beside", "--mtbf", "--checkpoints", "--budget", "--output", "--deepspeed", "--json"},
     "whatif": {
         *(*REQUEST, "study", "--set", "--sweep", "--design", "--question", "--sensitivities", "--certify", "--prices"),
@@ -69,9 +69,11 @@ FLAGS = {
         "--beside",
         "--json",
     },
-    "models": {"model", "--json"},
+    "models": {"model", "--lora", "--quantize", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
+    "completion": {"shell"},
     "doctor": {"--json"},
+    "launch": {"plan", "--with"},
     "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 MOST_OPTIONS = 160

@@ -174,3 +174,12 @@ def test_what_cannot_be_asked(arguments, message, tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_all_quantities_are_listed(capsys):
+    assert main(["calibrate", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert "device.hook_s" in text
+    assert "fitted" in text
+    assert main(["calibrate", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host.optimizer"]["part"] == "cpu"

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 BOUND = re.compile(r"([\w-]+)[^;>]*>=([\d.]+)")
 TABLE = re.compile(r"^\| `([\w-]+)` \| (\d+\.[\d.]+)", re.MULTILINE)
-OF_USERS = ("execute", "finetune", "report", "remote", "lightning")
+OF_USERS = ("execute", "finetune", "report", "remote", "completion", "parquet", "lightning")
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "numba", "peft", "torch", "torchao", "transformers", "trl")
 UNDOCUMENTED = (
     "numba.core",

@@ -392,6 +392,13 @@ def test_launch_lines(plan: Path) -> None:
     assert launch_lines(large) == [
         "torchrun --nproc-per-node 8 --nnodes 2 --node-rank N --master-addr FIRST -m ullage execute PLAN"
     ]
+    assert launch_lines(large, path="x.json", launcher="accelerate") == [
+        (
+            "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank N "
+            "--main_process_ip FIRST --main_process_port 29500 --mixed_precision no --dynamo_backend no "
+            "-m ullage execute x.json"
+        )
+    ]
 
 
 def test_a_kind_of_device_on_the_rank_of_another_is_refused(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,10 +441,13 @@ def test_unlike_devices_train_as_one_process(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.part(0)
-def test_accelerate_starts_a_plan(plan: Path, tmp_path: Path) -> None:
-    words = ["launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    words += ["--dynamo_backend", "no", "-m", "ullage", "execute", str(plan)]
+def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(plan), "--with", "accelerate"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:2] == ["accelerate", "launch"]
     words += ["--iterations", "6", "--output-dir", str(tmp_path / "out")]
-    done = completed(forked.launcher, "accelerate.commands.accelerate_cli", *words)
+    done = completed(forked.launcher, "accelerate.commands.accelerate_cli", *words[1:])
     assert done.returncode == 0, done.stderr
     assert load_run(tmp_path / "out" / "run.json").timeline.num_iterations == 6
+    assert main(["launch", str(plan)]) == 0
+    assert capsys.readouterr().out == f"torchrun --nproc-per-node 2 -m ullage execute {plan}\n"

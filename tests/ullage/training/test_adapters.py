@@ -294,6 +294,28 @@ def test_weights_of_a_quantized_base_are_checked_before_they_are_read(
     assert "\n" not in str(refused.value)
 
 
+def test_models_says_what_is_trained_and_what_is_frozen(base: Path, capsys: Any) -> None:
+    words = ["models", f"{base}/config.json", "--lora", LORA]
+    assert main([*words, "--json"]) == 0
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    num_frozen = sum(p.numel() for p in plain.parameters())
+    found = json.loads(capsys.readouterr().out)
+    num_trained = sum(p.numel() for p in adapted(base).parameters() if p.requires_grad)
+    assert found == {"num_trained": num_trained, "num_frozen": num_frozen, "frozen_bytes": 2 * num_frozen}
+    assert main([*words, "--quantize", "nf4", "--json"]) == 0
+    quantized = json.loads(capsys.readouterr().out)
+    assert quantized == found | {"frozen_bytes": quantized["frozen_bytes"]}
+    assert quantized["frozen_bytes"] < found["frozen_bytes"]
+    assert main(words) == 0
+    assert f"{num_trained:,}" in capsys.readouterr().out
+    for wrong, message in (
+        (["models", "--lora", LORA], "--lora and --quantize need a model; give its name too"),
+        (["models", "gpt2", "--quantize", "nf4"], "--quantize nf4 is for frozen weights, but without --lora"),
+    ):
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_function_returns_its_own_adapters(capsys: Any) -> None:
     assert main(["plan", "--model", "own.models:make", "--lora", "rank=4"]) == 2
     assert "--lora is for models of transformers, but --model own.models:make is a function" in capsys.readouterr().err
