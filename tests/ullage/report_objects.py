@@ -113,6 +113,7 @@ def study(num_values: int = 4, *, priced: bool = True) -> Study:
         axes=axes,
         prices=Prices(currency="USD", machines={}) if priced else None,
         points=points,
+        complete=True,
         sensitivities=Sensitivities(base=points[0].result, step=0.1, range=4.0, rows=(row,)),
         notes=("prices are made up",),
     )

@@ -69,10 +69,11 @@ BAD = {
     "twice": (["--sweep", "hardware=h100"], ["--hardware", "leave out one"]),
     "table": (["--table", "t.xlsx"], [".csv", ".parquet"]),
     "folder": (["--table", "no/t.csv"], ["no such folder"]),
+    "points": (["--design", "random"], ["--design random,points=100"]),
     "prices": (["--prices", "none.json"], ["none.json", "--prices example"]),
     "tokens": (["--tokens", "many"], ["300B"]),
     "sensitivities of a sweep": (["--sensitivities", "--sweep", "gpus=1,2"], ["--set"]),
-    "too many": (["--sweep", "pcie=1x..9000x..1x", "--sweep", "seq_len=1..2000"], ["give fewer values"]),
+    "too many": (["--sweep", "pcie=1x..9000x..1x", "--sweep", "seq_len=1..2000"], ["--design random"]),
     "a file and more": (["study.json", "--set", "pcie=2x"], ["is a whole study", "leave out --set"]),
 }
 

@@ -155,6 +155,25 @@ def test_designs(tiny):
     assert [case.settings for case in zipped.cases()] == [{"host-link": 1, "gpus": 1}, {"host-link": 2, "gpus": 2}]
     with pytest.raises(ValueError, match="same number of values"):
         space(tiny, sweep=sweep, design="zip")
+
+
+def test_random_designs_are_seeded_and_draw_nothing_twice(tiny):
+    sweep = {"pcie": ("1x..9x..1x",), "gpus": ("1..9",)}
+    drawn = [
+        [
+            tuple(c.settings.values())
+            for c in space(tiny, sweep=sweep, design="random", num_points=40, seed=seed).cases()
+        ]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 40
+    assert len(space(tiny, sweep=sweep, design="random", num_points=1000)) == 81
+    between = space(tiny, sweep={"pcie": ("0.5x..4x",)}, design="random", num_points=30)
+    factors = [case.settings["host-link"] for case in between.cases()]
+    assert min(factors) < 1
+    assert max(factors) > 2
+    assert all(0.5 <= factor <= 4 for factor in factors)
     with pytest.raises(ValueError, match="has no step"):
         space(tiny, sweep={"pcie": ("0.5x..4x",)})
 

@@ -16,8 +16,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "report",
         run,
         "Write one HTML file that shows a plan, a run or a study. For a plan or run: a summary, all tasks of an\n"
-        "iteration, memory and traffic over time, other engines, the effect of each technique,\n"
-        "and predicted against measured times. For a study: curves along each axis, and cost against\n"
+        "iteration, memory and traffic over time, a roofline of the lanes, other engines, the effect of each\n"
+        "technique, and predicted against measured times. For a study: curves along each axis, and cost against\n"
         "speed. The file needs no network and prints well; a button saves each chart as SVG. Several files are shown\n"
         "side by side.",
         """

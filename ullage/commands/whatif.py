@@ -3,9 +3,9 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from ullage.cli.arguments import positive_float, positive_int, tokens
+from ullage.cli.arguments import choice, non_negative_int, parts, positive_float, positive_int, tokens
 from ullage.cli.options import add_options
 from ullage.commands import Subparsers, command_parser
 from ullage.whatif.values import Design, Question
@@ -53,8 +53,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     design.add_argument(
         "--design",
-        choices=get_args(Design),
-        help="cartesian: all combinations (the default); zip: the first values of all axes, then the second, ...",
+        type=_design,
+        metavar="cartesian|zip|random,points=N[,seed=N]",
+        help="cartesian: all combinations (the default); zip: the first values of all axes, then the second values, "
+        "...; random: so many random combinations, drawn with a seed (0), also inside ranges such as 0.5x..4x",
     )
     design.add_argument(
         "--question",
@@ -103,6 +105,10 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="TEXT",
         help="only list the fields that can be varied, with units",
     )
+
+
+def _design(text: str) -> dict[str, Any]:
+    return parts(text, {"": choice(*get_args(Design)), "points": positive_int, "seed": non_negative_int})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,10 +35,12 @@ class Axis:
     Attributes:
         title: title of the axis.
         unit: SI base unit (``s``, ``B``, ``B/s``, ``FLOP/s``), ``%`` for fractions, or ``""``.
+        log: whether the scale is logarithmic.
     """
 
     title: str
     unit: str = ""
+    log: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

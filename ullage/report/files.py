@@ -17,6 +17,7 @@ from ullage.report.explained import tricks_section
 from ullage.report.offloading import offload_section
 from ullage.report.over_time import gantt_section, memory_over_time, resources_section, traffic_section
 from ullage.report.plan import plan_part
+from ullage.report.roofline import roofline_section
 from ullage.report.run import explained_sections
 from ullage.report.study import study_part
 from ullage.rivals.tricks import TRICKS, bench_of
@@ -84,6 +85,7 @@ def _of_plan(plan: Plan, run: RunRecord | None, progress: Report) -> Part:
         memory_over_time(views, cost, run),
         traffic_section(views, cost),
         resources_section(views, cost),
+        roofline_section(views, cost),
         tricks_section(bench, worths(bench, lambda done: progress("switching tricks off", done, 0), TRICKS)),
         *([offloading] if offloading is not None else []),
     )

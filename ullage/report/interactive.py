@@ -5,6 +5,7 @@ substitutes the colours of its theme. plotly.js interprets some tags in texts, s
 """
 
 import html
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def _chart(chart: Chart) -> dict[str, Any]:
     names = list(dict.fromkeys(str(name) for trace in chart.traces if bars for name in trace.y))
     shown_of = {trace.name for trace in chart.traces}
     layout: dict[str, Any] = {
-        "xaxis": _axis(chart.x) | ({"rangemode": "tozero"} if bars else {}),
+        "xaxis": _axis(chart.x, [x for trace in chart.traces for x in trace.x if not isinstance(x, str)])
+        | ({"rangemode": "tozero"} if bars else {}),
         "yaxis": {
             "type": "category",
             "categoryorder": "array",
@@ -49,7 +51,9 @@ def _chart(chart: Chart) -> dict[str, Any]:
             "tickfont": {"size": 12},
         }
         if bars
-        else _axis(chart.y) | {"rangemode": "tozero", "fixedrange": chart.over_time},
+        else _axis(chart.y, [y for trace in chart.traces for y in trace.y if not isinstance(y, str)])
+        | ({} if chart.y.log else {"rangemode": "tozero"})
+        | {"fixedrange": chart.over_time},
         "showlegend": len(shown_of) > 1 or chart.bars == "stack",
         "hovermode": "x unified" if chart.over_time else "closest",
         "shapes": [*_bands(chart), *_levels(chart)],
@@ -118,8 +122,22 @@ def _ticks(axis: Axis) -> dict[str, Any]:
     return {"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN}
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
-    return _titled(axis) | _ticks(axis)
+def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
+    result = _titled(axis)
+    if axis.log:
+        shown = _round_values(min(values), max(values))
+        result |= {"type": "log", "tickvals": shown, "ticktext": [value_text(value, axis.unit) for value in shown]}
+        result |= {"tickangle": 0}
+        low, high = (math.log10(value) for value in (min(values), max(values)))
+        return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
+    return result | _ticks(axis)
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times every power of ten between two values, or only the powers if those are too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [digit * 10.0**power for power in powers for digit in digits]
 
 
 def _trace(chart: Chart, trace: Trace, *, bars: bool) -> dict[str, Any]:

@@ -72,6 +72,8 @@ def _part(study: Study, fitting: Sequence[Point], sections: tuple[Section, ...])
         sentence = f"{count} points ({axes or 'one request'}), of which {len(fitting)} fit."
     if any(_figures(point).checkpoints for point in fitting):
         sentence += " Speeds include failures, and the checkpoints with which failures lose least time."
+    if not study.complete and count:
+        sentence += " The study is not finished: only finished points are shown."
     about = {
         **({"fixed": ", ".join(f"{name} {value}" for name, value in request.set.items())} if request.set else {}),
         "varied": "; ".join(f"{axis.name}{axis.words and f': {axis.words}'}" for axis in study.axes) or "nothing",

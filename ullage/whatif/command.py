@@ -66,6 +66,7 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return the study that the options describe."""
     found = {name: getattr(args, option.dest, None) for name, option in known_options().items()}
     options = {name: _text(value) for name, value in sorted(found.items()) if value is not None}
+    design = args.design or {}
     sets = dict(_assignment("--set", text) for text in args.set or ())
     sweeps: dict[str, tuple[str, ...]] = {}
     for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
@@ -80,7 +81,9 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
     return StudyRequest(
         set=options | sets,
         sweep=sweeps,
-        design=args.design or "cartesian",
+        design=design.get("", "cartesian"),
+        num_points=design.get("points"),
+        seed=design.get("seed", 0),
         certify=bool(args.certify),
         tokens=args.tokens,
         deadline_s=args.days * _DAY_S if args.days else None,

@@ -3,8 +3,11 @@
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
@@ -26,9 +29,6 @@ from ullage.whatif.study import Axis, Result, StudyRequest, Value, Varied
 from ullage.whatif.values import Number
 
 MAX_POINTS: Final = 1_000_000
-_OF_BASE: Final = frozenset(
-    {"model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches"}
-)  # options on which the fields that there are depend
 Level = Number | Value
 
 
@@ -81,8 +81,10 @@ class Space:
         self._levels = {self.field(name).name: self._levels_of(name, texts) for name, texts in request.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
             raise ValueError(f"{twice[0]} is both set and swept; leave out one of them")
+        if request.design == "random" and request.num_points is None:
+            raise ValueError("a random design needs a number of points; give --design random,points=100")
         self._rows = self._combined()
-        self.axes = tuple(itertools.starmap(self._axis, self._levels.items()))
+        self.axes = tuple(self._axis(name, position) for position, name in enumerate(self._levels))
 
     def __len__(self) -> int:
         """Return the number of points."""
@@ -141,7 +143,20 @@ class Space:
 
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level]:
         field = self.field(name)
-        levels = [field.parse(text) for text in itertools.chain.from_iterable(map(field.values, texts))]
+        levels: list[Level] = []
+        for text in itertools.chain.from_iterable(map(field.values, texts)):
+            if isinstance(text, str):
+                levels.append(field.parse(text))
+                continue
+            low, high = (field.parse(end) for end in text)
+            if self.request.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
+                raise ValueError(
+                    f"{name}={text[0]}..{text[1]} has no step; give one, as in 1x..4x..0.5x or 1x..8x..*2, or draw "
+                    "values with --design random"
+                )
+            if low.relative is not high.relative:
+                raise ValueError(f"{name} mixes factors and absolute values; give all values as factors (2x), or none")
+            levels.append(dataclasses.replace(low, high=high.value))
         if not levels:
             raise ValueError(f"{name} has no values; give some, as in {name}=1,2,4")
         if len({_is_relative(level) for level in levels}) > 1:
@@ -150,28 +165,54 @@ class Space:
 
     def _combined(self) -> list[tuple[Any, ...]]:
         """Return one row of values for each point."""
-        levels, is_zip = list(self._levels.values()), self.request.design == "zip"
-        if is_zip and len({len(of_axis) for of_axis in levels}) > 1:
+        levels, design = list(self._levels.values()), self.request.design
+        total = math.prod(map(len, levels))
+        if design == "random" and levels:
+            return self._drawn(levels, total)
+        if design == "zip" and len({len(of_axis) for of_axis in levels}) > 1:
             counts = ", ".join(f"{name} {len(of_axis)}" for name, of_axis in self._levels.items())
             raise ValueError(f"--design zip needs the same number of values on each axis, but there are {counts}")
-        if not is_zip and (total := math.prod(map(len, levels))) > MAX_POINTS:
-            raise ValueError(f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values")
-        return list(zip(*levels, strict=True) if is_zip and levels else itertools.product(*levels))
+        if design == "cartesian" and total > MAX_POINTS:
+            raise ValueError(
+                f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values, or draw some "
+                "with --design random,points=1000"
+            )
+        rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
+        return list(rows)
 
-    def _axis(self, name: str, levels: Sequence[Level]) -> Axis:
-        field, values = self.field(name), tuple(dict.fromkeys(map(_plain, levels)))
-        return Axis(name=name, words=field.words, unit=field.unit, relative=_is_relative(levels[0]), values=values)
+    def _drawn(self, levels: Sequence[Sequence[Level]], total: int) -> list[tuple[Any, ...]]:
+        """Draw random points. If the number of combinations is finite, no point is drawn twice."""
+        rng, count = random.Random(self.request.seed), self.request.num_points or 0  # noqa: S311 - not for secrets
+        if any(isinstance(level, Number) and level.high is not None for of_axis in levels for level in of_axis):
+            picked = ([rng.choice(of_axis) for of_axis in levels] for _ in range(count))
+            return [
+                tuple(level.at(rng.random()) if isinstance(level, Number) else level for level in row) for row in picked
+            ]
+        positions = rng.sample(range(total), min(count, total))
+        places = np.unravel_index(positions, [len(of_axis) for of_axis in levels])
+        return [
+            tuple(of_axis[at] for of_axis, at in zip(levels, row, strict=True)) for row in zip(*places, strict=True)
+        ]
+
+    def _axis(self, name: str, position: int) -> Axis:
+        field = self.field(name)
+        values = tuple(dict.fromkeys(_plain(row[position]) for row in self._rows))
+        relative = any(_is_relative(row[position]) for row in self._rows)
+        if self.request.design == "random":
+            values = tuple(sorted(values, key=lambda value: (isinstance(value, str), value)))
+        return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
 
 
 def _fields(request: StudyRequest, default_hardware: str) -> dict[str, Field]:
     """Return the fields of the base point. If there are several machines or models, the first one counts."""
-    options, swept = {}, {name: ",".join(texts) for name, texts in request.sweep.items() if texts}
-    for name in (*swept, *request.set):
-        field = Field(name.removeprefix("--").replace("-", "_"), "option", "")
-        if field.name in _OF_BASE:
-            options[field.name] = field.parse(request.set.get(name) or field.values(swept[name])[0])
-    if "model" not in options:
+    first = {
+        name: Field(name, "option", "").values(",".join(texts))[0] for name, texts in request.sweep.items() if texts
+    }
+    texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **request.set}.items()}
+    if "model" not in texts:
         raise ValueError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
+    named = ("model", "hardware", "input_shape", "precision", "master", "lora", "quantize", "batches")
+    options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", default_hardware)))
     as_on_gpu, given = hardware.device.kind == "gpu", options_of(options)
     model, *_ = trained(given, types_of(given, hardware), as_on_gpu=as_on_gpu)

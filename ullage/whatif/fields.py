@@ -80,7 +80,7 @@ class Field:
     switch: bool = False
     present: Value | None = None
 
-    def values(self, text: str) -> list[str]:
+    def values(self, text: str) -> list[str | tuple[str, str]]:
         """Return the values of a list; see :func:`ullage.whatif.values.expand`."""
         if self.name == "lora":  # its values contain commas
             return [*re.split(r",(?=rank=|none)", text)]

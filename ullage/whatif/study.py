@@ -33,7 +33,9 @@ class StudyRequest(Frozen):
             ``model`` is one of them.
         sweep: fields that vary, each with its values, in the order of the table's columns.
         design: ``cartesian``: all combinations of values; ``zip``: the first values of all axes, then the second, and
-            so on.
+            so on; ``random``: independent random values.
+        num_points: number of points of a ``random`` design.
+        seed: seed of a ``random`` design.
         certify: prove for every point how far its plan can be from the best.
         tokens: tokens of a whole run; ``None``: costs are only per token.
         deadline_s: seconds within which the run must end; ``None``: no deadline.
@@ -43,6 +45,8 @@ class StudyRequest(Frozen):
     set: dict[str, str]
     sweep: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     design: Design = "cartesian"
+    num_points: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
     certify: bool = False
     tokens: Annotated[float, Field(gt=0)] | None = None
     deadline_s: Annotated[float, Field(gt=0)] | None = None
@@ -323,6 +327,7 @@ class Study(Frozen):
         axes: fields that vary.
         prices: prices for the costs of points.
         points: points in the order of the design; empty before the study is run.
+        complete: whether all points of the design are planned.
         sensitivities: effects of resources around the base point.
         answer: answer to the question.
         notes: notes about the figures, such as assumed prices, fields that cost nothing, extrapolation.
@@ -334,6 +339,7 @@ class Study(Frozen):
     axes: tuple[Axis, ...] = ()
     prices: Prices | None = None
     points: tuple[Point, ...] = ()
+    complete: bool = False
     sensitivities: Sensitivities | None = None
     answer: Answer | None = None
     notes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal
 
-Design = Literal["cartesian", "zip"]
+Design = Literal["cartesian", "zip", "random"]
 Question = Literal["fits", "cheapest", "upgrade", "scale", "longest", "largest"]
 
 # Spellings of a unit after the prefix of a number, by the unit of the field.
@@ -30,10 +30,18 @@ _MOST_VALUES: Final = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number; if ``relative``, a factor of the present value."""
+    """A number; if ``relative``, a factor of the present value. With ``high``, any number up to that."""
 
     value: float
     relative: bool = False
+    high: float | None = None
+
+    def at(self, share: float) -> "Number":
+        """Return the number at a fraction of the interval, on a logarithmic scale if both ends are above 0."""
+        if (high := self.high) is None:
+            return self
+        low = self.value
+        return Number(low * (high / low) ** share if low > 0 else low + (high - low) * share, self.relative)
 
 
 def parse_number(text: str, unit: str) -> Number:
@@ -67,7 +75,7 @@ def example(unit: str) -> str:
     return f"{own}, or a factor such as 2x"
 
 
-def expand(text: str, *, whole: bool) -> list[str]:
+def expand(text: str, *, whole: bool) -> list[str | tuple[str, str]]:
     """Return the values of a list such as ``1,2,4``, ``0..12`` or ``1x..8x..*2``.
 
     Args:
@@ -75,10 +83,13 @@ def expand(text: str, *, whole: bool) -> list[str]:
             the step s, and ``a..b..*r`` the ratio r. A unit after one of a range's numbers applies to all of them.
         whole: the field takes only whole numbers.
 
+    Returns:
+        The values as texts; a range without a step is a pair of its ends.
+
     Raises:
-        ValueError: a range is empty, endless or too long, or has no step or two units.
+        ValueError: a range is empty, endless or too long, or has two units.
     """
-    values: list[str] = []
+    values: list[str | tuple[str, str]] = []
     for part in text.split(","):
         values += _range(part.strip(), whole=whole) if ".." in part else [part.strip()]
     if not all(values):
@@ -86,7 +97,7 @@ def expand(text: str, *, whole: bool) -> list[str]:
     return values
 
 
-def _range(text: str, *, whole: bool) -> Iterator[str]:
+def _range(text: str, *, whole: bool) -> Iterator[str | tuple[str, str]]:
     found = _RANGE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not a range; give 0..12, 10..40..10GB/s or 1x..8x..*2")
@@ -98,7 +109,8 @@ def _range(text: str, *, whole: bool) -> Iterator[str]:
     if low > high:
         raise ValueError(f"{text!r} is empty: {found[1]} is above {found[3]}; begin with the smaller one")
     if found[6] is None and not (whole and not suffix):
-        raise ValueError(f"{text!r} has no step; give one, as in 1x..4x..0.5x or 1x..8x..*2")
+        yield f"{found[1]}{suffix}", f"{found[3]}{suffix}"
+        return
     step, by_ratio = float(found[6] or 1), bool(found[5])
     if step <= (1 if by_ratio else 0) or (by_ratio and low == 0):
         raise ValueError(f"{text!r} never ends; give a step above 0, or a ratio above 1 from a number above 0")

@@ -215,6 +215,10 @@ BAD_INPUT = {
     ),
     "negative seed": (["execute", "{plan}", "--seed", "-1"], ["--seed", "'-1' is not a whole number from 0 on"]),
     "seed without end": (["execute", "{plan}", "--seed", "9" * 20], ["--seed", "is too large; give a whole number"]),
+    "seed of a study": (
+        ["whatif", "--model", "gpt2", "--design", "random,seed=-1"],
+        ["--design", "'-1' is not a whole number"],
+    ),
     "size": (["plan", "--model", "gpt2", "--memory", "device=12 apples"], ["150MB"]),
     "size for libraries alone": (
         ["plan", "--model", "gpt2", "--hardware", "h100", "--memory", "device=1GiB"],

@@ -27,7 +27,7 @@ from ullage.report.page import render
 from ullage.report.plan import engines_section
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'`{{7*7}}<b>$\\frac"
-SECTIONS = ["peaks", "engines", "timeline", "memory", "traffic", "resources", "tricks", "offloading"]
+SECTIONS = ["peaks", "engines", "timeline", "memory", "traffic", "resources", "roofline", "tricks", "offloading"]
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,18 @@ def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
     assert own.y == [pytest.approx(seen.iteration_s)]
 
 
+def test_a_lane_is_never_faster_than_its_roof(plan_part):
+    lanes = pictures(plan_part)["lanes"]
+    assert lanes.traces
+    assert all(0 < share <= 1 + 1e-9 for trace in lanes.traces for share in trace.x)
+    for key, chart in pictures(plan_part).items():
+        if key.startswith("rates-"):
+            roof, *tasks = chart.traces
+            for trace in tasks:
+                best = np.exp(np.interp(np.log(trace.x), np.log(roof.x), np.log(roof.y)))
+                assert all(np.asarray(trace.y) <= best * 1.02), key
+
+
 def test_measured_stands_beside_predicted(plan, run_part):
     shown = pictures(run_part)
     phases = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in shown["compared-phases"].traces}
@@ -105,7 +117,7 @@ def test_measured_stands_beside_predicted(plan, run_part):
         assert measured.y == pytest.approx(np.multiply(predicted.y, SLOWER), abs=5e-9)  # a run file has nanoseconds
     line = next(trace for trace in shown["memory-gpu"].traces if trace.measured)
     assert set(line.y) == {plan.gpu_memory.peak_bytes}
-    for key in ("traffic-host-link", "traffic-dram", "phases", "busy", "engines", "offload-time"):
+    for key in ("traffic-host-link", "traffic-dram", "phases", "busy", "lanes", "engines", "offload-time"):
         assert {trace.measured for trace in shown[key].traces} == {True, False}, key
 
 
@@ -194,7 +206,8 @@ def test_every_axis_has_a_title_and_its_unit(plan_part, run_part):
         for picture in pictures(part).values():
             axes = [picture.x, picture.y]
             for axis in axes:
-                assert axis.unit or not axis.title
+                if axis.title:
+                    assert axis.unit or axis.title == "FLOP per byte"
             names = any(trace.mark in {"bars", "tasks"} for trace in picture.traces)
             assert picture.x.title
             assert names or picture.y.title

@@ -87,6 +87,7 @@ class Evaluator:
             axes=axes,
             prices=self.prices,
             points=tuple(points),
+            complete=True,
             notes=tuple(notes),
         )
 
