@@ -75,10 +75,10 @@ if TYPE_CHECKING:
     from ullage.report.answers import details as details
     from ullage.report.answers import explain as explain
     from ullage.report.answers import page_assets as page_assets
-    from ullage.report.answers import page_data as page_data
     from ullage.report.answers import report_html as report_html
     from ullage.report.answers import summary as summary
     from ullage.report.charts import Part as Part
+    from ullage.report.parts import page_data as page_data
     from ullage.this_machine.planning import Options as Options
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError

@@ -10,8 +10,7 @@ from ullage.output.progress import Report
 from ullage.report.charts import Part
 from ullage.report.explained import plan_explained_part
 from ullage.report.files import report_on, side_by_side
-from ullage.report.interactive import theme
-from ullage.report.parts import part_data
+from ullage.report.interactive import THEMES
 from ullage.report.plan import plan_part
 from ullage.rivals.tricks import bench_of
 
@@ -47,17 +46,12 @@ def report_html(plans: Sequence[Plan], progress: Report = _silent) -> str:
     return render(parts, side_by_side(parts))
 
 
-def page_data(part: Part, part_id: str = "part0") -> dict[str, Any]:
-    """Return sections as data for JSON: texts, tables, and figures for the script of :func:`page_assets`."""
-    return part_data(part, part_id)
-
-
 def page_assets() -> dict[str, Any]:
-    """Return what draws and styles the data of :func:`page_data` in a browser.
+    """Return what draws and styles the data of :func:`ullage.report.parts.page_data` in a browser.
 
     ``page.css`` and ``page.js`` are texts. The script needs plotly.js before it, and defines
     ``ullageCharts(figures, themes)``. ``themes`` are the colours of both themes.
     """
     own = files("ullage.report") / "assets"
     texts = {name: (own / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")}
-    return texts | {"themes": {name: theme(dark=name == "dark") for name in ("light", "dark")}}
+    return texts | {"themes": THEMES}

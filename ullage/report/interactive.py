@@ -21,9 +21,8 @@ _MANY = 20  # more points than this are drawn smaller
 _DASHES = {False: "solid", True: "dot"}
 
 
-def theme(*, dark: bool) -> dict[str, str]:
-    """Return every colour of a theme by its name."""
-    return {name: colour[dark] for name, colour in COLOURS.items()}
+THEMES = {theme: {name: colour[i] for name, colour in COLOURS.items()} for i, theme in enumerate(("light", "dark"))}
+"""Every colour of a theme by its name."""
 
 
 def figure(picture: Picture) -> dict[str, Any]:

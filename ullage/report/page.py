@@ -12,8 +12,8 @@ from importlib.resources import files
 
 from hwprofiles import __version__
 from ullage.report.charts import Part, Table
-from ullage.report.interactive import theme
-from ullage.report.parts import part_data, table_data
+from ullage.report.interactive import THEMES
+from ullage.report.parts import page_data, table_data
 
 try:
     from jinja2 import Environment, StrictUndefined
@@ -34,7 +34,7 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
     """
     own = files("ullage.report")
     scripts = [get_plotlyjs(), own.joinpath("assets", "page.js").read_text(encoding="utf-8")]
-    shown = [part_data(part, f"part{number}") for number, part in enumerate(parts)]
+    shown = [page_data(part, f"part{number}") for number, part in enumerate(parts)]
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     template = Environment(
@@ -50,7 +50,7 @@ def render(parts: Sequence[Part], overview: Table | None = None) -> str:
         scripts=[_trusted(script) for script in scripts],
         parts=shown,
         overview=overview and table_data(overview),
-        themes={name: theme(dark=name == "dark") for name in ("light", "dark")},
+        themes=THEMES,
         figures=[figure for part in shown for figure in part["figures"]],
     )
 

@@ -8,8 +8,11 @@ from ullage.report.charts import Part, Picture, Table
 from ullage.report.interactive import figure
 
 
-def part_data(part: Part, part_id: str) -> dict[str, Any]:
-    """Return a part as data for JSON; ``part_id`` is unique on its page."""
+def page_data(part: Part, part_id: str = "part0") -> dict[str, Any]:
+    """Return a part as data for JSON: texts, tables, and figures for the script of ``ullage.page_assets``.
+
+    ``part_id`` is unique on its page.
+    """
     sections = [
         vars(section) | {"parts": [_shown(shown, part_id) for shown in section.parts]} for section in part.sections
     ]

@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 import ullage
-from ullage.web.jobs import BusyError, Jobs
+from ullage.web.jobs import Jobs
 from ullage.web.question import AXES, MOST_BYTES, QuestionError, question_of
 from ullage.web.worker import KINDS
 
@@ -149,7 +149,7 @@ def _name_of(host: str) -> str:
 
 
 def _refused(words: str, status: int) -> JSONResponse:
-    return JSONResponse({"error": words}, status)
+    return JSONResponse({"error": words}, status, {"retry-after": "60"} if status == 503 else None)
 
 
 @functools.cache
@@ -250,15 +250,10 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             return _refused("a question is JSON; send what the page sends", 415)
         try:
             asked = question_of(await _body(request), public=place.public)
-        except QuestionError as error:
-            return _refused(str(error), 400)
-        lines = jobs.lines(kind, asked, place.visitor(request))
-        try:
+            lines = jobs.lines(kind, asked, place.visitor(request))
             first = await anext(lines)
-        except BusyError as error:
-            busy = _refused(str(error), 503)
-            busy.headers["retry-after"] = "60"
-            return busy
+        except QuestionError as error:
+            return _refused(str(error), error.status)
         headers = {"cache-control": "no-store"}
         return StreamingResponse(_lines(first, lines), media_type="application/x-ndjson", headers=headers)
 

@@ -17,15 +17,12 @@ from multiprocessing import connection
 from typing import Any, Final
 
 from ullage.web import worker
-from ullage.web.question import Question
+from ullage.web.question import Question, QuestionError
 
 _FORKS: Final = multiprocessing.get_context("forkserver")
 _LAST: Final = (b'{"result"', b'{"error"')
 _PLAN: Final = b'{"plan"'
-
-
-class BusyError(Exception):
-    """Too many questions are waiting; the message is for the visitor."""
+_BUSY: Final = 503
 
 
 class _Turns:
@@ -153,7 +150,7 @@ class Jobs:
             visitor: who asks; empty on a page that only one visitor has.
 
         Raises:
-            BusyError: too many questions are waiting.
+            QuestionError: too many questions are waiting.
         """
         key = asked.key(kind)
         if (found := self._cached(key)) is not None:
@@ -162,9 +159,10 @@ class Jobs:
         job = self._running.get(key)
         if job is None:
             if len(self._running) >= self.num_workers + self.most_waiting:
-                raise BusyError("many visitors ask at once; try again in a minute")
+                raise QuestionError("many visitors ask at once; try again in a minute", _BUSY)
             if visitor and sum(job.visitor == visitor for job in self._running.values()) >= self.most_each:
-                raise BusyError(f"{self.most_each} questions from your address are not answered yet; wait for them")
+                words = f"{self.most_each} questions from your address are not answered yet; wait for them"
+                raise QuestionError(words, _BUSY)
             job = self._running[key] = _Job(visitor)
             job.task = asyncio.create_task(self._work(job, key, kind, asked))
         job.waiting += 1

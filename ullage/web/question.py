@@ -42,7 +42,15 @@ _LEFT_OUT: Final = object()
 
 
 class QuestionError(ValueError):
-    """What was asked cannot be asked; the message is for the visitor."""
+    """What was asked cannot be asked, or not now; the message is for the visitor.
+
+    Attributes:
+        status: the code of HTTP that says so.
+    """
+
+    def __init__(self, words: str, status: int = 400) -> None:
+        super().__init__(words)
+        self.status = status
 
 
 class Question(BaseModel):

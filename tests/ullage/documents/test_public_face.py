@@ -102,7 +102,6 @@ ERRORS = {
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
     "UnreadableError",
-    "BusyError",
     "QuestionError",
     "CaseError",
     "CertificateError",

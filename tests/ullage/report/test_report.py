@@ -22,7 +22,7 @@ from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time
 from ullage.report.charts import Axis, Band, Chart, Level, Trace
 from ullage.report.files import side_by_side
-from ullage.report.interactive import figure, theme
+from ullage.report.interactive import THEMES, figure
 from ullage.report.page import render
 from ullage.report.plan import engines_section
 
@@ -164,7 +164,7 @@ def test_gantt_ticks_are_finer_than_a_screen(plan_part):
 
 def test_plotly_knows_every_attribute(run_part):
     for picture in pictures(run_part).values():
-        drawn = in_colour(figure(picture), theme(dark=True))
+        drawn = in_colour(figure(picture), THEMES["dark"])
         for note in drawn["layout"]["annotations"]:
             note.pop("share", None)  # the page's own
         known = go.Figure(data=drawn.get("data"), layout=drawn["layout"])  # raises for what it does not know

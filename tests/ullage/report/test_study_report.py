@@ -6,7 +6,7 @@ from report_objects import in_colour, page_of, part_of, pictures, study
 
 from ullage.main import main
 from ullage.report.charts import Table
-from ullage.report.interactive import figure, theme
+from ullage.report.interactive import THEMES, figure
 
 
 def table_of(part, title):
@@ -41,7 +41,7 @@ def test_a_study_has_curves_what_binds_and_the_front():
     assert "no plan" in str(shown["sensitivities"].traces[1].texts)
     assert page_of(part).named("figure")
     for picture in shown.values():
-        go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], theme(dark=False)))
+        go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], THEMES["light"]))
 
 
 def test_two_fields_make_a_map_of_speed_and_one_of_cost():
