@@ -3,16 +3,17 @@
 import argparse
 import fnmatch
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent
 from ullage.output.progress import progress_bar
+from ullage.report.charts import Table
 from ullage.report.terminal import answer
-from ullage.report.validation import shown
 from ullage.rivals.cases import CaseError, Metric, read_file
 from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.errors import checked, fitted_runs, profiles_of, summaries
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     rows = summaries(found)
     failures = _failures(found, args.max_mean_error, args.max_error)
     data = {"cases": found, "left_out": left_out, "summaries": rows, "failures": failures}
-    answer(args, data, *shown(found, left_out, rows, failures))
+    answer(args, data, *_shown(found, left_out, rows, failures))
     return 1 if failures else 0
 
 
@@ -106,3 +107,41 @@ def _failures(found: Sequence[dict[str, Any]], max_mean_pct: float | None, max_p
     if max_pct is not None:
         failures += [f"{name} is {percent(s)} off, more than {max_pct:g} %" for name, s in sizes if 100 * s > max_pct]
     return failures
+
+
+def _shown(
+    found: Sequence[dict[str, Any]],
+    left_out: Mapping[str, str],
+    groups: Sequence[dict[str, Any]],
+    failures: Sequence[str],
+) -> tuple[str | Table, ...]:
+    """Return a table for each quantity, one of all errors, and what is to be known about them."""
+    tables = [
+        Table(
+            metric.value,
+            ("case", "predicted", "measured", "error"),
+            tuple(
+                (c["id"], *Row("", c[metric]["predicted"], c[metric]["measured"], metric.unit).cells[1:])
+                for c in found
+                if metric in c
+            ),
+        )
+        for metric in Metric
+        if any(metric in c for c in found)
+    ]
+    sizes = ("mean", "median", "worst", *(["inside"] if any("inside" in row for row in groups) else []))
+    columns = ("cases of", "quantity", "number", "mean", "median", "worst", "in 80 % interval")
+    rows = tuple(
+        (row["group"], row["quantity"], str(row["num_cases"]), *(percent(row[n]) if n in row else "" for n in sizes))
+        for row in groups
+    )
+    odd = [
+        f"warning: case {c['id']}: simulated iterations differ; the last one is shown"
+        for c in found
+        if not c["converged"]
+    ]
+    warnings = dict.fromkeys(f"warning: {text}" for c in found for text in c["warnings"])
+    errors = Table("absolute errors", columns[: 3 + len(sizes)], rows)
+    if left_out:
+        tables.append(Table("left out", ("case", "because"), tuple(left_out.items())))
+    return (*tables, errors, *odd, *warnings, *(f"failed: {failure}" for failure in failures))

@@ -94,7 +94,8 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         "memory": memory,
         "proof": _rests_on(explained.rests_on),
     }
-    if worth := [_worth(limit) for limit in explained.limits if _matters(limit)]:
+    sold = [limit for limit in explained.limits if limit.scalable.key in _SOLD]
+    if worth := [_worth(limit) for limit in sold if limit.bound_elasticity < -_WORTH_TELLING]:
         rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
     if better := explained.better:
         unit, move = better
@@ -122,10 +123,6 @@ def _rests_on(weights: dict[tuple[str, str], float]) -> str:
 
 def _by(key: str) -> str:
     return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
-
-
-def _matters(limit: Limit) -> bool:
-    return limit.scalable.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
 
 
 def _worth(limit: Limit) -> str:

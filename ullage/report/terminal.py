@@ -143,7 +143,9 @@ def _over_time(chart: Chart, out: Console, *, repeats: bool) -> Iterator[str]:
         yield from _letters([b.start for b in bands], [b.words for b in bands], bands[-1].end, label, num_columns)
     shown = {trace.name: _columns(trace, num_columns) for trace in chart.traces if not trace.faint}
     if stacked := any(trace.mark == "area" for trace in chart.traces):
-        shown["all"] = _columns(_total(chart), num_columns)
+        areas = [trace for trace in chart.traces if trace.mark == "area"]
+        total = np.sum([trace.y for trace in areas], axis=0).tolist()
+        shown["all"] = _columns(Trace("all", areas[0].x, total, "area", "ink"), num_columns)
     for name, heights in shown.items():
         top, note = max(heights), ""
         if chart.y.unit == "%":
@@ -164,11 +166,6 @@ def _columns(trace: Trace, num_columns: int) -> list[float]:
     np.maximum.at(result, np.minimum((x[:-1] / width).astype(np.int64), num_columns - 1), y[:-1])
     heights: list[float] = result.tolist()
     return heights
-
-
-def _total(chart: Chart) -> Trace:
-    areas = [trace for trace in chart.traces if trace.mark == "area"]
-    return Trace("all", areas[0].x, np.sum([trace.y for trace in areas], axis=0).tolist(), "area", "ink")
 
 
 def _letters(starts: Sequence[float], names: Sequence[str], end: float, label: int, num_columns: int) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import Final
 
 from ullage.whatif.fields import Field, of_machine, scalables_of
 from ullage.whatif.running.runner import Evaluator, narrowed
-from ullage.whatif.study import Result, Sensitivities, Sensitivity, Side
+from ullage.whatif.study import Sensitivities, Sensitivity, Side
 from ullage.whatif.values import Number
 
 STEP: Final = 0.2
@@ -66,7 +66,9 @@ def sensitivities(evaluator: Evaluator) -> Sensitivities:
         sides = {}
         for (key, case), result in zip(cases.items(), evaluator.results(cases.values(), what), strict=True):
             after = of_machine(case.request.hardware, key[0]) if case.request else values[key[0]] * key[1]
-            sides[key] = _side(after / values[key[0]], after, result)
+            figures = result.figures if result.status == "fits" else None
+            seen = {} if figures is None else {"iteration_s": figures.iteration_s, "bound_by": figures.bound_by}
+            sides[key] = Side(factor=after / values[key[0]], value=after, **seen)
         return sides
 
     factors = (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)
@@ -87,12 +89,6 @@ def sensitivities(evaluator: Evaluator) -> Sensitivities:
     rows = [_row(field, values[field.name], trials, crossings, base.figures.iteration_s) for field in fields]
     rows.sort(key=lambda row: -max(abs(row.elasticity_more or 0.0), abs(row.elasticity_less or 0.0)))
     return Sensitivities(base=base, step=STEP, range=RANGE, rows=tuple(rows))
-
-
-def _side(factor: float, value: float, result: Result) -> Side:
-    figures = result.figures if result.status == "fits" else None
-    seen = {} if figures is None else {"iteration_s": figures.iteration_s, "bound_by": figures.bound_by}
-    return Side(factor=factor, value=value, **seen)
 
 
 def _row(field: Field, value: float, trials: Trials, crossings: Trials, base_s: float) -> Sensitivity:

@@ -18,11 +18,6 @@ _FIGURES: Final = (
 _CHECKPOINTS: Final = ("waste", "overhead", "most_lost_s")
 
 
-def rows(study: Study) -> list[dict[str, Any]]:
-    """Return a row for each point: settings, then figures. All rows have the same columns; missing ones are empty."""
-    return [_row(study, point) for point in study.points]
-
-
 def every_words(saved: Checkpoints) -> str:
     """Return the intervals of checkpoints as text, in iterations by level."""
     return ", ".join(f"{level} {every}" for level, every in saved.every.items())
@@ -49,7 +44,7 @@ def write_table(study: Study, path: Path) -> None:
         ModuleNotFoundError: pyarrow, which Parquet needs, is missing.
         OSError: the file cannot be written.
     """
-    found = rows(study)
+    found = [_row(study, point) for point in study.points]
     columns = list(found[0]) if found else []
     if path.suffix == ".parquet":
         pyarrow, parquet = _pyarrow()
@@ -66,6 +61,7 @@ def write_table(study: Study, path: Path) -> None:
 
 
 def _row(study: Study, point: Point) -> dict[str, Any]:
+    """Return a point's settings, then its figures. All rows have the same columns; missing ones are empty."""
     row: dict[str, Any] = {"model": point.model, "hardware": point.hardware}
     for axis in study.axes:
         row[f"{axis.name}_factor" if axis.relative else axis.name] = point.settings[axis.name]
