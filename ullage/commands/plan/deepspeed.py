@@ -5,7 +5,7 @@ import argparse
 from hwprofiles.files import write_whole
 from planner.choices.request import Request
 from ullage.cli.options import given_options
-from ullage.report.deepspeed import shown, side_by_side
+from ullage.report.deepspeed import side_by_side
 from ullage.report.terminal import answer
 from ullage.rivals.deepspeed.file import load_config
 from ullage.rivals.deepspeed.request import imported
@@ -19,8 +19,8 @@ def beside_deepspeed(args: argparse.Namespace, request: Request) -> int:
         raise ValueError("--mtbf is for a plan, not for a comparison with DeepSpeed; leave --mtbf or --deepspeed out")
     config = load_config(args.deepspeed)
     request, assumed = imported(config, request, given_options(args).__contains__)
-    found = side_by_side(request, config.zero_optimization, assumed)
-    if found.ours is not None:
-        write_whole(args.output, found.ours.to_json())
-    answer(args, found.to_json(), *shown(found), *([f"plan written to {args.output}"] if found.ours else []))
-    return 1 if found.theirs.missing else 0
+    data, shown, plan = side_by_side(request, config.zero_optimization, assumed)
+    if plan is not None:
+        write_whole(args.output, plan.to_json())
+    answer(args, data, *shown, *([f"plan written to {args.output}"] if plan else []))
+    return 1 if data["theirs"]["missing"] else 0
