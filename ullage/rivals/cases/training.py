@@ -539,8 +539,10 @@ def _in_one_module(operator: Operator) -> Operator:
     """Return the operator of queries, keys and values with its parameters in one module."""
     if operator.kind != "qkv":
         return operator
-    named = ((*spec.name.rsplit(".", 2), spec) for spec in operator.parameters)
-    joint = (dataclasses.replace(spec, name=f"{path}.qkv_proj.{module}_{name}") for path, module, name, spec in named)
+    joint = []
+    for spec in operator.parameters:
+        path, module, name = spec.name.rsplit(".", 2)
+        joint.append(dataclasses.replace(spec, name=f"{path}.qkv_proj.{module}_{name}"))
     return dataclasses.replace(operator, parameters=tuple(joint))
 
 
