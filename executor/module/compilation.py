@@ -1,12 +1,12 @@
 """``torch.compile`` for the repeated blocks of a model that runs under a plan.
 
 [Note: Compiled modules] Each module is compiled separately: the largest modules whose parameters all belong to one
-unit, such as the attention of a layer, its MLP, or a norm that ``transformers`` wrote in Python. Hooks
-(:mod:`executor.module.binding`) run before and after the module, outside of its graph, so they cause no graph breaks.
-Weights have arrived when the module begins, and its gradients are complete when its backward ends. Parameters are
-inputs of its graph. Their shapes and addresses never change (static slots), so identical layers share one graph, and
-nothing is recompiled during training. Recomputation wraps the whole layer with its compiled modules. Collectives inside
-a module are outside of its graphs. Experts that are units of their own are not compiled.
+unit, such as the attention of a layer, its MLP, or a norm that ``transformers`` wrote in Python; or a whole layer,
+where that is a unit. Hooks (:mod:`executor.module.binding`) run before and after the module, outside of its graph, so
+they cause no graph breaks. Weights have arrived when the module begins, and its gradients are complete when its
+backward ends. Parameters are inputs of its graph. Their shapes and addresses never change (static slots), so identical
+layers share one graph, and nothing is recompiled during training. Recomputation wraps the whole layer with its compiled
+modules. Collectives inside a module are outside of its graphs. Experts that are units of their own are not compiled.
 
 The loss of a model of ``transformers`` is compiled too, if all its logits exist at once: PyTorch's operators convert
 them to fp32, and keep and make several tensors of that size. Inductor reads the logits, and writes their gradient.

@@ -135,7 +135,10 @@ def test_rates_are_ordered_as_physics_orders_them(name):
     for dtype in ("bf16", "fp32"):
         if device.gemm[dtype].provenance.origin == "fitted":  # to whole runs, with all that keeps a device waiting
             continue
-        most = 0.9 if device.gemm_bytes_per_s else 0.71  # products at the power limit are hardly faster than attention
+        # Products at the power limit are hardly faster than attention, nor are those of GeForce cards, which add up in
+        # fp32 at half rate: there the rate of attention is published.
+        is_published = device.attention[dtype].provenance.origin == "published"
+        most = 0.9 if device.gemm_bytes_per_s or is_published else 0.71
         assert 0.3 < rate(device.attention[dtype]) / rate(device.gemm[dtype]) < most
     assert (profile.one_memory is True) == (name == "gb10")
     assert (device.memory_bytes.value < host.memory_bytes.value) == (profile.one_memory is None)

@@ -90,6 +90,8 @@ def test_settings_reach_the_prediction() -> None:
     assert kept < iteration_s(**offloaded) < iteration_s(deepspeed={**offloaded["deepspeed"], "pin_optimizer": False})
     assert iteration_s(kernels="compiled") < kept
     assert iteration_s(seq_len=8192, attention="triton") > iteration_s(seq_len=8192)
+    hooked = {"deepspeed": {"stage": 3}, "devices": 2, "seq_len": 128}
+    assert iteration_s(**hooked, joint_qkv=True) < 0.9 * iteration_s(**hooked), "7 modules of a layer have hooks, not 9"
 
 
 ZERO_INFINITY = {

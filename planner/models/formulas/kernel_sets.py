@@ -207,7 +207,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 
 
 NARROW: Final = frozenset({"compiled-layers", "liger"})
-"""Sets that are for models with RMS norms, SwiGLU and no experts, and for layers that no tensor-parallel ranks share."""
+"""Sets for models with RMS norms, SwiGLU and no experts, and for layers that no tensor-parallel ranks share."""
 
 
 def check(config: ModelConfig, batch: "Batch") -> None:

@@ -93,6 +93,8 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", source="a table, torch 2.0").step_copies == 2
     assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
     assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged
+    assert read_as("slideformer", model__architecture="qwen").joint_qkv
+    assert not read_as("slideformer", model__architecture="qwen2").joint_qkv
     assert not read_as("slideformer", engine__optimizer="adamw (PagedAdamW8bit is off)").paged
     in_memory = {"engine__name": "gpu-only", "engine__offload_param": False}
     assert not read_as("slideformer", **in_memory, engine__wrapper="FSDP").reduces_once

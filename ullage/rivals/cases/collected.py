@@ -267,6 +267,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "seq_len": stated("batch.seq_len"),
         "kernels": _kernels(stated),
         "attention": _attention(stated),
+        "joint_qkv": stated("model.architecture") == "qwen" and stated("lora.rank") is None,  # ``modeling_qwen.py``
         "fp16_sums": stated("fp16_accumulation") and not _is_megatron(stated),  # whose products are TransformerEngine's
         "loss_tile": _loss_tile(stated),
         "precision": _precision(stated),

@@ -135,6 +135,7 @@ class TrainingCase(Case):
         kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, or of
             ``dataflow``.
         loss_tile, precision, optimizer, clip: as in a request.
+        joint_qkv: whether one module makes queries, keys and values, as in Qwen's first models (no adapters).
         fp16_sums: whether products of fp16 were added up in fp16.
         attention: the attention kernel, if it is known; ``unfused``: products and a softmax.
         activations: what layers did with theirs; ``None``: as the engine's users would choose.
@@ -187,6 +188,7 @@ class TrainingCase(Case):
     seq_len: Number
     kernels: KernelChoice | Literal["megatron-lm", "megatron-core", "dataflow"] = "transformers"
     attention: AttentionKernel | Literal["unfused"] | None = None
+    joint_qkv: bool = False
     fp16_sums: bool = False
     loss_tile: Number | None = None
     precision: RivalPrecision = RivalPrecision(weights="bf16")
@@ -378,6 +380,8 @@ class TrainingCase(Case):
         batch = batch_of(given, self.precision, self.seq_len, (), profile)
         batch = dataclasses.replace(batch, flash_attention=self.attention != "unfused")
         operators = build_graph(model, batch)
+        if self.joint_qkv:
+            operators = tuple(_in_one_module(operator) for operator in operators)
         if self.reruns_all:
             operators = tuple(dataclasses.replace(operator, num_skipped=0) for operator in operators)
         if self.fused_head or self.kernels != "liger":
@@ -529,6 +533,17 @@ _KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, megatron_core.Megatro
     "megatron-core": megatron_core.build_graph,
     "dataflow": dataflow.build_graph,
 }
+
+
+def _in_one_module(operator: Operator) -> Operator:
+    """Return the operator of queries, keys and values with its parameters in one module."""
+    if operator.kind != "qkv":
+        return operator
+    joint = []
+    for spec in operator.parameters:
+        path, module, name = spec.name.rsplit(".", 2)
+        joint.append(dataclasses.replace(spec, name=f"{path}.qkv_proj.{module}_{name}"))
+    return dataclasses.replace(operator, parameters=tuple(joint))
 
 
 def simulated(
