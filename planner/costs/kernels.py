@@ -17,7 +17,7 @@ from planner.models.kernels import Collective
 # A100 Tensor Core GPU Architecture): (128, 128) needs 32 B of 47.
 _TILE: Final = (128, 128)
 _TILES: Final = {_TILE: 1.0, (128, 64): 0.98, (64, 128): 0.98, (64, 64): 0.73, (64, 32): 0.49, (32, 32): 0.37}
-_LEAST_PART = 8192  # of the inner side of a product whose last tiles are too few: more parts would mostly add up
+_LEAST_PART = 8192  # of the inner side of a product whose tiles are too few: more parts would mostly add up
 _FP32 = 4
 # A row that is added to one to which others are added, on a GPU. PyTorch sorts them, and adds those of one row one
 # after another (``aten/src/ATen/native/cuda/Indexing.cu::indexing_backward_kernel``). A step of Halo's own engine with
@@ -163,8 +163,8 @@ def wave_factor(m: int, n: int, multiprocessors: int, k: int = 0) -> float:
 
     Each multiprocessor computes one tile at a time. A partial tile or wave takes as long as a full one (NVIDIA, *Matrix
     Multiplication Background*, "Tile Quantization" and "Wave Quantization"). The size of tiles is the fastest, as
-    cuBLAS chooses it. If the tiles of the last wave are too few for all multiprocessors, those that would be idle take
-    parts of a long inner side ``k``, as cuBLAS's kernels do that split it (``splitK`` in their names).
+    cuBLAS chooses it. If tiles are too few for all multiprocessors, those that would be idle take parts of a long inner
+    side ``k`` (split-K). A last wave of tiles does not: with that, 95 runs of MPT and 92 streamed ones are further off.
     """
     return min(_waves(m, n, multiprocessors, tile, k=k) / rate for tile, rate in _TILES.items())
 
@@ -173,6 +173,6 @@ def _waves(m: int, n: int, multiprocessors: int, tile: tuple[int, int], count: i
     """Return the factor of ``count`` products with one size of tiles, at its own rate."""
     rows, columns = tile
     tiles = count * -(-m // rows) * -(-n // columns)
-    waves, rest = divmod(tiles, multiprocessors)
-    last = 1 / min(multiprocessors / rest, max(k / _LEAST_PART, 1.0)) if rest else 0.0
-    return (waves + last) * multiprocessors * rows * columns / (m * n * count)
+    waves = -(-tiles // multiprocessors)
+    parts = min(max(multiprocessors / tiles, 1.0), max(k / _LEAST_PART, 1.0))
+    return waves * multiprocessors * rows * columns / (m * n * count * parts)
