@@ -450,6 +450,7 @@ class IterationDriver:
         self._depth = 0
         self.visibility.check_unmodified()
         self.gradients.check_fresh(self._loop.iteration)
+        self.gradients.set_zeros()
         self._end()
 
     def _end(self) -> None:
@@ -459,7 +460,6 @@ class IterationDriver:
         for group in self._groups:
             self.entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
-        self.gradients.set_zeros(self._loop.iteration)
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -516,7 +516,9 @@ class IterationDriver:
         if not self.gradients.are_gone(iteration):
             return False
         self._audit.abandon()
+        before = self._runtime.version
         self._end()
+        self._runtime.keep_version(before)
         self._runtime.machine.exclude(iteration)
         self._last_short = iteration
         return True
