@@ -405,9 +405,11 @@ class IterationDriver:
         self._model_trains = self._model_trains and self._depth > 1
 
     def on_output(self) -> None:
-        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here."""
-        expected, task = self._loop.expected(), self.progress.task
-        if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
+        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here.
+
+        What is computed behind it may use weights of the model's own.
+        """
+        if not self.progress.is_in_backward:
             self.on_backward(self._last)
 
     def after_forward(self, *_args: object) -> None:
