@@ -405,9 +405,11 @@ class IterationDriver:
         self._model_trains = self._model_trains and self._depth > 1
 
     def on_output(self) -> None:
-        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here."""
-        expected, task = self._loop.expected(), self.progress.task
-        if task is not None and task.op is Op.FORWARD and expected is not None and expected.op is Op.BACKWARD:
+        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here.
+
+        What is computed behind it may use weights of the model's own.
+        """
+        if not self.progress.is_in_backward:
             self.on_backward(self._last)
 
     def after_forward(self, *_args: object) -> None:
@@ -450,6 +452,7 @@ class IterationDriver:
         self._depth = 0
         self.visibility.check_unmodified()
         self.gradients.check_fresh(self._loop.iteration)
+        self.gradients.set_zeros()
         self._end()
 
     def _end(self) -> None:
@@ -459,7 +462,6 @@ class IterationDriver:
         for group in self._groups:
             self.entry.rule(group)  # raises ValueError for one that cannot be executed
         self.gradients.absorb()
-        self.gradients.set_zeros(self._loop.iteration)
         with self._clipping:
             self._end_early()
             expected = self._loop.expected()
@@ -516,7 +518,9 @@ class IterationDriver:
         if not self.gradients.are_gone(iteration):
             return False
         self._audit.abandon()
+        before = self._runtime.version
         self._end()
+        self._runtime.keep_version(before)
         self._runtime.machine.exclude(iteration)
         self._last_short = iteration
         return True

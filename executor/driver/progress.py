@@ -263,6 +263,11 @@ class Progress:
         return begins
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether backward runs, and has reached the model."""
+        return self._watching_end and in_backward()
+
+    @property
     def is_broken_off(self) -> bool:
         """Whether an exception has ended the latest backward."""
         return self._watching_end and not in_backward()

@@ -180,6 +180,10 @@ class Runtime:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         return self.loop.iteration + self._num_changes
 
+    def keep_version(self, version: int) -> None:
+        """Note that an iteration has ended that changed no weights, so that views of them can still be read."""
+        self._num_changes = version - self.loop.iteration
+
     def fail(self, call: str, error: BaseException, *, keeps: bool = False) -> None:
         """Mark the session as failed, because a call did not complete; see [Note: Interrupted]."""
         keeps = keeps and self.ranks is None and self.has_last_step and not self.machine.stopped

@@ -29,9 +29,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from executor.callbacks import (
     ModuleCallbacks,
     forward_of,
-    hook_gradient,
     hook_outputs,
-    hook_target,
     in_backward,
     leads_to,
     outside_transforms,
@@ -357,12 +355,10 @@ def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
     """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if callbacks.trains:
-            for leaf in tensors_of(output):
-                # Logits in tiles, of a class of their own, are not computed yet.
-                if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
-                    made = hook_target(leaf)
-                    hook_gradient(made, made.grad_fn, lambda _gradient: callbacks.on_output())
+        if torch.is_grad_enabled() and not in_backward():
+            # Logits in tiles, of a class of their own, are not computed yet.
+            made = [leaf for leaf in tensors_of(output) if type(leaf) is torch.Tensor]
+            hook_outputs(made, callbacks.on_output)
 
     return after
 

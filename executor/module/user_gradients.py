@@ -72,7 +72,7 @@ class UserGradients:
         self._num_added = 0
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
         self._shows = False  # whether the loop sees these, as between two backwards
-        self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero since
+        self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero: to it more is added
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def use(self, names: Iterable[str]) -> None:
@@ -94,7 +94,8 @@ class UserGradients:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            for name in self._arrived(iteration) | self._stale:  # gradients may have passed through a frozen model
+            self._zeroed -= (arrived := self._arrived(iteration))
+            for name in arrived | self._stale | self._zeroed:  # gradients may have passed through a frozen model
                 if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
                 else:
@@ -124,6 +125,8 @@ class UserGradients:
         """
         if self.refusal:
             raise GradientError(self.refusal)
+        if name in self._zeroed:
+            return torch.zeros((), device=self._wholes[name].device)
         if self._norms is None or self._open or name in self._stale:
             self._check_clips(name)
             self.absorb()
@@ -134,6 +137,8 @@ class UserGradients:
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
+        if name in self._zeroed:
+            return
         self._check_clips(name)
         if name in self._open:
             self.absorb()
@@ -148,6 +153,8 @@ class UserGradients:
             GradientError: there are none now.
             OutOfOrderError: updates begin in backward.
         """
+        if name in self._zeroed:
+            return self._open.setdefault(name, torch.zeros_like(self._wholes[name]))
         if not self._num_added and name in self._kept:
             self._is_kept_read = True
             self._open[name] = self._kept[name] if self.scale(name) == 1 else self._kept[name] * self.scale(name)
@@ -160,6 +167,10 @@ class UserGradients:
 
     def close_gradient(self, name: str, *, written: bool, held: bool) -> None:
         """End the use of :meth:`open_gradient`, see :class:`executor.gradients.GradientOwner`."""
+        if name in self._zeroed and (written or held):  # an ordinary gradient, as one that the loop sets
+            self._zeroed.discard(name)
+            self._wholes[name].grad = self._open.pop(name)
+            return
         if written and not self._num_added:
             raise GradientError(
                 f"the gradient of {name} was changed after optimizer.step(), which used it up; change gradients "
@@ -202,6 +213,7 @@ class UserGradients:
         self._edit().replace(name, values)
         if self._keeps:
             self._kept[name] = values.detach().clone()
+        self._zeroed.discard(name)
         self._scales.pop(name, None)
         self._norms = None
 
@@ -263,29 +275,36 @@ class UserGradients:
             for name, whole in self._wholes.items():
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
-                    if not self._num_added:
+                    if not self._num_added and name not in self._zeroed:
                         self._stale.add(name)
                 elif self._shows:
                     self._stale.discard(name)
+                    self._zeroed.discard(name)
             self._num_added, self._shows = 0, False
 
     def zero_used(self, name: str) -> bool:
         """See :class:`executor.gradients.GradientOwner`."""
-        if self._num_added and name not in self._stale:
+        if self._num_added and name not in self._stale | self._zeroed:
             return False
-        self._wholes[name].grad = None
+        self._stale.discard(name)
         self._zeroed.add(name)
         return True
 
-    def set_zeros(self, iteration: int) -> None:
-        """Before a step, set gradients to zero that the loop has zeroed and no backward has added to.
+    def zeros(self) -> set[str]:
+        """Return the parameters whose gradients the loop has set to zero, and has not dropped; no backward added any."""
+        with unguarded():
+            found = ((name, self._wholes[name].grad) for name in self._zeroed & self._of_optimizer)
+            return {name for name, gradient in found if isinstance(gradient, OffloadedGradient)}
+
+    def set_zeros(self) -> None:
+        """Before a step, set the gradients to zero that the loop has set to zero.
 
         As in torch, their parameters are updated: momentum moves them, and weight decay.
         """
-        for name in sorted(self._zeroed - self._arrived(iteration)) if not self.are_gone(iteration) else ():
+        for name in sorted(self.zeros()):
             whole = self._wholes[name]
             self._replace(name, torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device))
-            self._stand_in(name)
+            self._zeroed.add(name)
 
     def begin_step(self, iteration: int) -> None:
         """Use the gradients up, because the step begins.
@@ -304,7 +323,6 @@ class UserGradients:
             self._num_added = 0
             self._open.clear()
             self._graphs.clear()
-            self._zeroed.clear()
         forget_factor()
 
     def check_fresh(self, iteration: int) -> None:
@@ -319,7 +337,8 @@ class UserGradients:
                 used = {name for name in used if isinstance(self._wholes[name].grad, OffloadedGradient)}
         if self.are_gone(iteration):
             with unguarded():
-                used |= {name for name, whole in self._wholes.items() if not self._num_added and whole.grad is not None}
+                shown = () if self._num_added else self._wholes.items()
+                used |= {name for name, whole in shown if whole.grad is not None} - self._zeroed
             how = "was used up by the last optimizer.step(), and there is no new one: plain PyTorch would use it again"
         else:
             how = (

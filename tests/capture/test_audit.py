@@ -297,3 +297,18 @@ def test_hooks_on_gradients_run_once(activations: Activations) -> None:
         step(model, optimizer)
         assert len(seen) == len(list(model.parameters()))
         assert optimizer.session.audit.result.largest < 1e-6
+
+
+def test_one_copy_that_autocast_makes_of_weights_serves_all_calls() -> None:
+    """Its gradient is that of all calls, of which an audit runs one."""
+    torch.manual_seed(7)
+    block = BLOCKS["linear-gelu"]()
+    model, optimizer, _ = prepared(lambda: block, "keep")
+    with optimizer.session:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(BATCH, LENGTH, WIDTH))
+        loss.backward()
+        optimizer.step()
+        result = optimizer.session.audit.result
+        assert result.left_out == {"blocks.0": "autocast makes one copy of its weights for all its calls"}
+        assert result.largest < 6e-2

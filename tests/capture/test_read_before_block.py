@@ -1,4 +1,4 @@
-"""A weight that the model itself reads just before a block: it is seen with the block, which is then no segment."""
+"""A weight that the model itself reads just before a block, which is then no segment, or behind its last module."""
 
 import re
 
@@ -39,6 +39,46 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         optimizer.zero_grad()
         found.append(loss.item())
     return found
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+        self.temperature = nn.Parameter(torch.full((16,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(x) / self.temperature
+        return scores
+
+
+@pytest.mark.parametrize("order", ["one after the other", "of one forward"])
+def test_several_backwards_that_begin_at_it_find_it(order: str) -> None:
+    """Also when weights that move have been hidden at the end of the first one."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        for _ in range(2):
+            first = model(x)
+            second = first if order == "of one forward" else model(x + 1)
+            first.square().mean().backward(retain_graph=True)
+            second.exp().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Tempered()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match="does not fit") as refused:
+        ullage.prepare(*made(), (x,), hardware="epyc-turin-2c", device_memory="1kB")
+    least = re.search(r"device_memory='([^']+)'", str(refused.value))
+    assert least
+    model, optimizer = ullage.prepare(*made(), (x,), hardware="epyc-turin-2c", device_memory=least[1])
+    with optimizer.session:
+        torch.testing.assert_close(trained(model, optimizer), trained(*made()))
 
 
 def test_it_trains_in_the_least_memory_as_in_memory() -> None:

@@ -256,6 +256,39 @@ def test_gradients_are_dropped_in_any_way(how, when):
     assert seen[-1].num_left == 0
 
 
+@pytest.mark.parametrize("how", [how for how in DROPS if "zeros" in how])
+@pytest.mark.parametrize("loop", ["no backward", "no forward", "a part frozen", "decay added", "dropped then", "set then"])
+def test_gradients_of_zero_are_seen_and_updated(how, loop):
+    """As in memory, momentum moves weights whose gradient is zero, but not those that have none."""
+
+    def train(model_and_forward, optimizer, forward):
+        model = model_and_forward.model
+        forward().backward()
+        optimizer.step()
+        DROPS[how](model, optimizer)
+        weights = list(model.parameters())
+        assert all(weight.grad is not None and not weight.grad.any() for weight in weights[:2])
+        if loop == "no backward":
+            forward()
+        elif loop != "no forward":
+            for weight in weights[:-2]:
+                weight.requires_grad_(False)
+            forward().backward()
+        if loop == "decay added":
+            for weight in weights[:2]:
+                weight.grad.add_(weight.detach(), alpha=0.1)
+        elif loop == "dropped then":
+            weights[0].grad = None
+        elif loop == "set then":
+            weights[0].grad = torch.ones_like(weights[0])
+        optimizer.step()
+        assert loop == "decay added" or not weights[1].grad.any()
+        model.requires_grad_(True)
+        optimizer.zero_grad()
+
+    assert not differing(train)
+
+
 def test_a_loop_that_never_drops_gradients_is_refused_before_its_second_step():
     """Plain PyTorch would add them up over steps, whose values are gone here."""
     loop = Loop(1)
