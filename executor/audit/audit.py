@@ -260,8 +260,7 @@ class Audit:
                 self._left_out[case.path] = why_not
             else:
                 self._kinds.append(case.path)
-            if not case.why_no_gradients:
-                self._compare_gradients(case, gradients, summed, scale)
+            self._compare_gradients(case, gradients, summed, scale)
             case.forget()
         if self._sums_up:
             for name, (shard, _, total) in self._arrived.items():
@@ -485,7 +484,7 @@ class Audit:
         self, case: Case, gradients: Mapping[str, Tensor], summed: Callable[[Tensor], Tensor], scale: float
     ) -> None:
         """Compare gradients of parameters. Those of experts have the tokens of all ranks that share them."""
-        for shard in case.trained():
+        for shard in case.trained() if not case.why_no_gradients else ():
             gradient = gradients.get(shard.name)
             if shard.rows is not None and shard.mesh.degrees.expert_parallel > 1:
                 if gradient is None:  # it must take part: other ranks may have one

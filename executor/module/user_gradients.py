@@ -291,7 +291,7 @@ class UserGradients:
         return True
 
     def zeros(self) -> set[str]:
-        """Return the parameters whose gradients the loop has set to zero, and has not dropped; no backward added any."""
+        """Return the parameters whose gradients the loop has set to zero, and no backward or loop has changed since."""
         with unguarded():
             found = ((name, self._wholes[name].grad) for name in self._zeroed & self._of_optimizer)
             return {name for name, gradient in found if isinstance(gradient, OffloadedGradient)}

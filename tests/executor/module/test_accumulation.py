@@ -257,7 +257,9 @@ def test_gradients_are_dropped_in_any_way(how, when):
 
 
 @pytest.mark.parametrize("how", [how for how in DROPS if "zeros" in how])
-@pytest.mark.parametrize("loop", ["no backward", "no forward", "a part frozen", "decay added", "dropped then", "set then"])
+@pytest.mark.parametrize(
+    "loop", ["no backward", "no forward", "a part frozen", "decay added", "dropped then", "set then"]
+)
 def test_gradients_of_zero_are_seen_and_updated(how, loop):
     """As in memory, momentum moves weights whose gradient is zero, but not those that have none."""
 
