@@ -277,7 +277,8 @@ def test_a_gradient_that_has_left_can_be_used_until_its_step():
         with pytest.raises(GradientError, match=r"after optimizer\.step\(\), which used it up"):
             gradient.sum()
         gradient.zero_()
-        assert weight.grad is None
+        assert weight.grad is gradient, "of zeros, as plain PyTorch has it"
+        assert not weight.grad.any()
 
 
 def test_which_parameters_have_state_is_known_without_copies_of_it():

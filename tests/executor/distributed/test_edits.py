@@ -41,9 +41,11 @@ def test_ranks_that_share_layers_or_experts_refuse_it(processes, name, degrees):
     task = Task("mixtral-shared", torch.float32, max_norm=None, iterations=3, schedule=False)
     decisions = decide(task, mixed, **degrees, clip=True)
     processes.begin(2, edited, task, decisions, name)
-    for error in processes.results(2):
+    errors, why = processes.results(2), "share layers or experts|ranks hold parts of it"
+    for error in errors:  # one rank may hear of the other's first
         assert isinstance(error, (ValueError, GradientError, RankError)), error
-        assert re.search("share layers or experts|ranks hold parts of it", str(error)), error
+        assert re.search(f"{why}|its session has failed", str(error)), error
+    assert any(re.search(why, str(error)) for error in errors)
 
 
 ALONE = {
