@@ -36,13 +36,13 @@ _RESULT: Final = Path(__file__).parents[1] / "results" / "cpu_unlike.json"
 def main() -> None:
     """Run both and write the result."""
     model = resolve_model("demo-llama").model_copy(update={"num_layers": _LAYERS})
-    fast = two_devices().model_copy(update={"name": "a core"})
+    fast = two_devices().model_copy(update={"name": "core"})
     rows = list[dict[str, Any]]()
     with _busy(core=min(os.sched_getaffinity(0))), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slow.json"
         path.write_text(fast.model_dump_json(exclude_none=True))
         in_two_processes("calibrate", "--only", "device,fabric", "--output", str(path))
-        slow = load_profile(str(path)).model_copy(update={"name": "half a core"})
+        slow = load_profile(str(path)).model_copy(update={"name": "half-core"})
         common: dict[str, Any] = {"num_devices": 2, "seq_len": 256, "num_micro_batches": _NUM_MICRO_BATCHES}
         divided = Request(model, slow, precision=FP32, global_batch=_SEQUENCES * _NUM_MICRO_BATCHES, **common)
         plans = {
