@@ -45,7 +45,7 @@ _RESULT: Final = Path(__file__).parents[1] / "results" / "cpu_pipelines.json"
 
 def main() -> None:
     """Run all ways and write the result."""
-    machine, rows = two_devices(), list[dict[str, Any]]()
+    machine, rows = _two_devices(), list[dict[str, Any]]()
     result = origin("torch", "numpy")
     model = resolve_model("demo-llama").model_copy(update={"num_layers": NUM_LAYERS})
     for name, degrees in WAYS.items():
@@ -54,7 +54,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "plan.json"
             path.write_text(plan.to_json(), encoding="utf-8")
-            phases = run(path)["phases"]
+            phases = _run(path)["phases"]
         row = {
             "way": name,
             "plan": str(plan),
@@ -65,24 +65,24 @@ def main() -> None:
     write_result(_RESULT, result | {"rows": rows})
 
 
-def two_devices() -> HardwareProfile:
+def _two_devices() -> HardwareProfile:
     """Calibrate this machine, and return it as two devices of one core each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "two-cores.json"
         subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(path)], check=True)
-        in_two_processes("calibrate", "--only", "device,fabric", "--output", str(path))
+        _in_two_processes("calibrate", "--only", "device,fabric", "--output", str(path))
         return load_profile(str(path))
 
 
-def run(plan: Path) -> dict[str, Any]:
+def _run(plan: Path) -> dict[str, Any]:
     """Execute a plan in two processes; return what the first one prints."""
     output, count = str(plan.parent / "out"), str(_ITERATIONS)
     words = ("execute", str(plan), "--output-dir", output, "--iterations", count, "--json", "--allow-other-machine")
-    found: dict[str, Any] = json.loads(in_two_processes(*words))
+    found: dict[str, Any] = json.loads(_in_two_processes(*words))
     return found
 
 
-def in_two_processes(*words: str) -> str:
+def _in_two_processes(*words: str) -> str:
     """Run a command of ``ullage`` in two processes; return what the first one prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
