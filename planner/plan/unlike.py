@@ -183,12 +183,19 @@ def _kinds(request: Request, machines: Sequence[Machine]) -> list[_Kind]:
         raise ValueError(
             "devices of several kinds divide a global batch; give its sequences with --global-batch, as in 64"
         )
+    total = sum(count for _, count in machines)
+    for machine, _ in machines:  # else the error would name another one, to which its lack of a network is handed on
+        if machine.inter_node is None and total > machine.devices_per_node:
+            raise ValueError(
+                f"{machine.name} has no network between nodes, over which kinds of devices exchange gradients; give a "
+                "profile with inter_node, or --nodes 1 if all devices are in one machine"
+            )
     networks = {
         name: _slowest([getattr(machine, name) for machine, _ in machines]) for name in ("intra_node", "inter_node")
     }
     alone = dataclasses.replace(
         request,
-        num_devices=sum(count for _, count in machines),
+        num_devices=total,
         tensor_parallel=1,
         pipeline_parallel=1,
         expert_parallel=1,

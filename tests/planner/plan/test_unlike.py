@@ -104,6 +104,12 @@ def test_what_cannot_be_divided_is_refused_in_one_line(options: dict[str, object
     assert "\n" not in str(refused.value)
 
 
+def test_a_kind_without_a_network_is_named() -> None:
+    alone = machine(inter_node=False).model_copy(update={"name": "alone"})
+    with pytest.raises(ValueError, match="alone has no network between nodes"):
+        make_unlike_plan(request(), [(FAST, 2), (alone, 1)])
+
+
 def test_a_kind_with_little_memory_has_as_much_as_fits() -> None:
     """By its speed it would have three quarters of the batch."""
     small = kind("small", gpu_bytes=30e6)
