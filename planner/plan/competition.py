@@ -8,6 +8,7 @@ choices, skipped ones too.
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
@@ -21,6 +22,7 @@ from planner.choices.variants import Variant
 from planner.decisions import Choice, Decisions
 from planner.placements import resident
 from planner.search import (
+    ENDLESS,
     MANY,
     Candidate,
     Progress,
@@ -135,14 +137,17 @@ def _compete(
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
         scorer = Scorer.of(rivals[0], deadline_s, whole=whole)
         best = search(rivals[0].setup, scorer, max_simulations, progress)
+        if deadline_s is not None:
+            best = _search_on(rivals[0], scorer, best, progress)
         return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
+    looking_until_s = _share(deadline_s, 2)
     for bound_s, variant in _promising(rivals):
         so_far = min((look.found for look in looks), key=lambda found: found.order, default=None)
         hopeless = so_far and not so_far.missing_bytes and bound_s >= so_far.iteration_s * (1 - _WORTH)
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
-        scorer = Scorer.of(variant, deadline_s, whole=whole)
+        scorer = Scorer.of(variant, looking_until_s, whole=whole)
         looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
@@ -150,16 +155,33 @@ def _compete(
     found: list[tuple[_Look, Candidate]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(_finalists(looks), key=lambda look: (look.found.overload, look.num_tiled))
-    for look in finalists:
+    for number, look in enumerate(finalists):
+        look.scorer.deadline_s = _share(deadline_s, len(finalists) - number)
         if not found or look.bound_s < _fastest_s(found) * (1 - _WORTH):
             best, setup = look.found, look.variant.setup
             if not look.is_pipeline:
                 best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
             found.append((look, best))
     best_look, best = min(found, key=lambda item: item[1].order)
+    if deadline_s is not None and not best_look.is_pipeline:
+        best_look.scorer.deadline_s = deadline_s
+        best = _search_on(best_look.variant, best_look.scorer, best, progress)
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
+
+
+def _share(deadline_s: float | None, parts: int) -> float | None:
+    """Return the end of the first of so many equal parts of the time that is left."""
+    if deadline_s is None:
+        return None
+    now_s = time.monotonic()
+    return now_s + max(deadline_s - now_s, 0.0) / parts
+
+
+def _search_on(variant: Variant, scorer: Scorer, best: Candidate, progress: Progress | None) -> Candidate:
+    """Return the best plan after a search from the best one so far that ends at the deadline, or finds no more."""
+    return best if scorer.spent() else search(variant.setup, scorer, ENDLESS, progress, [best.decisions])
 
 
 def _fastest_s(found: Sequence[tuple[_Look, Candidate]]) -> float:

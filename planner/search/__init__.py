@@ -125,7 +125,7 @@ def _improve(
         return best, bound_s
     before = scorer.num_simulations
     if max_simulations is None:
-        num_default = _default_simulations(scorer, best, endless=last)
+        num_default = _default_simulations(scorer, best)
         num_default *= 2 if storage and enough_s == NEVER_S else 1  # no search with less storage found anything
         far_s = bound_s * (1 + _FAR)
         scorer.set_patience(
@@ -161,9 +161,7 @@ def _improve(
     return best, bound_s
 
 
-def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -> int:
-    if scorer.deadline_s is not None and endless:
-        return ENDLESS
+def _default_simulations(scorer: Scorer, example: Candidate) -> int:
     return max(_SIMULATIONS, _TASKS // scorer.schedule(example.decisions).num_tasks)
 
 
@@ -199,6 +197,7 @@ def _quieter(limit_s: float) -> Key:
 
 
 __all__ = [
+    "ENDLESS",
     "MANY",
     "Candidate",
     "Progress",

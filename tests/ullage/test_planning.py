@@ -42,6 +42,14 @@ def test_a_path_and_a_profile_will_do(tiny_model: Path) -> None:
     assert again.constraints == plan.constraints
 
 
+def test_a_size_may_be_a_text() -> None:
+    plans = [
+        ullage.plan("opt-1.3b", hardware="a100-80", engines=False, max_simulations=1, device_memory=size)
+        for size in ("30GiB", 30 << 30)
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_a_captured_model_brings_its_sizes_and_type() -> None:
     torch = pytest.importorskip("torch")
     captured = ullage.capture_module(lambda: torch.nn.Linear(8, 8), ["4x8"], dtype="fp32", as_on_gpu=False)
@@ -56,6 +64,7 @@ def test_a_captured_model_brings_its_sizes_and_type() -> None:
         ("opt-13c", {}, "no model or file is called 'opt-13c'; did you mean opt-13b"),
         ("opt-13b", {"hardware": "a100-8"}, "a100-80"),
         ("opt-13b", {"sequence_length": 5}, "plan() has no option sequence_length; use one of batches, clip, "),
+        ("opt-13b", {"device_memory": "16 apples"}, "device_memory: '16 apples' is not a size; give bytes with an "),
         ("opt-13b", {"micro_batch": "4"}, "micro_batch is '4', but must be a whole number of at least 1"),
         ("opt-13b", {"storage": "disk"}, "storage is 'disk', but must be one of never, activations, nvme"),
         ("opt-13b", {"micro_batch": 0}, "micro_batch is 0, but must be a whole number of at least 1"),

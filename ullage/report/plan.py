@@ -469,10 +469,11 @@ def mfu(plan: Plan) -> float:
 def gap_words(plan: Plan) -> tuple[str, str]:
     """Return the maximum gap between a plan and the best schedule, and the bound with the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
+    split = ", with split master copies," if plan.decisions.precision.splits else ""
     return (
         f"within {percent(certificate.gap(iteration_s))}",
         (
-            f"every schedule {_REACH[plan.constraints.storage]} provably takes at least "
+            f"every schedule {_REACH[plan.constraints.storage]}{split} provably takes at least "
             f"{si(certificate.bound_s, 's')} ({gap_parts_words(certificate, iteration_s)})"
         ),
     )

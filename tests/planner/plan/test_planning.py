@@ -20,7 +20,7 @@ from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.decisions import Place, Precision
 from planner.models import resolve_model
-from planner.plan.competition import first_fit
+from planner.plan.competition import compete, first_fit
 from planner.plan.document import describe
 from planner.plan.planning import InfeasibleError, default_precision, find, make_plan
 from planner.schedule.tasks import MemoryClass, Tier
@@ -210,21 +210,24 @@ def test_an_8b_model_with_accumulated_gradients_fits_where_whole_master_copies_d
     assert found.decisions.precision.splits
 
 
-def test_master_copies_are_split_where_nothing_fits_with_whole_ones_and_by_no_other_engine() -> None:
-    def asked(host_bytes: float) -> Request:
-        hardware = machine(gpu_bytes=1e8)
-        host = hardware.host.model_copy(
-            update={"memory_bytes": hardware.host.memory_bytes.model_copy(update={"value": host_bytes})}
-        )
-        return Request(
-            resolve_model("demo-llama"),
-            hardware.model_copy(update={"host": host}),
-            seq_len=128,
-            micro_batch=1,
-            num_micro_batches=2,
-        )
+def _accumulated(host_bytes: float, gpu_bytes: float = 1e8) -> Request:
+    hardware = machine(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    return Request(resolve_model("demo-llama"), hardware, seq_len=128, micro_batch=1, num_micro_batches=2)
 
-    whole = make_plan(asked(1e12), 20)
+
+def test_master_copies_are_split_where_a_memory_is_full_and_that_is_faster() -> None:
+    asked = _accumulated(0.94 * make_plan(_accumulated(1e12, 6e7), 60).prediction.memory[Tier.HOST].peak_bytes, 6e7)
+    whole = compete(variants(asked), 60).best
+    assert whole.fits
+    plan = make_plan(asked, 60)
+    assert plan.decisions.precision.splits
+    assert plan.prediction.iteration_s < 0.9 * whole.iteration_s
+    verify(plan)
+
+
+def test_master_copies_are_split_where_nothing_fits_with_whole_ones_and_by_no_other_engine() -> None:
+    asked = _accumulated
+    whole = make_plan(asked(1e12), 1)
     assert whole.decisions.precision == Precision(weights="bf16")
     held = whole.prediction.memory[Tier.HOST].by_class
     needed = held[MemoryClass.OPTIMIZER] + held[MemoryClass.PARAMETERS] + held[MemoryClass.GRADIENTS]

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from amount import ALL, examples
@@ -33,10 +33,11 @@ from planner.models import resolve_model
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Pattern
+from planner.plan.competition import compete
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
-from planner.search import Scorer, search
+from planner.search import Candidate, Scorer, search
 from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
 from planner.verification import verify
@@ -422,14 +423,37 @@ def test_patterns_that_differ_cannot_move_as_one() -> None:
         dataclasses.replace(unit, operators=mixed).parts(Choice(data_parallel=2))
 
 
-def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def _slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a millisecond pass whenever somebody asks for the time, however fast this machine is."""
     ticks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: 1e-3 * next(ticks))  # however fast this machine is
-    monkeypatch.setattr("planner.plan.planning.time", clock)
-    monkeypatch.setattr("planner.search.scoring.time", clock)
+    clock = SimpleNamespace(monotonic=lambda: 1e-3 * next(ticks))
+    for module in ("planner.plan.planning", "planner.plan.competition", "planner.search.scoring"):
+        monkeypatch.setattr(f"{module}.time", clock)
+
+
+def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    _slow_clock(monkeypatch)
     tight = machine(gpu_bytes=1e8, cpu_params_per_s=1e8)
     plan = make_plan(request(hardware=tight), budget_s=0.01)
     longer = make_plan(request(hardware=tight), budget_s=0.2)
     assert plan.num_simulations < longer.num_simulations
     assert longer.prediction.iteration_s <= plan.prediction.iteration_s
     verify(plan)
+
+
+def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_s: list[float | None] = []
+
+    def short(setup: Setup, scorer: Scorer, _most: object = None, *args: Any) -> Candidate:
+        ends_s.append(scorer.deadline_s)
+        return search(setup, scorer, 1, *args)
+
+    clock = SimpleNamespace(monotonic=lambda: 100.0)  # stands still, so that shares are whole numbers
+    monkeypatch.setattr("planner.plan.competition.time", clock)
+    monkeypatch.setattr("planner.search.scoring.time", clock)
+    monkeypatch.setattr("planner.plan.competition.search", short)
+    rivals = variants(request(hardware=machine(gpu_bytes=5e7, cpu_params_per_s=1e8), global_batch=8))
+    compete(rivals, deadline_s=112.0)
+    shares = [100.0 + 12.0 / left for left in range(len(ends_s) - 1, 0, -1)]
+    assert len(shares) > 1
+    assert ends_s == [*shares, 112.0]
