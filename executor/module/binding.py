@@ -63,11 +63,11 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
     out, and so is the model itself, because a call may return what it has kept.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. If all of them are tied to
-    other modules', it belongs to the unit that runs it, or else to the one that lists them, or to one that shares that
-    unit. If a module reads parameters of modules inside it without calling them, it belongs to the unit that reads them
-    (operators of a captured unit are named by the module that runs them). Experts that are divided over several units
-    are left out, because they report themselves which unit computes. The model itself belongs to the first unit that
-    runs.
+    other modules', it belongs to the unit that runs it, or else to the one that lists them, or to the first that shares
+    that unit. If a module reads parameters of modules inside it without calling them, it belongs to the unit that reads
+    them (operators of a captured unit are named by the module that runs them). Experts that are divided over several
+    units are left out, because they report themselves which unit computes. The model itself belongs to the first unit
+    that runs.
 
     Raises:
         BindingError: a module belongs to several units.
@@ -93,7 +93,8 @@ def unit_modules(model: nn.Module, units: Sequence[Unit], *, several: bool = Fal
             users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
             running = {u.name for u in users if any(o.path == path for o in u.operators)}
             listing = {unit_of[name] for name in names if name in unit_of}
-            found = running or listing or {unit.name for unit in users if owners & {*unit.shared_units}}
+            sharing = [unit.name for unit in users if owners & {*unit.shared_units}]
+            found = running or listing or set(sharing[:1])
         if len(found) > 1 and not isinstance(module, _NEVER_RUN):  # of which several modules may read, each its own
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found))}, but must belong to one; "

@@ -42,10 +42,7 @@ def copy_caches(arguments: dict[str, Any]) -> None:
 
 def _caches(scope: dict[str, Any]) -> list[tuple[str, Any]]:
     return [
-        (name, value)
-        for name, value in scope.items()
-        if value is not None
-        and (name in _CACHES or any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__))
+        (name, value) for name, value in scope.items() if value is not None and (name in _CACHES or is_cache(value))
     ]
 
 

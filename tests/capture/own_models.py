@@ -113,16 +113,16 @@ class TiedByTheHead(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder whose embeddings, and the head, are one weight."""
+    """An encoder and a decoder whose embeddings, and the head, are one weight. Florence-2 has one that does not run."""
 
     def __init__(self, width: int = 32, vocabulary: int = 60) -> None:
         super().__init__()
-        self.read, self.write = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
+        self.read, self.write, self.unused = (nn.Embedding(vocabulary, width) for _ in range(3))
         layer = {"dropout": 0.0, "batch_first": True}
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 64, **layer) for _ in range(2))
         self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 4, 64, **layer) for _ in range(2))
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.write.weight = self.head.weight = self.read.weight
+        self.write.weight = self.head.weight = self.unused.weight = self.read.weight
 
     def forward(self, ids):
         memory = self.read(ids)

@@ -391,6 +391,17 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "4x8",
         r"torch\.autograd\.grad\(\.\.\., create_graph=True\) in place of",
     ),
+    **{
+        f"nested, {layout}": (
+            lambda layout=layout: Of(
+                lambda last, x: torch.nested.as_nested_tensor([last(x[:1]), last(x[:3])], layout=layout).sum(),
+                last=nn.Linear(8, 8),
+            ),
+            "4x8",
+            "compute on padded tensors with lengths or a mask",
+        )
+        for layout in (torch.jagged, torch.strided)
+    },
     "values": (
         lambda: Of(
             lambda wide, last, x: last(x) + torch.zeros(8 - 16 * int(wide(x).mean() > 0.4)),

@@ -21,7 +21,7 @@ TRIED = {
         "counting_hooks_on_gradients", "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",
     ),
     "modules": ("pruned", "parts_that_do_not_run"),
-    "models": ("t5", "llava_with_text_alone", "tables_before_blocks"),
+    "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
         "texts_alone",

@@ -19,7 +19,9 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +34,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -42,11 +42,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 import executor
-from ullage.capture.records import CaptureError, Layout, strided
+from ullage.capture.records import UNKNOWN, CaptureError, Layout, strided
 
 aten = torch.ops.aten
 VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # an operator needs the values of a tensor
-UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)  # PyTorch has no fake kernel for an operator
 _OURS: Final = (
     *(str(Path(file).parent) for file in (torch.__file__, contextlib.__file__, __file__, executor.__file__)),
     "<",
@@ -104,8 +103,10 @@ def traceable_functions() -> Iterator[None]:
     """Replace functions of torch that read or write memory where no operator shows it.
 
     ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, sparse tensors that take gradients
-    are dense, and a module that is converted to the type that it has keeps its parameters.
+    are dense, and a module that is converted to the type that it has keeps its parameters. ``transformers`` looks at
+    masks as it does in training: for fake tensors it would keep one that masks nothing.
     """
+    imported = sys.modules.get("transformers.utils.import_utils", types.SimpleNamespace())
     real, sparse, product, swap = torch.tensor, torch.sparse_coo_tensor, torch.sparse.mm, torch.utils.swap_tensors
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -133,6 +134,7 @@ def traceable_functions() -> Iterator[None]:
         mock.patch.object(torch.utils, "swap_tensors", swap_tensors),
         mock.patch.multiple(FakeTensor, coalesce=lambda dense: dense, _nnz=Tensor.numel, create=True),
         mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
+        mock.patch.object(imported, "is_fake_tensor", lambda _: False, create=True),
     ):
         yield
 

@@ -42,13 +42,13 @@ from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, attention_in_words, fused_attention
 from ullage.capture.executable import check_executable
-from ullage.capture.fakes import UNKNOWN, VALUES, Fakes, users_line
+from ullage.capture.fakes import VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
-from ullage.capture.records import DTYPES, CaptureError, LongLoopError, Recording, first_line, remedy
+from ullage.capture.records import DTYPES, UNKNOWN, CaptureError, LongLoopError, Recording, first_line, remedy
 from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.scans import fused_scans, scans_in_words
 from ullage.capture.token_wise import TokenWise
@@ -558,16 +558,11 @@ def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequenc
             yield
     except (CaptureError, RefusedOperatorError) as error:
         raise CaptureError(f"{name}{_at(error, model)}: {error}") from error
-    except UNKNOWN as error:
-        raise CaptureError(
-            f"{name}{_at(error, model)}: {first_line(error)}: PyTorch does not know the shapes that this operator "
-            "makes; register a fake implementation (torch.library.register_fake)"
-        ) from error
     except Exception as error:
         reader = fakes[-1].reader if fakes else None
         if reader is None and isinstance(error, VALUES):
             reader = users_line(traceback.extract_tb(error.__traceback__))
-        if reader is not None:
+        if reader is not None and not isinstance(error, UNKNOWN):
             raise _AssumedValuesError(
                 f"{name}{_at(error, model)}: it needs the values of a tensor{reader}, which a capture does not have, "
                 "and it does not run with those that were assumed; compute the same for all values, as torch.where does"

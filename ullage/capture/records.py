@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.func import debug_unwrap
 
 from executor.callbacks import tensors_of
@@ -278,12 +279,23 @@ _PARTS: Final = {
 }
 
 
+UNKNOWN: Final = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+"""Errors of PyTorch where it has no fake kernel for an operator."""
+
+
 class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
 
 
 def remedy(error: Exception, *, has_model: bool) -> str:
     """Return what to do if a model, or the function that makes it, fails."""
+    if any(word in str(error) for word in ("NestedTensor", "nested_tensor", "shape_env")):  # depends on the layout
+        return "compute on padded tensors with lengths or a mask, because nested ones have no shapes to plan for"
+    if isinstance(error, UNKNOWN):
+        return (
+            "PyTorch does not know the shapes that this operator makes: register a fake implementation "
+            "(torch.library.register_fake)"
+        )
     if not has_model:
         return (
             "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "

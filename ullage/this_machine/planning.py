@@ -309,7 +309,7 @@ def _input(name: str, value: Tensor, position: int) -> CapturedInput:
     if value.is_nested:
         raise ValueError(
             f"{name or f'input {position + 1}'} of the example batch is a nested tensor, which has no shape to plan "
-            "for; give the model a padded tensor with lengths or a mask, and nest it in forward"
+            "for; give the model a padded tensor with lengths or a mask"
         )
     if (found := input_of(name, value)) is None:
         raise ValueError(

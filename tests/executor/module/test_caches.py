@@ -29,3 +29,10 @@ def test_a_copy_of_an_encoders_and_decoders_cache_shares_neither_of_its_caches()
         part.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
         assert part.get_seq_length(0) == 5
     assert [part.get_seq_length(0) for part in parts] == [2, 2]
+
+
+def test_what_layers_share_is_no_cache_to_drop():
+    shared = transformers.cache_utils.KVSharingDict(full=(torch.ones(1), torch.ones(1)))
+    arguments = {"past_key_values": transformers.DynamicCache(), "shared_kv_states": shared}
+    assert not drop_caches(arguments, 0)
+    assert arguments == {"past_key_values": None, "shared_kv_states": shared}

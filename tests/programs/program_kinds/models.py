@@ -104,6 +104,14 @@ def deberta(ullage) -> Trained:
 
 
 @program
+def nystromformer(ullage) -> Trained:
+    """Nystromformer, whose attention has landmarks for keys, and takes no mask of the keys themselves."""
+    config = transformers.NystromformerConfig(**ENCODER, num_landmarks=4, segment_means_seq_len=16)
+    inputs = lambda step: tokens(step) | {"attention_mask": torch.ones(4, 16, dtype=torch.int64)}
+    return train(ullage, transformers.NystromformerForMaskedLM(config), inputs)
+
+
+@program
 def albert(ullage) -> Trained:
     """ALBERT: one layer for all."""
     config = transformers.AlbertConfig(**ENCODER, embedding_size=32)
