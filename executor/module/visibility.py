@@ -220,9 +220,9 @@ class WeightVisibility:
         what = f"{did} the parameter {self._all[id(parameter)][1]}"
         if in_backward():
             return ValueError(
-                f"a hook on a gradient {what}, as optimizers that step in backward do (LOMO), or the loop did so before "
-                "backward; let the loop do it between steps, remove the hook, give prepare() one optimizer, and call "
-                "its step() after backward: gradients leave the device anyway"
+                f"a hook on a gradient {what}, as optimizers that step in backward do (LOMO), or the loop did so "
+                "before backward; remove the hook, give prepare() one optimizer, and call its step() after backward "
+                "(gradients leave the device anyway), and let the loop write between steps"
             )
         return ValueError(
             f"forward, a hook, or the loop right after forward {what}, which was not so when the plan was made, so "
