@@ -511,7 +511,8 @@ class IterationDriver:
         iteration, expected = self._loop.iteration, self._loop.expected()
         if not (self._has_run_back and self.progress.rests):
             return False
-        if self._on_demand is not None and self._runtime.offloaded.is_in_use:  # by a forward without backward so far
+        # By a forward without backward so far, or by a graph that backward has made.
+        if self._on_demand is not None and (self._runtime.offloaded.is_in_use or self._hooked):
             return False
         if self._runtime.ranks is not None and expected is not None and expected.op is not Op.CLIP:
             return False  # ranks may have different gradients until the last micro-batch

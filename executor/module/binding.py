@@ -420,19 +420,28 @@ class _Again(NamedTuple):
     changed_inputs: tuple[int, ...]
 
 
+class _Weight(NamedTuple):
+    """A parameter in forward: the dictionary and name that has it, whether it takes gradients, and its version."""
+
+    held: dict[str, Any]
+    name: str
+    weight: torch.Tensor
+    trains: bool
+    version: int
+
+
 @dataclasses.dataclass(slots=True)
 class _Call:
     """A call of a module that is recomputed: what its second pass begins with, and its units.
 
-    ``given`` is what its first pass is called with, until then; ``weights`` are what modules have as parameters, each
-    with the dictionary and name that has it, and whether it takes gradients. If it ``has_caches`` that hold keys and
-    values already, each pass adds to a copy of them.
+    ``given`` is what its first pass is called with, until then; ``weights`` are what modules have as parameters. If it
+    ``has_caches`` that hold keys and values already, each pass adds to a copy of them.
     """
 
     before: Snapshot
     names: list[str]
     inputs: KeptInputs
-    weights: list[tuple[dict[str, Any], str, torch.Tensor, bool]]
+    weights: list[_Weight]
     has_caches: bool
     given: inspect.BoundArguments | None
 
@@ -466,7 +475,7 @@ def _recompute(
         names = call.names
         callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
         try:
-            with state.restored(call.before), _with_weights(call.weights), passing_through():
+            with state.restored(call.before), _with_weights(call.weights, names[0]), passing_through():
                 args, kwargs = call.inputs.given_again(args, kwargs, names[0])
                 return call.pass_on(original, signature.bind(*args, **kwargs))
         except RuntimeError as error:
@@ -520,20 +529,29 @@ def _watch_forward(
         callbacks.on_unplanned(f"hooks of the loop (saved_tensors_hooks) get the activations of {name}")
 
 
-def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str, torch.Tensor, bool]]:
+def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[_Weight]:
     with unguarded():
-        return [(held, name, held[name], held[name].requires_grad) for held, name in owned if name in held]
+        weights = ((held, name, held[name]) for held, name in owned if name in held)
+        return [_Weight(held, name, weight, weight.requires_grad, weight._version) for held, name, weight in weights]
 
 
 @contextlib.contextmanager
-def _with_weights(then: Iterable[tuple[dict[str, Any], str, torch.Tensor, bool]]) -> Iterator[None]:
+def _with_weights(then: Iterable[_Weight], unit: str) -> Iterator[None]:
     """Return a context in which modules have the parameters that they had in forward, frozen or not as they were.
 
     By backward, a call of ``torch.func.functional_call`` has ended, and a loop may have frozen or thawed parameters.
+
+    Raises:
+        ValueError: one has been written to since. Autograd notices this only where it has saved the parameter.
     """
     with unguarded():
-        others = [(held, name, held[name], weight) for held, name, weight, _ in then if held[name] is not weight]
-        changed = [(weight, trains) for _, _, weight, trains in then if weight.requires_grad != trains]
+        if written := [w.name for w in then if w.weight._version != w.version]:
+            raise ValueError(
+                f"the {written[0]} of a module was written to between forward and backward, where the plan recomputes "
+                f"{unit}: gradients would be those of other activations; write it before forward, or after backward"
+            )
+        others = [(w.held, w.name, w.held[w.name], w.weight) for w in then if w.held[w.name] is not w.weight]
+        changed = [(w.weight, w.trains) for w in then if w.weight.requires_grad != w.trains]
         for held, name, _, weight in others:
             held[name] = weight
         for weight, trains in changed:

@@ -17,7 +17,6 @@ from executor.module.guarded_parameters import (
     WeightReader,
     guard,
     lift_guard,
-    refusal,
     unguard,
     unguarded,
     was_written_as_data,
@@ -221,12 +220,13 @@ class WeightVisibility:
         what = f"{did} the parameter {self._all[id(parameter)][1]}"
         if in_backward():
             return ValueError(
-                f"a hook on a gradient {what}, as optimizers that step in backward do (LOMO); remove the hook, give "
-                "prepare() one optimizer, and call its step() after backward: gradients leave the device anyway"
+                f"a hook on a gradient {what}, as optimizers that step in backward do (LOMO), or the loop did so "
+                "before backward; remove the hook, give prepare() one optimizer, and call its step() after backward "
+                "(gradients leave the device anyway), and let the loop write between steps"
             )
         return ValueError(
-            f"forward, or a hook, {what} (weight.data), which it did not do when the plan was made, so this would be "
-            "lost; do it between steps, or in the first forward too"
+            f"forward, a hook, or the loop right after forward {what}, which was not so when the plan was made, so "
+            "this would be lost; do it between backward and step(), between steps, or in the first forward too"
         )
 
     def check_unmodified(self) -> None:
@@ -236,9 +236,9 @@ class WeightVisibility:
             ValueError: one was.
         """
         before, self._versions = self._versions, self._versions_now()
-        for key, (_, name) in self._all.items():
+        for key, (leaf, name) in self._all.items():
             if before[key] != self._versions[key] and name not in self._written:
-                raise ValueError(refusal(name))
+                raise self._lost(leaf, "wrote to")
 
     def check_hook(self, parameter: torch.Tensor) -> None:
         """Check that no hook of the user's on a gradient has written to the parameter. Raises ValueError if one has."""

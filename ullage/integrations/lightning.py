@@ -5,12 +5,12 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -32,8 +32,9 @@ class LightningStrategy(DDPStrategy):
     Write ``Trainer(strategy="ullage")``, or give one with options. When ``fit`` begins, it captures ``training_step``
     with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
     as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. Updates wait for the step if it
-    clips, or if the module or a callback has a hook between backward and the step, which may read gradients. If
-    ``configure_optimizers`` has called :func:`ullage.prepare` itself, as for the two models of a GAN, its plans stay.
+    clips, if the module or a callback has a hook between backward and the step, which may read gradients, or if a
+    callback changes the accumulation between epochs. If ``configure_optimizers`` has called :func:`ullage.prepare`
+    itself, as for the two models of a GAN, its plans stay.
     When ``fit`` ends, the module is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
 
     Lightning starts the processes, gives each its share of the data, and reduces what is logged, as its ``ddp`` does.
@@ -124,7 +125,7 @@ class LightningStrategy(DDPStrategy):
         batch = self.batch_to_device(_first_batch(trainer))
         options: Any = {
             "num_micro_batches": trainer.accumulate_grad_batches,
-            "clip": bool(trainer.gradient_clip_val) or _sees_gradients(module, trainer),
+            "clip": bool(trainer.gradient_clip_val) or _must_wait(module, trainer),
             **self._options,
         }
         step = _Step(module)
@@ -136,21 +137,6 @@ class LightningStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` as its forward, which the plan follows."""
         return super().training_step(*args, **kwargs) if self._step is None else self._step(*args, **kwargs)
-
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **_kwargs: Any,
-    ) -> Any:
-        """Run forward and backward, and then step: a plan has no step that runs them inside."""
-        result = closure()
-        plugin = cast("Precision", self.precision_plugin)
-        plugin._after_closure(model or self.lightning_module, cast("Any", optimizer))
-        if result is not None or not self.lightning_module.automatic_optimization:  # else it has skipped this batch
-            optimizer.step()
-        return result
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the state to where the plan keeps it."""
@@ -166,8 +152,11 @@ class LightningStrategy(DDPStrategy):
         super().teardown()
 
 
-def _sees_gradients(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
-    """Return whether the module or a callback has a hook between backward and the step, which may read gradients."""
+def _must_wait(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
+    """Return whether updates must wait for the step: gradients may be read, or the number of micro-batches changes."""
+    schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if any(len({*each.scheduling.values()}) > 1 for each in schedulers):
+        return True
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     found = any(is_overridden(name, module) for name in hooks)
     return found or any(is_overridden(name, each, pl.Callback) for name in hooks[:2] for each in trainer.callbacks)

@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from penalties import Critic, penalised, trained, unknown, wasserstein
+from penalties import WIDTH, Critic, penalised, trained, unknown, wasserstein
+from torch import nn
 
 import ullage
 from ullage.this_machine import planning
@@ -37,20 +38,48 @@ def test_a_planned_penalty_follows_the_order_and_the_memory_of_its_plan(monkeypa
         torch.testing.assert_close(model.state_dict()[name].cpu(), weight, rtol=1e-4, atol=1e-5)
 
 
-def test_used_gradients_may_be_dropped_between_a_gradient_and_its_penalty():
+def scaled():
+    """Return a critic that saves parameters themselves: of a linear layer, autograd saves a view."""
+    model = Critic()
+    for block in model.blocks:
+        block.insert(0, nn.LayerNorm(WIDTH))
+    return model
+
+
+def stylised(model, x):
+    """Used gradients are dropped between a gradient and its penalty, as StyleGAN's loop does."""
+    at = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+    model.zero_grad()
+    return gradient.square().sum()
+
+
+def meta_learned(model, x):
+    """MAML: weights after a step of their own serve another call, and nothing is accumulated before it."""
+    own = dict(model.named_parameters())
+    found = torch.autograd.grad(model(x).square().mean(), list(own.values()), create_graph=True)
+    fast = {name: weight - 0.1 * g for (name, weight), g in zip(own.items(), found, strict=True)}
+    return torch.func.functional_call(model, fast, (x.flip(0),)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [(stylised, {}), (meta_learned, {"device_memory": "182kB"})],
+    ids=["used gradients are dropped", "the model is called again"],
+)
+def test_a_graph_of_gradients_lasts_until_the_step(loss, options):
     def train(model, optimizer):
         for _ in range(2):
-            at = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
-            model.zero_grad()  # as StyleGAN's loop does
-            gradient.square().sum().backward()
+            loss(model, x).backward()
             optimizer.step()
+            model.zero_grad()
 
     torch.manual_seed(0)
-    alone, model, x = Critic(), Critic(), torch.randn(8, 16)
+    alone, model, x = scaled(), scaled(), torch.randn(8, 16)
     model.load_state_dict(alone.state_dict())
-    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
-    model, optimizer = ullage.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), x, hardware="epyc-turin-2c")
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = ullage.prepare(model, optimizer, x, hardware="epyc-turin-2c", **options)
     with optimizer.session:
         train(model, optimizer)
         for name, weight in alone.state_dict().items():

@@ -237,7 +237,7 @@ def test_a_write_inside_forward_is_reported_afterwards(started):
 
     handle = module.register_forward_pre_hook(write)
     tokens = batches(TASK)[0, 0]
-    with pytest.raises(ValueError, match=rf"{WHOLE}.weight {REFUSED}"):
+    with pytest.raises(ValueError, match=rf"wrote to the parameter {WHOLE}\.weight.*do it between backward and step"):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
     handle.remove()
@@ -291,6 +291,18 @@ def test_a_write_before_backward_is_noticed_by_autograd(started):
         model.get_submodule(WHOLE).weight.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_write_before_a_recomputation_is_refused_where_autograd_would_not_notice():
+    task = Task("gpt2", torch.float32)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute")))
+    with optimizer.session:
+        tokens = batches(task)[0, 0]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        with torch.no_grad():
+            model.transformer.h[0].mlp.c_fc.bias.add_(0.1)
+        with pytest.raises(ValueError, match=r"bias .* written to between forward and.*recomputes.*after backward"):
+            loss.backward()
 
 
 def test_a_closed_model_is_an_ordinary_one():

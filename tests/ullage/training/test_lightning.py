@@ -18,6 +18,7 @@ from hwprofiles.machine import this_machine
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 LightningStrategy = pytest.importorskip("ullage.integrations.lightning").LightningStrategy
 
 
@@ -149,16 +150,32 @@ class Logging(Classifier):
         self.seen += [parameter.grad.norm().item() for parameter in self.parameters()]
 
 
+class Searching(Classifier):
+    """Its optimizer runs forward and backward several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
 class LoggingCallback(pl.Callback):  # type: ignore[misc, name-defined]
     def on_after_backward(self, _trainer: Any, module: Any) -> None:
         module.seen.append(module.net[0].weight.grad.abs().sum().item())
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "callbacks"), [(Logging, []), (Classifier, [LoggingCallback()])])
-def test_hooks_read_gradients_without_clipping(tmp_path: Path, kind: Any, callbacks: list[Any]) -> None:
-    expected = fitted(kind(), tmp_path / "plain", max_epochs=1, callbacks=callbacks)
-    assert_as(fitted(kind(), tmp_path / "planned", "ullage", max_epochs=1, callbacks=callbacks), expected)
+@pytest.mark.parametrize(
+    ("kind", "callbacks"),
+    [
+        (Logging, []),
+        (Classifier, [LoggingCallback()]),
+        (Classifier, [GradientAccumulationScheduler({0: 1, 1: 2})]),
+        (Searching, []),
+    ],
+    ids=["module sees gradients", "callback sees gradients", "more micro-batches in epoch 2", "closure"],
+)
+def test_updates_wait_where_they_must_without_clipping(tmp_path: Path, kind: Any, callbacks: list[Any]) -> None:
+    expected = fitted(kind(), tmp_path / "plain", callbacks=callbacks)
+    assert_as(fitted(kind(), tmp_path / "planned", "ullage", callbacks=callbacks), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
