@@ -131,11 +131,18 @@ class Passing:
         return hidden if self.passes else super().forward(hidden, *args, **kwargs)
 
 
+class Blocks(torch.nn.ModuleList):
+    """Blocks of which a loop can pass over some, which are not called then."""
+
+    def __iter__(self):
+        return (block for block in super().__iter__() if not getattr(block, "passes", False))
+
+
 def _passable(task: Task):
     model = make_model(task)
     for block in blocks(model):
-        for module in (block, block.mlp):
-            module.__class__ = type(type(module).__name__, (Passing, type(module)), {})
+        block.mlp.__class__ = type(type(block.mlp).__name__, (Passing, type(block.mlp)), {})
+    blocks(model).__class__ = Blocks
     return model
 
 
