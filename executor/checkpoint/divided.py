@@ -138,8 +138,9 @@ class NodePlaces:
 
     def wait(self, patience_s: float) -> None:
         """Wait until rank 0 has closed, for at most so long."""
-        for thread in self._followers:
-            thread.join(patience_s)
+        with self.peers.waiting():
+            for thread in self._followers:
+                thread.join(patience_s)
 
     def end(self) -> None:
         """Let the followers of all levels end: those of other leaders, or if this is another, its own."""

@@ -60,6 +60,10 @@ class Nodes:
         """Whether this rank is the first of its node."""
         return self.nodes[self.node][0] == self.rank
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`executor.distributed.ranks.Ranks.waiting`."""
+        return self._ranks.waiting()
+
     def connect(self) -> None:
         """Make the process group between nodes, for :meth:`exchange`. All ranks call this together."""
         leaders = tuple(ranks[0] for ranks in self.nodes)

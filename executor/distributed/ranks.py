@@ -68,7 +68,7 @@ class Ranks:
             it: one on the device, one on the host.
         num_values: number of values that :meth:`check_same_call` sums. Set once, to the same number on all ranks.
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
-        is_waiting: whether the caller's thread waits for a collective now.
+        is_waiting: whether the caller's thread waits for other ranks now.
         num_ended: number of collectives that have ended.
         process: global number of this process.
         everybody: group of all processes over host memory, in all stages.
@@ -347,23 +347,30 @@ class Ranks:
         self.check()
         is_lane = threading.current_thread().name.startswith((LANE_THREAD, _CHECKPOINT_THREAD))
         try:
-            self.is_waiting = self.is_waiting or not is_lane
-            work = begin()
-            if group not in self._on_devices:  # work.wait() would not return if another rank fails
-                done = self._under_way[group] = threading.Event()
-                work.get_future().add_done_callback(lambda _future: done.set())
-                while not done.wait(_POLL_S):
-                    self.check()
-                del self._under_way[group]
-            work.wait()
+            with contextlib.nullcontext() if is_lane else self.waiting():
+                work = begin()
+                if group not in self._on_devices:  # work.wait() would not return if another rank fails
+                    done = self._under_way[group] = threading.Event()
+                    work.get_future().add_done_callback(lambda _future: done.set())
+                    while not done.wait(_POLL_S):
+                        self.check()
+                    del self._under_way[group]
+                work.wait()
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
             raise self.explain(error) from error
         finally:
             self.num_ended += 1
-            if not is_lane:
-                self.is_waiting = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Return a context in which the caller's thread waits for other ranks, so that they hear of it."""
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
 
     def check(self) -> None:
         """Check that no rank has failed, and that this one has not been stopped.

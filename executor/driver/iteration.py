@@ -568,7 +568,9 @@ class IterationDriver:
         self._has_run_back = True
         self._audit.end_micro_batch()
         self.visibility.show("")
-        if micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back:
+        is_last = micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back
+        # The loop may clip now, and step. Which gradients there are must be the same on all ranks.
+        if is_last or (self.progress.num_complete and self._decisions.update_start == "step"):
             self._sync_arrivals()
         self.gradients.expose(self._loop.iteration, micro_batch)
 

@@ -1,7 +1,7 @@
 """The rest of an iteration whose model has left the plan.
 
 [Note: On demand] A plan is a forecast: it brings weights before modules need them, in the order of the example batch. A
-model or loop may leave that order: another branch, a second forward before the first one's backward, a batch without
+model or loop may leave that order: other modules, a second forward before the first one's backward, a batch without
 backward, one more backward, a forward without gradients in between. Then nothing more is brought ahead in this
 iteration. Weights come when a module runs, into the slot that the plan gives its unit, so views that autograd has saved
 stay right, see [Note: Static slots] in :mod:`planner.lowering.parameters`. Activations stay as autograd keeps them;

@@ -40,7 +40,7 @@ class Progress:
         num_called: number of calls that have begun since the first one of a micro-batch.
         has_left: whether the iteration has left the plan, see [Note: On demand] in :mod:`executor.driver.on_demand`.
         later: keeps the gradients that the plan has after backward.
-        latest_other_shape: the latest iteration that had a batch of another shape than planned.
+        latest_other_shape: the latest iteration that had a batch of another shape than planned, or passed over units.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Progress:
         self._index = {
             (task.op, task.unit, task.micro_batch, task.tile): task.index
             for task in loop.schedule.tasks
-            if task.op in _INSIDE_BACKWARD
+            if task.op in _INSIDE_BACKWARD | {Op.FORWARD}
         }
         self._without_backward = {unit.name for unit in units if not (unit.backward or unit.num_params)}
         self._awaits_recomputation = False  # backward has reached a unit that is still to be recomputed
@@ -138,6 +138,9 @@ class Progress:
         # In the middle of an iteration, forward may have run that is still to be recomputed.
         if len(self._other_shapes) == _MANY and expected is not None and not expected.micro_batch:
             self._backend.expect_many_shapes()
+        self._exclude()
+
+    def _exclude(self) -> None:
         if self.latest_other_shape != self._loop.iteration:
             self.latest_other_shape = self._loop.iteration
             self._machine.exclude(self.latest_other_shape)
@@ -291,17 +294,28 @@ class Progress:
         return self.task.micro_batch if self.task is not None and not self.has_left else None
 
     def _skip_to(self, op: Op, unit: str) -> None:
-        """Skip units that the batch never reaches.
+        """Skip units that the batch never reaches, and those that this forward passes over (experts without tokens).
 
-        Neither does backward where neither they nor earlier units need a gradient.
+        Neither does backward reach these, nor units where neither they nor earlier ones need a gradient.
         """
         while (expected := self._loop.expected()) is not None and (expected.op is not op or expected.unit != unit):
-            ahead = self._index.get((op, unit, expected.micro_batch, self.tile), -1) > expected.index
-            if not (ahead if expected.op in _INSIDE_BACKWARD else expected.unit in self._unused):
-                return
+            if expected.op in _INSIDE_BACKWARD or expected.unit not in self._unused:
+                ahead = self._index.get((op, unit, expected.micro_batch, self.tile), -1) > expected.index
+                goes_forward = op is Op.FORWARD
+                if not ahead or goes_forward != (expected.op is Op.FORWARD):
+                    return
+                if goes_forward and not self._passes_over(expected, unit):
+                    return
             self._loop.reach(expected.op, expected.unit)
             if not expected.tile:
                 self._left.add(expected.unit)
+
+    def _passes_over(self, expected: Task, unit: str) -> bool:
+        """Return whether forward may go on at a unit that comes later; then the iteration is not as predicted."""
+        same_call = self._call_of[expected.unit] == self._call_of[unit]
+        if passes := same_call and expected.tile == self.tile and unit not in self._unused:
+            self._exclude()
+        return passes
 
     def _end(self) -> None:
         with self._unbroken:

@@ -135,10 +135,14 @@ class OffloadedActivations:
     def offload(self, unit: str, name: str) -> None:
         """Copy a unit's activations to a room, free them on the device, and wait until that is done.
 
+        A segment that forward has passed over has none.
+
         Raises:
             ActivationError: a tensor was modified in place before it was copied.
         """
-        segment, room = self._segments[name], self._room[name]
+        if (segment := self._latest(name)) is None:
+            return
+        room = self._room[name]
         _assign(segment, unit, len(room))
         tensors = list(segment.offloaded(unit))
         for tensor in tensors:
@@ -185,7 +189,13 @@ class OffloadedActivations:
 
     def reload(self, unit: str, name: str) -> None:
         """Copy activations back to the device. Their memory there is freed when backward has used them."""
-        self._reload(self._segments[name], unit)
+        if (segment := self._latest(name)) is not None:
+            self._reload(segment, unit)
+
+    def _latest(self, name: str) -> SegmentActivations | None:
+        """Return the run of a segment that has filled a room; ``None`` if forward has passed over it."""
+        segment = self._segments.get(name)
+        return None if segment is None or segment.is_dropped else segment
 
     def _reload(self, segment: SegmentActivations, unit: str) -> None:
         room = self._room[segment.rooms[unit]]

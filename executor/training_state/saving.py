@@ -350,6 +350,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         Closing twice is allowed. If not all ranks close now, because of an error, this one waits for no other.
         """
+        self._session.runtime.doing = "checkpoints.close()"
         self._engine.close()
         if self._session.runtime.snapshots is not None:
             self._session.runtime.snapshots.engine = None

@@ -195,7 +195,7 @@ def do_alone(deed: str, model, optimizer) -> None:
     if deed == "state":
         model.state_dict()
     if deed == "branch":
-        model.transformer.h[-1].forward = lambda hidden, *_args, **_kwargs: hidden
+        model.transformer.h[-1].forward = model.transformer.h[0].forward
     if deed == "rate":
         optimizer.param_groups[0]["lr"] *= 0.5
 
@@ -322,3 +322,28 @@ def with_other_options(rank: int, _size: int) -> None:
     model = torch.nn.Linear(8, 8)
     options = {"hardware": "epyc-turin-2c", "device_memory": f"{rank + 1}MB"}
     ullage.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2, 8), **options)
+
+
+def leaving_checkpoints_early(
+    rank: int, _size: int, task: Task, decisions: Decisions, folder, how: str
+) -> list[tuple[int, str | None]]:
+    """Train on two nodes with folders of their own, of which the second's leader closes before the last iteration.
+
+    Return the outcomes of the first level, after an orderly end or not.
+    """
+    os.environ["LOCAL_RANK"] = "0"
+    outcomes = []
+    with impatient(1.0):
+        model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+        levels = Level(folder / "ab"[rank], 1), Level(folder / "shared", 1)
+        with optimizer.session, Checkpoints(optimizer, *levels, on_outcome=outcomes.append) as checkpoints:
+            for step, tokens in enumerate(batches(task, rank)[:, 0], 1):
+                if step == 3 and rank == 1:
+                    if how == "raises":
+                        raise ZeroDivisionError("in the loop")
+                    break
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoints.save(step)
+                checkpoints.settle()

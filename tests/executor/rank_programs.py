@@ -17,7 +17,7 @@ import torch.distributed as dist
 import training
 import transformers
 from edits import EDITS
-from programs import run
+from programs import blocks, run
 from training import (
     CONFIGS,
     MICRO_BATCH,
@@ -91,27 +91,91 @@ def audited(rank: int, _size: int, task: Task, decisions: Decisions, spoilt: str
     return audit.result.kinds, dict(audit.result.left_out), audit._difference
 
 
+def average(model, size: int) -> None:
+    """Average gradients as data-parallel ranks do."""
+    for parameter in model.parameters():
+        there = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(there)
+        if there:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / size
+
+
 def ran(rank: int, size: int, program, task: Task, decisions: Decisions):
     """Run a program that leaves the plan; return what it sees, and how far that is from training in memory."""
     plain = make_model(task)
-
-    def average() -> None:
-        for parameter in plain.parameters():
-            there = torch.tensor(float(parameter.grad is not None))
-            dist.all_reduce(there)
-            if there:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(gradient)
-                parameter.grad = gradient / size
-
     tokens = batches(task, rank // decisions.tensor_parallel // decisions.context_parallel)
-    expected = run(program, plain, ReferenceOptimizer(make_optimizer(task, plain)), tokens, task.max_norm, average)
+    expected = run(
+        program,
+        plain,
+        ReferenceOptimizer(make_optimizer(task, plain)),
+        tokens,
+        task.max_norm,
+        lambda: average(plain, size),
+    )
     model, optimizer = prepare(task, decisions)
     with optimizer.session as session:
         found = run(program, model, optimizer, tokens, task.max_norm)
         final = session.full_parameters()
         off = max(float((final[name] - weight.detach()).abs().max()) for name, weight in plain.named_parameters())
     return found, expected, off
+
+
+class Passing:
+    """A module that its loop can pass over."""
+
+    passes = False
+
+    def forward(self, hidden, *args, **kwargs):
+        return hidden if self.passes else super().forward(hidden, *args, **kwargs)
+
+
+class Blocks(torch.nn.ModuleList):
+    """Blocks of which a loop can pass over some, which are not called then."""
+
+    def __iter__(self):
+        return (block for block in super().__iter__() if not getattr(block, "passes", False))
+
+
+def _passable(task: Task):
+    model = make_model(task)
+    for block in blocks(model):
+        block.mlp.__class__ = type(type(block.mlp).__name__, (Passing, type(block.mlp)), {})
+    blocks(model).__class__ = Blocks
+    return model
+
+
+def passing_over(rank: int, size: int, task: Task, decisions: Decisions):
+    """Train where each rank passes over other blocks and MLPs in each step.
+
+    Return the iterations that left the plan, and how far losses and weights are from training in memory.
+    """
+    plain, tokens = _passable(task), batches(task, rank)[:, 0]
+
+    def train_(model, optimizer, before_clip=lambda: None):
+        torch.manual_seed(11)
+        losses = []
+        for step, batch in enumerate(tokens):
+            block = blocks(model)[(step + rank) % 3]
+            passed = block if step % 2 else block.mlp
+            passed.passes = True
+            losses.append(model(input_ids=batch, labels=batch).loss)
+            passed.passes = False
+            losses[-1].backward()
+            before_clip()
+            optimizer.clip_grad_norm_(task.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses).detach()
+
+    expected = train_(plain, ReferenceOptimizer(make_optimizer(task, plain)), lambda: average(plain, size))
+    model, optimizer = prepare(task, decisions, model=_passable(task))
+    with optimizer.session as session:
+        off = [float((train_(model, optimizer) - expected).abs().max())]
+        final = session.full_parameters()
+        off += [float((final[name] - weight.detach()).abs().max()) for name, weight in plain.named_parameters()]
+        return session.num_left, max(off)
 
 
 def dropped(rank: int, _size: int, task: Task, decisions: Decisions):

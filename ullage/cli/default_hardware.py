@@ -5,7 +5,8 @@ import platform
 import sys
 from pathlib import Path
 
-from hwprofiles.machine import differences, gpu_names
+from hwprofiles.machine import check_measured_here, differences, gpu_names
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, ProfileError, load_profile, local_profile_path
 from ullage.cli.options import PACKAGED_HARDWARE
 
@@ -31,6 +32,19 @@ def default_hardware() -> tuple[str, str]:
     if gpus := gpu_names() or tuple(file.name for file in Path("/dev").glob("nvidia[0-9]*")):
         return PACKAGED_HARDWARE, f"this machine has a GPU ({gpus[0]}) but no profile; {meanwhile} it"
     return PACKAGED_HARDWARE, ""
+
+
+def machine_named(name: str) -> HardwareProfile:
+    """Return the profile that a name or path stands for, as :func:`hwprofiles.registry.load_profile` does.
+
+    Raises:
+        ProfileError: no profile has that name, or it is not valid.
+        ValueError: ``local`` was measured on another machine.
+    """
+    profile = load_profile(name)
+    if name == LOCAL:
+        check_measured_here(profile, otherwise=", or name the profile by its path")
+    return profile
 
 
 def print_default_hardware(args: argparse.Namespace) -> None:

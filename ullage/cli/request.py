@@ -14,7 +14,6 @@ from hwprofiles.files import read_json
 from hwprofiles.paths import replace
 from hwprofiles.profile import Dtype, HardwareProfile, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
-from hwprofiles.registry import load_profile
 from planner.choices.constraints import Asked
 from planner.choices.request import Request, precision_of
 from planner.decisions import Precision
@@ -28,7 +27,7 @@ from planner.plan.checkpoints import CheckpointRequest
 from planner.plan.planning import default_precision
 from planner.plan.unlike import Machine
 from planner.terms import DEFAULT_SEQ_LEN, MIN_CHECKPOINTS, default_micro_batch
-from ullage.cli.default_hardware import default_hardware
+from ullage.cli.default_hardware import default_hardware, machine_named
 from ullage.cli.options import Options, check_adapters, is_captured
 
 _T = TypeVar("_T")
@@ -120,7 +119,7 @@ def _with_memory(asked: Options, hardware: HardwareProfile) -> HardwareProfile:
 def machine_of(asked: Options) -> HardwareProfile:
     """Return the machine that the options name, or that is the default."""
     named = asked.hardware or default_hardware()[0]
-    return named if isinstance(named, HardwareProfile) else load_profile(named)
+    return named if isinstance(named, HardwareProfile) else machine_named(named)
 
 
 def types_of(asked: Options, hardware: HardwareProfile) -> Precision:

@@ -28,7 +28,6 @@ from hwprofiles.machine import available_memory_bytes
 from hwprofiles.paths import replace
 from hwprofiles.profile import FOR_LIBRARIES_BYTES, Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
-from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
@@ -41,6 +40,7 @@ from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided
 from ullage.cli.arguments import parse_bytes
+from ullage.cli.default_hardware import machine_named
 from ullage.output.progress import search_progress
 from ullage.rivals import make_plan
 from ullage.this_machine.checks import check_tokens, check_trainable
@@ -372,7 +372,7 @@ def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int |
     """
     (device_bytes, host_bytes), profile = free, options.get("hardware")
     if not isinstance(profile, HardwareProfile):
-        profile = profile_here() if profile is None else load_profile(profile)
+        profile = profile_here() if profile is None else machine_named(profile)
     kind = "host" if device_bytes is None else "gpu"
     if profile.device.kind != kind:
         raise PlanError(

@@ -226,8 +226,12 @@ def test_frozen_parameters_stay_as_they_are(processes, zero_stage, choose):
     assert_same_bits(processes.call(2, trained, task, decisions, None, frozen), reference(task, 2, decisions, frozen))
 
 
-def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes):
-    task = Task("gpt2", max_norm=0.5, iterations=3)
+@pytest.mark.parametrize("group_sizes", [(), (2, 1, 1)], ids=["whole groups", "short groups"])
+def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes, group_sizes):
+    """It counts in the norm on all ranks too, also if the loop ends a step early."""
+    task = Task(
+        "gpt2", max_norm=0.5, iterations=3, num_micro_batches=len(group_sizes[:2]) or 1, group_sizes=group_sizes
+    )
     for zero_stage in (0, 2, 3):
         decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage)
         (seen, final, steps), (_, other, other_steps) = processes.call(2, without_a_gradient, task, decisions)

@@ -9,7 +9,7 @@ from amount import examples
 from hypothesis import Phase, example, given, settings
 from plans import mixed, plans
 from programs import forward, programs, run
-from rank_programs import ran
+from rank_programs import passing_over, ran
 from training import (
     ReferenceOptimizer,
     Task,
@@ -175,3 +175,18 @@ def test_ranks_leave_the_plan_together(processes, plan, program):
     for found, expected, off in processes.call(2, ran, program, task, decisions):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert off < 1e-4
+
+
+PASSED = Task("gpt2", torch.float32, iterations=4)
+
+
+@example(plan=(PASSED, decide(PASSED, mixed, data_parallel=2, zero_stage=3)))
+@example(plan=(PASSED, decide(PASSED, uniform("host", "cpu", "offload"))))
+@given(plan=plans(sizes=(1, 2), iterations=4, dtype=torch.float32, max_norm=0.5, num_micro_batches=1))
+@settings(max_examples=examples(20, fewest=2), deadline=None, phases=[Phase.explicit, Phase.generate])
+def test_ranks_pass_over_modules_of_their_own_on_the_plan(processes, plan):
+    """As where no token of a rank's goes to an expert, or layers are dropped: all ranks run one schedule still."""
+    task, decisions = plan
+    for num_left, off in processes.call(decisions.data_parallel, passing_over, task, decisions):
+        assert num_left == 0
+        assert off < 1e-6

@@ -3,8 +3,11 @@
 import shutil
 
 import pytest
+from rank_failures import leaving_checkpoints_early
 from rank_programs import on_nodes
 from training import Task, decide, uniform
+
+from executor.distributed.watchdog import RankError
 
 TASK = Task("gpt2", iterations=6)
 FILE = "optimizer/exp_avg-00001.safetensors"
@@ -106,3 +109,18 @@ def test_places_that_nodes_share_otherwise_are_refused(processes, tmp_path):
 
     assert "/a is not the same on all nodes: give after it a folder on a file system" in refused("ab", 1, "")
     assert "/a is shared by some nodes and not by all" in refused("abb", 1, "shared")
+
+
+@pytest.mark.parametrize("how", ["has one batch less", "raises"])
+def test_a_leader_that_closes_early_ends_all(processes, tmp_path, how):
+    """Its node follows rank 0's orders until rank 0 closes, which waits for it in an iteration."""
+    decisions = decide(TASK, uniform("host", "cpu"), data_parallel=2, zero_stage=3)
+    processes.begin(2, leaving_checkpoints_early, TASK, decisions, tmp_path, how)
+    first, second = processes.results(2, timeout_s=40.0)
+    assert isinstance(first, RankError), first
+    if how == "raises":
+        assert "rank 1 failed: ZeroDivisionError: in the loop" in str(first)
+    else:
+        assert isinstance(second, RankError), second
+        assert "rank 0 is in iteration 3, and rank 1 in checkpoints.close()" in str(first)
+    assert steps(tmp_path / "a") == steps(tmp_path / "b") == [1, 2]

@@ -117,7 +117,8 @@ def test_another_machines_profile_is_refused_unless_asked_for(tiny_model, tmp_pa
     plan = tmp_path / "plan.json"
     options = ["plan", "--model", str(tiny_model), "--hardware", "local", "--seq-len", "64"]
     options += ["--output", str(plan), "--json"]
-    for command in (options, ["calibrate", "--only", "cpu"], ["hardware", "check"]):
+    beside = [*options[:4], "epyc-turin-2c", *options[5:], "--beside", "local=1", "--global-batch", "8"]
+    for command in (options, beside, ["calibrate", "--only", "cpu"], ["hardware", "check"]):
         assert main(command) == 2
         shown = capsys.readouterr().err
         assert "was measured on another machine: its CPU is 'Z80', this one" in shown

@@ -8,8 +8,6 @@ import json
 import sys
 
 from hwprofiles.files import write_whole
-from hwprofiles.machine import check_measured_here
-from hwprofiles.registry import LOCAL
 from planner.choices.request import Request
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError
@@ -37,8 +35,6 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.beside is not None:
         return _plan_unlike(args, asked)
     request = request_here(asked)
-    if args.hardware == LOCAL:
-        check_measured_here(request.hardware, otherwise=", or give --hardware the path of the profile")
     if args.pfs_bandwidth is not None:
         request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
     if args.deepspeed is not None:
