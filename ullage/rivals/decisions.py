@@ -115,6 +115,7 @@ class RivalDecisions(Decisions):
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
         reduces_once: whether each rank adds up whole gradients, also of sharded parameters, and ranks reduce them with
             the last micro-batch only (``no_sync`` of PyTorch's FSDP).
+        adds_in_products: whether the engine's own kernels add gradients to those of earlier micro-batches.
         bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
             parameters (DeepSpeed). 0: each unit has its own.
         recompute_block: the engine recomputes so many segments in a row before their backward, keeps only their
@@ -151,6 +152,7 @@ class RivalDecisions(Decisions):
     output_bytes: Amount = 0
     all_reduces: bool = False
     reduces_once: bool = False
+    adds_in_products: bool = False
     bucket_params: Amount = 0
     recompute_block: Amount = 0
     layer_by_layer: bool = False

@@ -51,7 +51,8 @@ def parameters(decisions: RivalDecisions, program: Program) -> None:
     def released(unit: LoweredUnit, user: Task, num_params: int) -> bool:
         """Return whether parameters are brought again though they are in a slot."""
         limit = decisions.max_reuse_params
-        reused_late = unit.amounts.gathered and limit is not None and num_params > limit
+        away = unit.amounts.gathered or unit.amounts.fetched
+        reused_late = away and limit is not None and num_params > limit
         return reused_late or (again and user.op is not Op.BACKWARD)
 
     core_parameters(program, released)
