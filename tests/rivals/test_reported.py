@@ -208,14 +208,17 @@ def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> 
 
 
 def test_deepspeed_holds_whole_parameters_only_while_they_are_used() -> None:
-    """When the loss has its logits, the embedding is not there, whose vocabulary is as large."""
-    case = TrainingCase.model_validate(
-        SMALL
-        | {"model": "llama-3-8b", "micro_batch": 1, "activations": "recompute", "hardware": "a100-80"}
-        | {"deepspeed": {"stage": 3, "optimizer_device": "cpu", "param_device": "cpu"}, "seq_len": 8192}
-    )
+    """When the loss has its logits, the embedding is not there, whose vocabulary is as large.
+
+    If more parameters may be there, layers that are fetched ahead take its room.
+    """
+    deepspeed = {"stage": 3, "optimizer_device": "cpu", "param_device": "cpu"}
+    run = {"model": "llama-3-8b", "micro_batch": 1, "activations": "recompute", "seq_len": 8192}
+    case = TrainingCase.model_validate(SMALL | run | {"deepspeed": deepspeed | {"max_live_params": 100_000_000}})
     setup, decisions = case.decided(load_profile(case.hardware))
     schedule = lower(setup.units, decisions, asynchronous=True)
+    more = lower(setup.units, decisions.model_copy(update={"max_live_params": 10**9}), asynchronous=True)
+    assert {f"slot {slot}" for slot in range(3)} < {buffer.label for buffer in more.buffers}
     embedding, head = setup.units[0].name, setup.units[-1].name
     tasks = {task.index: task for task in schedule.tasks}
     held = [buffer for buffer in schedule.buffers if buffer.label == f"{embedding} whole"]

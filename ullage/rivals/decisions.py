@@ -98,6 +98,8 @@ class RivalDecisions(Decisions):
         max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
             waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow. 0 is DeepSpeed
             with a prefetch bucket of 0.
+        max_live_params: parameters are gathered ahead as long as no more than that are there; ``None``: there is no
+            limit but that of slots.
         max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
             next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
         module_hooks: whether Python hooks around every module gather and release its parameters, and gradients are
@@ -141,6 +143,7 @@ class RivalDecisions(Decisions):
     host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
     max_prefetch_params: Amount | None = None
+    max_live_params: Amount | None = None
     max_reuse_params: Amount | None = None
     module_hooks: bool = False
     inputs_on_host: bool = False

@@ -41,8 +41,8 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
 
 def _change_held(decisions: RivalDecisions, program: Program) -> None:
     """Change what is held as ours would be."""
-    if decisions.module_hooks:
-        _hold_while_used(program)
+    if decisions.max_live_params is not None:
+        _hold_while_used(program, decisions.max_live_params)
     if decisions.gradient_path is GradientPath.ON_DEVICE:
         _shorten_state_slots(program)
     if decisions.recompute_block:
@@ -70,14 +70,19 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * (unit.moved_bytes or 0), unit.name)
 
 
-def _hold_while_used(program: Program) -> None:
-    """Hold whole parameters from the task that brings them to the last that uses them, not their slots all the time.
+def _hold_while_used(program: Program, max_live_params: int) -> None:
+    """Hold whole parameters while they are used, not their slots all the time, if the slots are more than may be live.
 
-    DeepSpeed allocates them when it fetches them, and frees them behind their module
-    (``partitioned_param_coordinator.py::release_sub_module``).
+    DeepSpeed allocates them when it fetches them, and frees them behind their module. It fetches ahead until
+    ``max_live_parameters`` are there, and then the module that is reached (``partitioned_param_coordinator.py``,
+    ``fetch_sub_module`` and ``release_sub_module``): up to that, layers take the room of an embedding that is not in
+    use.
     """
+    weight_bytes = program.decisions.precision.weight_bytes
     slots = assign_slots(program)
-    sizes = slots.sizes(program.decisions.precision.weight_bytes)
+    sizes = slots.sizes(weight_bytes)
+    if sum(sizes) <= weight_bytes * max_live_params + max(sizes, default=0):
+        return
     program.held = [held for held in program.held if held[1] is not MemoryClass.PARAMETERS or held[-1][:5] != "slot "]
     brought: dict[int, Task] = {}
     last_use: dict[int, Task] = {}
