@@ -276,6 +276,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "reruns_all": _reruns_all(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
+        "dtensors": "FSDP2" in str(stated("engine.wrapper", "")) or None,
         "reduces_once": _reduces_once(stated),
         "fused_head": _fuses_head(stated),
         "fused_update": _fuses_update(stated),

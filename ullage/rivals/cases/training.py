@@ -146,6 +146,7 @@ class TrainingCase(Case):
             memory ([Note: Reports]).
         inputs_on_host: whether inputs of recomputed layers waited on the host.
         updates_in_backward: whether each gradient was used as soon as it was there.
+        dtensors: whether parameters are ``DTensor``, as in PyTorch's FSDP2.
         reduces_once: whether ranks of ``fsdp`` reduced gradients in the last micro-batch only, and added up whole ones
             before (``no_sync``).
         keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
@@ -200,6 +201,7 @@ class TrainingCase(Case):
     loop: bool = False
     inputs_on_host: bool = False
     updates_in_backward: bool = False
+    dtensors: bool = False
     reduces_once: bool = False
     keeps_output: bool = False
     fused_head: bool = True
@@ -479,6 +481,7 @@ class TrainingCase(Case):
             "pipeline_parallel": self.pipeline_parallel,
             "loop": self.loop,
             "reduces_once": self.reduces_once,
+            "clips_dtensors": self.dtensors,
             "adds_in_products": self.kernels in _KERNELS_OF_OTHERS,
         }
         if self.gradient_path:
