@@ -132,7 +132,7 @@ def launch(program: Program, awaited: Collection[Op] = (Op.FLUSH, Op.SCATTER)) -
 def add_issue(program: Program, unit: LoweredUnit, draft: Task, num_kernels: int, awaited: Collection[Op]) -> None:
     """Add the host's time to issue the kernels of a compute task."""
     issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch)
-    issue.num_kernels = num_kernels
+    issue.num_kernels = num_kernels + draft.num_tensors
     if draft.after:
         issue.after = tuple(key for key in draft.after if program.drafts[key].op in awaited)
     draft.after += (issue.index,)

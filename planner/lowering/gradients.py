@@ -1,8 +1,8 @@
 """The pass that moves gradients from backward to where they are used.
 
 Each micro-batch's gradient is copied to the host once, and the host adds it to the sum: 2 B/param
-of traffic in bf16. Tiles of a micro-batch add up on the device: see [Note: Breadth order] in
-:mod:`planner.lowering.compute`. So do micro-batches that pass a round of a pipeline one after another.
+of traffic in bf16. Those that stay on the device add up there. So do tiles of a micro-batch: see [Note: Breadth order]
+in :mod:`planner.lowering.compute`, and micro-batches that pass a round of a pipeline one after another.
 """
 
 from collections import Counter
@@ -33,6 +33,8 @@ def gradients(program: Program) -> None:
             draft.num_bytes = _ADDING_PASSES * decisions.precision.gradient_bytes * unit.num_params
         if draft.tile or (adds_up and draft.micro_batch < last):
             continue
+        if not adds_up:
+            add_up(program, unit, draft)
         ready = reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
         if flushed:
@@ -52,6 +54,23 @@ def wait_for_slot(backward: Task, leaving: list[int], num_slots: int) -> None:
     num_over = max(len(leaving) + 1 - num_slots, 0)
     backward.after += tuple(leaving[:num_over])
     del leaving[:num_over]
+
+
+def add_up(program: Program, unit: LoweredUnit, backward: Task, *, whole: bool = False) -> None:
+    """Add the passes over what is added to the sum of earlier micro-batches on the device: one kernel a parameter.
+
+    Args:
+        program: the program to extend.
+        unit: whose gradients are made.
+        backward: the task that makes them.
+        whole: whether all of them stay on the device until the last micro-batch.
+    """
+    amounts = unit.amounts
+    whole = whole or (program.decisions.piles_up and amounts.replicas > 1 and not amounts.flushed_params)
+    num_params = unit.num_params if whole else sum(count for count, _ in amounts.pieces) - amounts.flushed_params
+    if backward.micro_batch and num_params:
+        backward.num_bytes += _ADDING_PASSES * program.decisions.precision.gradient_bytes * num_params
+        backward.num_tensors = len(unit.unit.parameters)
 
 
 def reduce(program: Program, unit: LoweredUnit, backward: Task, *, at_step: bool = False) -> Task:

@@ -145,7 +145,8 @@ class Task:
         num_params: parameters that this rank updates, whose squared gradients it sums (``FLUSH``), or that it casts
             before (``GATHER``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
-        num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
+        num_tensors: parameter tensors that the host goes through (``STEP``), or whose gradients are added to those of
+            earlier micro-batches; 0 otherwise.
         num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
         slot: slot that is filled, on the device (``FETCH``, ``GATHER``, ``LOAD``) or in a ring of host buffers
             (``READ``, ``SWAP_IN``), or -1.

@@ -98,6 +98,8 @@ class RivalDecisions(Decisions):
         max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
             waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow. 0 is DeepSpeed
             with a prefetch bucket of 0.
+        max_live_params: parameters are gathered ahead as long as no more than that are there; ``None``: there is no
+            limit but that of slots.
         max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
             next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
         module_hooks: whether Python hooks around every module gather and release its parameters, and gradients are
@@ -115,6 +117,8 @@ class RivalDecisions(Decisions):
         all_reduces: whether ranks all-reduce gradients of which each needs its share only (DeepSpeed's ZeRO-1 and 2).
         reduces_once: whether each rank adds up whole gradients, also of sharded parameters, and ranks reduce them with
             the last micro-batch only (``no_sync`` of PyTorch's FSDP).
+        adds_in_products: whether the engine's own kernels add gradients to those of earlier micro-batches.
+        clips_dtensors: whether gradients that are clipped are ``DTensor``, each of which the host dispatches (FSDP2).
         bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
             parameters (DeepSpeed). 0: each unit has its own.
         recompute_block: the engine recomputes so many segments in a row before their backward, keeps only their
@@ -140,6 +144,7 @@ class RivalDecisions(Decisions):
     host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
     max_prefetch_params: Amount | None = None
+    max_live_params: Amount | None = None
     max_reuse_params: Amount | None = None
     module_hooks: bool = False
     inputs_on_host: bool = False
@@ -151,6 +156,8 @@ class RivalDecisions(Decisions):
     output_bytes: Amount = 0
     all_reduces: bool = False
     reduces_once: bool = False
+    adds_in_products: bool = False
+    clips_dtensors: bool = False
     bucket_params: Amount = 0
     recompute_block: Amount = 0
     layer_by_layer: bool = False

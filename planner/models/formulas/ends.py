@@ -13,6 +13,8 @@ from planner.models.operators import Batch, Operator, Owned, operator_of
 from planner.models.parameters import root
 from planner.models.patterns import Pattern
 
+_FP32 = 4
+
 
 def embedding_operators(config: ModelConfig, batch: Batch, owned: Owned) -> list[Operator]:
     """Return token embedding and positions; the hidden state comes from the last operator that is not ``rotary``."""
@@ -107,17 +109,20 @@ def with_gradients(rows: int, width: int, vocab: int, e: int, *, frozen: bool = 
     """Return Liger's head and loss: each tile of tokens makes its gradients at once, so no logits are made again.
 
     That happens in forward, right before the head's backward, so its products may stand there. The gradient of the
-    head's input takes the place of that input among saved activations. Products with so few tokens are bound by reading
-    and writing the gradient of the weight, to which they add; a ``frozen`` weight has none.
+    head's input takes the place of that input among saved activations. Of a weight that is trained, every tile's
+    gradient is as large as the weight. It is cast to fp32 and then added to the sum, which has the weight's type
+    (``fused_linear_cross_entropy.py`` of releases before the pull request 1454 of linkedin/Liger-Kernel). A ``frozen``
+    weight has none.
     """
     tile = liger_tile(rows, width, vocab)
-    repeated = functools.partial(tiled.repeated, rows, tile)
+    repeated, num_weights = functools.partial(tiled.repeated, rows, tile), 0 if frozen else vocab * width
     product = functools.partial(work.linear, inputs=width, outputs=vocab, e=e, bias=False)
-    adding = () if frozen else tiled.added(vocab * width, 2 * e, tiled.num_tiles(rows, tile))
+    casts_and_sums = each(num_weights, e + _FP32, 2 * e + _FP32) if num_weights else ()
+    adding = repeated(lambda _: casts_and_sums)
     backward = (*repeated(lambda size: product(size).backward[: 1 if frozen else None]), *adding)
     num_bytes = rows * width * e
     forward = repeated(lambda size: product(size).forward)
-    head = Work(forward, backward, num_bytes, num_bytes + tile * vocab * e)
+    head = Work(forward, backward, num_bytes, num_bytes + tile * vocab * e + num_weights * (e + _FP32))
     return head, Work(repeated(lambda size: loss_with_gradient(size, vocab, e).forward))
 
 

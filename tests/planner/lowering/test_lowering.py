@@ -14,8 +14,11 @@ from walked import NUM_ITERATIONS, ordered_by_rules, ordered_in
 
 from planner.costs.model import CostModel
 from planner.decisions import Place, Sharding
+from planner.graph import Batch, build_graph, units
 from planner.lowering import slots
 from planner.lowering.amounts import amounts_by
+from planner.models import resolve_model
+from planner.placements import Mix, mixed
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase
 from planner.setup import Setup
@@ -317,8 +320,36 @@ def test_passes_over_gradients_on_the_device(case: Case) -> None:
         if decisions.flushes(unit.name, place)
     )
     passes = 6 * weight * padded * decisions.num_micro_batches + (weight + 16) * leaving * decisions.clip
+    # What stays on the device is added to the sum of earlier micro-batches: two read, one written.
+    staying = sum(
+        unit.num_params
+        if decisions.layer_by_layer or (decisions.piles_up and decisions.replicas(unit) > 1 and not left)
+        else sum(count for count, _ in decisions.placed_pieces(unit)) - left
+        for unit in case.units
+        for left in [sum(n for n, p in decisions.placed_pieces(unit) if decisions.flushes(unit.name, p))]
+    )
+    adding = 3 * decisions.precision.gradient_bytes * staying * (decisions.num_micro_batches - 1)
     moved = sum(task.num_bytes for task in case.schedule.tasks if task.op is Op.BACKWARD)
-    assert moved == (passes if decisions.module_hooks else 0)
+    assert moved == (passes if decisions.module_hooks else 0) + (0 if decisions.adds_in_products else adding)
+
+
+def test_sums_of_micro_batches_on_the_device_take_time() -> None:
+    """As the executor's ``keep_gradient`` adds them. A gradient that leaves is added on the host, with its copy."""
+    demo = resolve_model("demo-llama")
+    model = units(build_graph(demo, Batch(1, 8)))
+    setup = Setup(model, Sharding(num_micro_batches=3))
+    for num_gpu in (sum(setup.movable.values()), 0):
+        decisions = mixed(setup, Mix(num_gpu=num_gpu, num_stream=0, num_keep=demo.num_layers))
+        tasks = lower(model, decisions, asynchronous=True).tasks
+        unit = next(unit for unit in model if unit.in_layer)
+        backwards = [task for task in tasks if task.op is Op.BACKWARD and task.unit == unit.name]
+        added = 3 * 2 * unit.num_params if num_gpu else 0
+        assert [task.num_bytes for task in backwards] == [0, added, added]
+        kernels = unit.num_kernels[Op.BACKWARD]
+        issued = [
+            t.num_kernels for t in tasks if t.op is Op.ISSUE and t.unit == unit.name and t.phase is Phase.BACKWARD
+        ]
+        assert issued == [kernels, *[kernels + len(unit.parameters) * bool(num_gpu)] * 2]
 
 
 @settings(SLOW, max_examples=examples(60))

@@ -20,6 +20,7 @@ from planner.costs.model import CostModel
 from planner.decisions import Precision, Sharding
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, units
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
+from planner.models.formulas.ends import with_gradients
 from planner.models.formulas.kernel_sets import KERNEL_SETS
 from planner.models.kernels import flop, num_kernels
 from planner.plan.planning import make_plan
@@ -229,4 +230,17 @@ def test_the_loss_of_liger_never_has_all_logits_and_runs_every_product_once() ->
     batch = Batch(4, 2048)
     (plain, fused) = (units(build_graph(LLAMA, dataclasses.replace(batch, kernels=k)))[-1] for k in SETS)
     assert flop((*fused.forward, *fused.backward)) == flop((*plain.forward, *plain.backward))
-    assert fused.saved_bytes + fused.workspace_bytes < plain.saved_bytes / 10
+    weight = LLAMA.vocab_size * LLAMA.hidden_size
+    assert fused.saved_bytes + fused.workspace_bytes - 6 * weight < plain.saved_bytes / 10
+
+
+def test_the_loss_of_liger_casts_and_adds_a_gradient_as_large_as_the_weight_for_every_tile() -> None:
+    """2 B read and 4 written; then 2 + 4 read and 2 written: as often as there are tiles, however many tokens."""
+    weight, passes = 64_000 * 128, []
+    for rows in (8192, 16_384):
+        head, _ = with_gradients(rows, 128, 64_000, 2)
+        frozen, _ = with_gradients(rows, 128, 64_000, 2, frozen=True)
+        assert head.workspace_bytes - frozen.workspace_bytes == (2 + 4) * weight
+        passes.append(sum(k.num_bytes * k.count for k in head.backward if isinstance(k, Elementwise)) / weight)
+        assert not any(isinstance(kernel, Elementwise) for kernel in frozen.backward)
+    assert passes == [(6 + 8) * 256] * 2

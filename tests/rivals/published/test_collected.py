@@ -90,6 +90,10 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer").fused_head
     assert not read_as("slideformer", source=halo).fused_head
     assert read_as("slideformer", source=halo, engine__loss="fused linear cross entropy").fused_head
+    assert read_as("slideformer", engine__liger=None, engine__loss="fused linear cross entropy").kernels == "liger"
+    assert read_as("slideformer", engine__optimizer="adamw_torch_fused").fused_update
+    assert not read_as("slideformer", engine__optimizer="adamw (not fused)").fused_update
+    assert read_as("slideformer", engine__wrapper="FSDP2, trl.SFTTrainer").dtensors
     assert read_as("slideformer", source="a table, torch 2.0").step_copies == 2
     assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
     assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged

@@ -14,7 +14,6 @@ from typing import Any, Final, get_args
 from pydantic import ValidationError
 
 from hwprofiles.registry import list_profiles, load_profile
-from planner.models.formulas.kernel_sets import liger_tile
 from planner.models.registry import configuration
 from ullage.rivals.cases.base import Case, CaseError
 from ullage.rivals.cases.beside import BesideCase
@@ -277,9 +276,10 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "reruns_all": _reruns_all(stated),
         "inputs_on_host": _on_host(stated),
         "updates_in_backward": stated("engine.update") == "in backward",
+        "dtensors": "FSDP2" in str(stated("engine.wrapper", "")) or None,
         "reduces_once": _reduces_once(stated),
         "fused_head": _fuses_head(stated),
-        "fused_update": "stochastic rounding" in str(stated("engine.optimizer", "")) or None,  # kernels of their own
+        "fused_update": _fuses_update(stated),
         "paged": "paged" in _optimizer_words(stated) or None,
         "step_copies": 2 if re.search(r"\btorch 2\.0\b", stated("source")) else None,
         "keeps_output": stated("engine.loss") == "whole logits" and not (_is_megatron(stated) or _is_fsdp(stated)),
@@ -382,8 +382,9 @@ def _quantized(stated: _Stated) -> str | None:
 def _kernels(stated: _Stated) -> str | None:
     if _is_megatron(stated):
         return "megatron-core"
-    if stated("engine.liger") or "liger" in f"{stated('note', '')} {stated('engine.kernels', '')}".lower():
-        return "liger"
+    words = f"{stated('note', '')} {stated('engine.kernels', '')}".lower()
+    if stated("engine.liger") or "liger" in words or "fused linear" in str(stated("engine.loss", "")):
+        return "liger"  # whose head is the only fused one that trainers have
     return "compiled" if stated("engine.compile") else None
 
 
@@ -420,9 +421,6 @@ def _loss_tile(stated: _Stated) -> int | None:
         # which takes no memory where it is compiled (``modules/loss/ce_chunked_output_loss.py``).
         tokens = stated("batch.micro_batch", 1) * stated("batch.seq_len", 1)
         return -(-tokens // _TORCHTUNE_CHUNKS) if stated("lora.rank") else None
-    if "fused linear" in words:  # Liger's: trainers have no other
-        tokens = stated("batch.micro_batch", 1) * stated("batch.seq_len", 1)
-        return liger_tile(tokens, stated("model.hidden_size", 1), stated("model.vocab_size", 1))
     return _LOSS_TILE if "chunk" in words else None
 
 
@@ -451,6 +449,15 @@ def _optimizer(stated: _Stated) -> str | None:
     if "8bit" in words or "8-bit" in words or stated("engine.moments") == "8-bit":
         return "adamw-8bit"
     return next((name for name in ("muon", "lion") if name in words), None)
+
+
+def _fuses_update(stated: _Stated) -> bool | None:
+    """Return whether an update is one kernel a tensor.
+
+    So it is where the optimizer's name says so, and where kernels of its own round.
+    """
+    rounds = "stochastic rounding" in str(stated("engine.optimizer", ""))
+    return rounds or "fused" in _optimizer_words(stated) or None
 
 
 def _clips(stated: _Stated) -> bool | None:

@@ -23,6 +23,7 @@ from planner.graph import Operator, Unit, build_graph, units
 from planner.models.adapters import Lora
 from planner.models.captured import Model
 from planner.models.config import ModelConfig, NoFormulasError
+from planner.models.formulas.ends import with_loss_of
 from planner.models.parameters import num_parameters
 from planner.models.quantization import Quantization
 from planner.models.registry import configuration, resolve_model
@@ -145,6 +146,7 @@ class TrainingCase(Case):
             memory ([Note: Reports]).
         inputs_on_host: whether inputs of recomputed layers waited on the host.
         updates_in_backward: whether each gradient was used as soon as it was there.
+        dtensors: whether parameters are ``DTensor``, as in PyTorch's FSDP2.
         reduces_once: whether ranks of ``fsdp`` reduced gradients in the last micro-batch only, and added up whole ones
             before (``no_sync``).
         keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
@@ -199,6 +201,7 @@ class TrainingCase(Case):
     loop: bool = False
     inputs_on_host: bool = False
     updates_in_backward: bool = False
+    dtensors: bool = False
     reduces_once: bool = False
     keeps_output: bool = False
     fused_head: bool = True
@@ -379,7 +382,12 @@ class TrainingCase(Case):
     def _operators(self, model: Model, given: Sharding, profile: HardwareProfile) -> tuple[Operator, ...]:
         batch = batch_of(given, self.precision, self.seq_len, (), profile)
         batch = dataclasses.replace(batch, flash_attention=self.attention != "unfused")
-        operators = build_graph(model, batch)
+        if self.kernels == "liger" and isinstance(model, ModelConfig) and model.is_expert_model:
+            # Of layers with experts, Liger's kernels are not known; their head is.
+            plain = build_graph(model, dataclasses.replace(batch, kernels="transformers"))
+            operators = with_loss_of(plain, "liger", model.vocab_size, batch.dtype_bytes)
+        else:
+            operators = build_graph(model, batch)
         if self.joint_qkv:
             operators = tuple(_in_one_module(operator) for operator in operators)
         if self.reruns_all:
@@ -426,7 +434,7 @@ class TrainingCase(Case):
             scorer = Scorer(setup.units, self.seq_len, cost, lower=lower, whole=False)
             found = best_of_engine(setup, scorer, self.engine).decisions
             assert isinstance(found, RivalDecisions)
-            return found
+            return found.model_copy(update={"inputs_on_host": True}) if self.inputs_on_host else found
         pairs = dict(zip(ACTIVATIONS, placements, strict=False))  # activations kept, and recomputed
         try:
             placed = pairs[self.activations or "keep"]
@@ -473,6 +481,8 @@ class TrainingCase(Case):
             "pipeline_parallel": self.pipeline_parallel,
             "loop": self.loop,
             "reduces_once": self.reduces_once,
+            "clips_dtensors": self.dtensors,
+            "adds_in_products": self.kernels in _KERNELS_OF_OTHERS,
         }
         if self.gradient_path:
             changes["gradient_path"] = self.gradient_path
@@ -485,9 +495,14 @@ class TrainingCase(Case):
         changes["shards_masters"] = self.engine == "fsdp" and self.zero_stage == 3 and self.data_parallel > 1
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
-        elif self.engine == "fsdp" and self.optimizer == "adamw" and not self.fused_update:
+        elif self.engine == "fsdp" and self.optimizer == "adamw" and not self._fuses_update:
             changes["step_scratch_bytes"] = self.step_copies * (2 if self.precision.state else 4)
         return changes
+
+    @property
+    def _fuses_update(self) -> bool:
+        """Whether the optimizer is one kernel a tensor, as Megatron's is (``core/optimizer/__init__.py``)."""
+        return self.fused_update or self.kernels in _KERNELS_OF_OTHERS
 
     def _vocab_size(self, field: str) -> int:
         if isinstance(self.model, ModelConfig):

@@ -110,6 +110,7 @@ def deepspeed_options(setup: Setup, gradient_path: GradientPath) -> dict[str, An
         "device_buffer_bytes": reduce_buffer_bytes(setup),
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
+        "max_live_params": MAX_LIVE_PARAMS,
         "max_reuse_params": MAX_REUSE_PARAMS,
         "module_hooks": True,
         "num_param_slots": num_live_segments(setup),

@@ -32,7 +32,12 @@ SUBGROUP_PARAMS = 1_000_000_000
 """DeepSpeed's default ``sub_group_size``."""
 
 # Decisions that ZeRO-1 and 2 do not need: parameters are whole on every device, so nothing is gathered.
-_WHOLE: Final[dict[str, Any]] = {"module_hooks": False, "max_reuse_params": None, "num_param_slots": 2}
+_WHOLE: Final[dict[str, Any]] = {
+    "module_hooks": False,
+    "max_live_params": None,
+    "max_reuse_params": None,
+    "num_param_slots": 2,
+}
 
 
 def _whole(value: object) -> object:
@@ -125,8 +130,9 @@ def configured(
     if zero.stage == 3:
         options |= {
             "max_prefetch_params": None if zero.size("stage3_prefetch_bucket_size", hidden_size) else 0,
+            "max_live_params": (live_params := zero.size("stage3_max_live_parameters")),
             "max_reuse_params": zero.size("stage3_max_reuse_distance"),
-            "num_param_slots": num_live_segments(setup, zero.size("stage3_max_live_parameters")),
+            "num_param_slots": num_live_segments(setup, live_params),
         }
     if zero.stage and zero.optimizer.device == "none":
         options["step_scratch_bytes"] = setup.given.precision.gradient_bytes + _FP32_BYTES

@@ -65,6 +65,7 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
         policy="streaming",
         inputs_on_host=True,
         gradient_path=GradientPath.ON_DEVICE,
+        adds_in_products=True,
         num_param_slots=_SLOTS,
         num_state_slots=_SLOTS,
         num_gradient_slots=_SLOTS,

@@ -15,6 +15,10 @@ from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
 from ullage.rivals.passes import stages
 
+# To clip the 291 gradients of Llama-7B takes the host 63 ms if they are ``DTensor``, with ``foreach``, and 3 ms if they
+# are flat (the pull request 120910 of pytorch/pytorch): each as long as the issue of so many kernels.
+_ISSUES_TO_CLIP = 14
+
 
 def note_amounts(decisions: RivalDecisions, program: Program) -> None:
     """Note where amounts of the engine differ from ours, before any task is made.
@@ -51,7 +55,8 @@ def parameters(decisions: RivalDecisions, program: Program) -> None:
     def released(unit: LoweredUnit, user: Task, num_params: int) -> bool:
         """Return whether parameters are brought again though they are in a slot."""
         limit = decisions.max_reuse_params
-        reused_late = unit.amounts.gathered and limit is not None and num_params > limit
+        away = unit.amounts.gathered or unit.amounts.fetched
+        reused_late = away and limit is not None and num_params > limit
         return reused_late or (again and user.op is not Op.BACKWARD)
 
     core_parameters(program, released)
@@ -122,6 +127,8 @@ def launch(decisions: RivalDecisions, program: Program) -> None:
     for draft in first_passes(program).values() if program.asynchronous else ():
         unit = program.named[draft.unit]
         add_issue(program, unit, draft, unit.unit.num_kernels[draft.op], awaited)
+    if decisions.clips_dtensors and program.clip:
+        program.clip.num_kernels = _ISSUES_TO_CLIP * sum(len(unit.unit.parameters) for unit in program.units)
     for draft in program.drafts if decisions.module_hooks else ():
         if draft.op is Op.ISSUE:
             draft.num_modules = program.named[draft.unit].unit.num_modules

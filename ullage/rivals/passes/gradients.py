@@ -30,7 +30,7 @@ after the last micro-batch they leave it there for the update. Backward then run
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from planner.lowering.gradients import add_scatter, exchanged_bytes, reduce, settle, wait_for_slot
+from planner.lowering.gradients import add_scatter, add_up, exchanged_bytes, reduce, settle, wait_for_slot
 from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, Op, Phase, Task
@@ -57,7 +57,7 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
         wait_for_slot(draft, leaving, decisions.num_gradient_slots)
-        ready = reduce(program, unit, draft, at_step=at_step)
+        ready = _add_and_reduce(decisions, program, unit, draft, at_step=at_step)
         copies = _copy_out(decisions, program, unit, draft, ready, brought)
         flushed = copies[-1] if copies else None
         if decisions.module_hooks:
@@ -80,6 +80,15 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
         for draft in program.drafts:
             draft.num_bytes *= 2 if draft.op is Op.SCATTER else 1
     settle(program)
+
+
+def _add_and_reduce(
+    decisions: RivalDecisions, program: Program, unit: LoweredUnit, backward: Task, *, at_step: bool
+) -> Task:
+    """Add a gradient to the sum on the device, and reduce it over ranks; return the task after which it is final."""
+    if not decisions.adds_in_products:
+        add_up(program, unit, backward, whole=decisions.layer_by_layer)
+    return reduce(program, unit, backward, at_step=at_step)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +153,7 @@ def _wait(awaited: Task, following: Task, drafts: Iterable[Task]) -> None:
 def _work_on_gradient(decisions: RivalDecisions, unit: LoweredUnit, backward: Task) -> None:
     """Add the bytes of DeepSpeed's passes over a gradient on the device to its backward; see [Note: Reductions]."""
     weight_bytes = decisions.precision.weight_bytes
-    backward.num_bytes = _PASSES * weight_bytes * unit.amounts.padded_params
+    backward.num_bytes += _PASSES * weight_bytes * unit.amounts.padded_params
     if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
         backward.num_bytes += (weight_bytes + _NORM_BYTES) * unit.amounts.flushed_params
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from planner.decisions import Place
 from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
 from planner.lowering.memory import memory as core_memory
+from planner.lowering.parameters import assign_slots
 from planner.lowering.program import ALWAYS, LoweredUnit, Program
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from ullage.rivals.decisions import GradientPath, RivalDecisions
@@ -15,13 +16,14 @@ from ullage.rivals.precision import RivalPrecision
 
 # DeepSpeed keeps the optimizer's gradients of device updates in fp32 (``stage3.py::initialize_optimizer_states``).
 _BUFFER_BYTES_PER_PARAM = 4
+_FILLS = frozenset({Op.FETCH, Op.GATHER})
 
 
 def memory(decisions: RivalDecisions, program: Program) -> None:
     """Add all buffers of the engine."""
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, decisions.device_buffer_bytes, "engine's buffers")
-    has_buffers = _has_buffers(decisions)
-    if decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params and not has_buffers:
+    once = decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params
+    if once and not _has_buffers(decisions):
         core_memory(program)
     else:
         core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
@@ -34,12 +36,21 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
     if decisions.spill_gradients and decisions.gradient_path is not GradientPath.ONCE:
         program.held = [held for held in program.held if not held[-1].startswith("spilled gradients")]
         _hold_spilled(decisions, program)
+    _change_held(decisions, program)
+
+
+def _change_held(decisions: RivalDecisions, program: Program) -> None:
+    """Change what is held as ours would be."""
+    if decisions.max_live_params is not None:
+        _hold_while_used(program, decisions.max_live_params)
     if decisions.gradient_path is GradientPath.ON_DEVICE:
         _shorten_state_slots(program)
     if decisions.recompute_block:
         _hold_blocks(program, decisions.recompute_block)
-    if has_buffers:
+    if _has_buffers(decisions):
         _hold_sums(program)
+    if decisions.shards_masters:
+        _hold_in_type_of_masters(program)
     if decisions.head_percent < 100:
         _shrink_head(program, decisions.head_percent)
 
@@ -57,6 +68,41 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
         # Layer by layer, those of all micro-batches are there at once.
         count = decisions.num_micro_batches if decisions.layer_by_layer else 1
         program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, count * (unit.moved_bytes or 0), unit.name)
+
+
+def _hold_while_used(program: Program, max_live_params: int) -> None:
+    """Hold whole parameters while they are used, not their slots all the time, if the slots are more than may be live.
+
+    DeepSpeed allocates them when it fetches them, and frees them behind their module. It fetches ahead until
+    ``max_live_parameters`` are there, and then the module that is reached (``partitioned_param_coordinator.py``,
+    ``fetch_sub_module`` and ``release_sub_module``): up to that, layers take the room of an embedding that is not in
+    use.
+    """
+    weight_bytes = program.decisions.precision.weight_bytes
+    slots = assign_slots(program)
+    sizes = slots.sizes(weight_bytes)
+    if sum(sizes) <= weight_bytes * max_live_params + max(sizes, default=0):
+        return
+    program.held = [held for held in program.held if held[1] is not MemoryClass.PARAMETERS or held[-1][:5] != "slot "]
+    brought: dict[int, Task] = {}
+    last_use: dict[int, Task] = {}
+
+    def free(slot: int) -> None:
+        if slot in brought:
+            label = f"{brought[slot].unit} whole"
+            program.hold_while(MemoryClass.PARAMETERS, sizes[slot], label, brought[slot], last_use[slot])
+
+    for user in program.computing:
+        for fill in (program.drafts[key] for key in user.after):
+            if fill.op in _FILLS and fill.slot is not None:
+                free(fill.slot)
+                fetches = [program.drafts[key] for key in fill.after if program.drafts[key].op is Op.FETCH]
+                brought[fill.slot] = next((draft for draft in fetches if draft.unit == fill.unit), fill)
+        for name in (user.unit, *program.named[user.unit].unit.shared_units):
+            if (slot := slots.of_unit.get(name)) is not None:
+                last_use[slot] = user
+    for slot in brought:
+        free(slot)
 
 
 def _hold_step_scratch(decisions: RivalDecisions, program: Program) -> None:
@@ -144,6 +190,21 @@ def _hold_sums(program: Program) -> None:
     program.held = [
         (tier, kind, num_bytes, ALWAYS, ALWAYS, stage, label)
         if kind is MemoryClass.GRADIENTS and " resident" in label
+        else (tier, kind, num_bytes, first, last, stage, label)
+        for tier, kind, num_bytes, first, last, stage, label in program.held
+    ]
+
+
+def _hold_in_type_of_masters(program: Program) -> None:
+    """Hold shards of gradients in the type of those of parameters (FSDP casts what it has reduced).
+
+    See ``_fsdp_collectives.py::foreach_reduce`` and ``_runtime_utils.py::_post_reduce_grad_callback`` in
+    ``torch/distributed/fsdp``.
+    """
+    precision = program.decisions.precision
+    program.held = [
+        (tier, kind, num_bytes * precision.master_bytes // precision.gradient_bytes, first, last, stage, label)
+        if kind is MemoryClass.GRADIENTS and label.endswith(" resident")
         else (tier, kind, num_bytes, first, last, stage, label)
         for tier, kind, num_bytes, first, last, stage, label in program.held
     ]

@@ -35,6 +35,12 @@ def updates(decisions: RivalDecisions, program: Program) -> None:
         _update_late(decisions, program)
         return
     core_updates(program, _ways(decisions))
+    if _worker_goes_on(decisions) and not decisions.overlap_next_forward:
+        for unit in program.units:  # updated shards are gathered when they are back on the device
+            behind = program.behind[unit.backwards[-1].index]
+            late = [draft for draft in behind if draft.op is Op.GATHER and draft.phase is Phase.UPDATE]
+            program.tail += late
+            program.behind[unit.backwards[-1].index] = [draft for draft in behind if draft not in late]
     if decisions.gradient_path is GradientPath.ON_DEVICE and decisions.update_start == "backward":
         _bound_gradients(decisions, program)
 
