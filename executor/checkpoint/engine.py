@@ -53,6 +53,7 @@ class Outcome:
         blocked_s: time that copies waited for buffers, and updates for leases.
         latency_s: time from the beginning of the checkpoint until it was durable.
         level: index of its level. The fastest level is 0.
+        begin_s: ``time.monotonic()`` at its beginning.
     """
 
     step: int
@@ -61,6 +62,11 @@ class Outcome:
     blocked_s: float
     latency_s: float
     level: int = 0
+    begin_s: float = dataclasses.field(default_factory=time.monotonic, repr=False)
+
+    def on_level(self, level: int, path: Folder | None, error: str | None = None) -> "Outcome":
+        """Return the outcome of its copy on a slower level, which has ended now."""
+        return Outcome(self.step, path, error, 0.0, time.monotonic() - self.begin_s, level, self.begin_s)
 
 
 @final
@@ -316,7 +322,8 @@ class CheckpointEngine:
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)
-        return Outcome(capture.step, path, reason, capture.blocked_s, time.monotonic() - capture.begin_s)
+        latency_s = time.monotonic() - capture.begin_s
+        return Outcome(capture.step, path, reason, capture.blocked_s, latency_s, begin_s=capture.begin_s)
 
     def _finish(self, capture: "_Capture") -> Path | None:
         assert capture.draft is not None

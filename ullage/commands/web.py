@@ -44,7 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the end."""
-    from ullage.web.app import LOCAL, Place, make_app  # noqa: PLC0415 - it may be missing, and the planner is slow to import
+    from ullage.web.app import LOCAL, Site, make_app  # noqa: PLC0415 - it may be missing, and the planner is slow to import
 
     import uvicorn  # noqa: PLC0415 # isort: skip
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--port {args.port} is no port; give a number of at most 65535")
     if args.proxies and not args.public:
         raise ValueError(f"--proxies {args.proxies} is for a page that others reach; give --public HOST too")
-    place = Place(LOCAL | {args.public.lower()}, public=True, proxies=args.proxies) if args.public else Place()
+    site = Site(LOCAL | {args.public.lower()}, public=True, proxies=args.proxies) if args.public else Site()
     try:
         opened = socket.create_server(("0.0.0.0" if args.public else "127.0.0.1", args.port))  # noqa: S104 - asked for
     except OSError as error:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.open and not webbrowser.open(address):
         sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
     config = uvicorn.Config(
-        make_app(place), log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
+        make_app(site), log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
     )
     with opened:
         uvicorn.Server(config).run(sockets=[opened])
