@@ -70,8 +70,8 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Level:
-    """A limit: a horizontal line at one value of y."""
+class Line:
+    """A line across a chart at one value of an axis, such as a capacity."""
 
     value: float
     words: str
@@ -121,10 +121,10 @@ class Chart:
         title, note: title, and a note on how to read the chart.
         x, y: axes. Of cells, y is the title of the rows, and the unit of values.
         traces: lines; areas are ordered from the bottom up.
-        levels, bands: named limits and intervals.
+        levels, limits: lines at values of y, and of x.
+        bands: named intervals.
         over_time: x is the time of one iteration. All such charts of a report share this axis.
         period_s: length of the iteration; only charts of tasks need it.
-        limits: limits on x, such as a capacity.
         bars: how bars of one name are arranged: side by side, stacked, or overlaid.
         half: whether half the width of a page is enough.
     """
@@ -135,11 +135,11 @@ class Chart:
     x: Axis
     traces: tuple[Trace, ...]
     y: Axis = Axis("")
-    levels: tuple[Level, ...] = ()
+    levels: tuple[Line, ...] = ()
     bands: tuple[Band, ...] = ()
     over_time: bool = False
     period_s: float = 0.0
-    limits: tuple[Level, ...] = ()
+    limits: tuple[Line, ...] = ()
     bars: Literal["group", "stack", "overlay"] = "group"
     half: bool = False
 

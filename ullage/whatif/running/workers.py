@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
 from typing import Final
+from unittest import mock
 
 from ullage.whatif.running.point import Effort, PointRequest
 from ullage.whatif.study import Result
@@ -22,7 +23,9 @@ AHEAD: Final = 2
 """Points queued beyond those being planned: enough to keep workers busy, few enough to stop at once."""
 
 # Libraries that would start threads of their own. A worker has one thread, and there is one worker per core.
-_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+_ONE_THREAD: Final = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
+)
 
 
 def in_this_process(points: Iterable[PointRequest], effort: Effort) -> Iterator[tuple[str, Result]]:
@@ -38,7 +41,7 @@ def in_processes(num_workers: int) -> Runner:
     """
 
     def run(points: Iterable[PointRequest], effort: Effort) -> Iterator[tuple[str, Result]]:
-        with _one_thread_each():
+        with mock.patch.dict(os.environ, _ONE_THREAD):
             pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin_worker)
             todo, running = iter(points), dict[Future[Result], str]()
             try:
@@ -96,17 +99,3 @@ def _begin_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
