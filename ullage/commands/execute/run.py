@@ -171,7 +171,7 @@ def _train(
     progress: IterationLog | None,
 ) -> _Trained:
     """Train, with ``--replan`` under a faster plan later on, and close the session. Handle signals until then."""
-    watch = None if optimizer.pipeline else _watch(optimizer.plan)
+    watch = None if optimizer.pipeline else DriftWatch(simulate(optimizer.plan))
     losses: list[float] = []
     replanned, before, first = None, None, None
     # Ranks without checkpoints handle no signals: they would have to agree each time.
@@ -198,7 +198,7 @@ def _train(
                 before = _record(process, optimizer, batches, losses, session.timeline())
                 replanned = _replan(optimizer, saver)
                 warn(str(replanned))
-                watch = _watch(optimizer.plan)
+                watch = DriftWatch(simulate(optimizer.plan))
             if interruption is not None and optimizer.session.collectives.mean(float(interruption.signal is not None)):
                 break  # all ranks leave after the same iteration
         record = None
@@ -272,11 +272,6 @@ def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None])
     else:
         warn(f"continuing from {found.path}")
     return found.step
-
-
-def _watch(plan: Plan) -> DriftWatch:
-    simulation = simulate(plan)
-    return DriftWatch(simulation.timeline, simulation.steady)
 
 
 def _write(args: argparse.Namespace, record: RunRecord, trained: _Trained, num_sequences: int) -> None:
