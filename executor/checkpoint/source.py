@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from executor.checkpoint.files.writer import CopyChunk
-from executor.checkpoint.format.layout import Box, Dtype, Entry, boxes
+from executor.checkpoint.format.layout import Dtype, Entry, boxes
 
 Key = tuple[str, int]
 """Identifies a piece: the name of its unit, and its index within the rank's shard."""
@@ -99,7 +99,7 @@ def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
     return found
 
 
-def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
+def boxes_of(source: Source, grain: int) -> dict[str, tuple[range, ...]]:
     """Return the boxes of the rank's part of each parameter, in order, in a state with this grain."""
     ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for pieces in source.slices.values():
@@ -110,7 +110,7 @@ def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
     return {name: tuple(boxes(*held)) for name, held in ranges.items()}
 
 
-def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
+def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[range]]) -> list[tuple[int, int, int]]:
     """Return the runs of a piece, each as index of the file, start and stop, in values of the piece.
 
     Parameters that are adjacent in both piece and file form one run, so that whole chunks of it can be leased.

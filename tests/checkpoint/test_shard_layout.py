@@ -33,9 +33,10 @@ def test_boxes_are_the_range_in_order_each_value_once(shape, data):
     found = list(boxes(shape, start, stop))
     assert len(found) <= 2 * len(shape) - 1
     for box in found:
-        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
-        assert np.array_equal(part.reshape(-1), np.arange(box.start, box.stop))
-    assert [i for box in found for i in range(box.start, box.stop)] == list(range(start, stop))
+        entry = Entry("w", "F32", shape, box)
+        part = whole[tuple(slice(o, o + n) for o, n in zip(entry.offsets, entry.extents, strict=True))]
+        assert part.reshape(-1).tolist() == list(box)
+    assert [i for box in found for i in box] == list(range(start, stop))
 
 
 def write(store, step, shards):
