@@ -57,7 +57,7 @@ def _within(shape: tuple[int, ...], row_start: int, start: int, stop: int) -> It
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class TensorBox:
     """A box of a tensor in a file: a contiguous range with an offset and an extent in each dimension.
 
     Attributes:
@@ -99,7 +99,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """The bytes of a file.
 
     Attributes:
@@ -109,13 +109,13 @@ class Layout:
         num_bytes: size of the whole file.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorBox, ...]
     header: bytes
     starts: tuple[int, ...]
     num_bytes: int
 
 
-def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None) -> Layout:
+def layout(entries: tuple[TensorBox, ...], *, known: Mapping[str, str] | None = None) -> FileLayout:
     """Lay out a file.
 
     Args:
@@ -138,4 +138,4 @@ def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None
     text = json.dumps({"__metadata__": said, **fields}, separators=(",", ":")).encode()
     room = in_blocks(8 + len(text))
     header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
-    return Layout(entries, header, tuple(room + start for start in starts), room + end)
+    return FileLayout(entries, header, tuple(room + start for start in starts), room + end)
