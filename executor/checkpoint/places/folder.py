@@ -33,7 +33,7 @@ from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import FileLayout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.place import Place, checkpoint_name, in_use, is_whole, parse_name
+from executor.checkpoint.places.place import Place, checkpoint_name, in_use, parse_name
 from hwprofiles.machine import available_memory_bytes
 from planner.terms import MIN_CHECKPOINTS
 
@@ -147,7 +147,8 @@ class Draft:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            if is_whole(path):
+            with contextlib.suppress(DamagedError):
+                Checkpoint(path).verify_in_turn()
                 raise CheckpointError(in_use(path)) from error
             _rename_and_remove(self._files, path)
             self._files.rename(self.folder, path)
