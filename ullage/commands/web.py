@@ -6,25 +6,22 @@ import sys
 import webbrowser
 
 from ullage.cli.arguments import positive_int
-from ullage.commands import Subparsers, command_parser
 
 _PORT = 8321
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "web",
-        run,
-        "Serve a page on which a model and a machine are chosen, and which answers whether it fits, how fast it\n"
-        "trains, what that costs, why, and how far it is from the best possible. The page needs no network. Without\n"
-        "--public, only this machine reaches it.",
-        """
-        ullage web --open
-        ullage web --public plans.example.org --port 80
-        """,
-    )
+DESCRIPTION = """\
+Serve a page on which a model and a machine are chosen, and which answers whether it fits, how fast it
+trains, what that costs, why, and how far it is from the best possible. The page needs no network. Without
+--public, only this machine reaches it."""
+EXAMPLES = """
+    ullage web --open
+    ullage web --public plans.example.org --port 80
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("--port", type=positive_int, default=_PORT, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--public",
