@@ -37,6 +37,8 @@ SUMMARIES = {
 }
 """The commands with their summaries, in the order of the help text."""
 
+_FOLDERS = {"plan", "execute"}  # commands in command.py of a folder of their own
+
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
@@ -76,7 +78,8 @@ def build_parser(*commands: str) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
         if name in commands:
-            _add_command(subparsers, name, importlib.import_module(f"ullage.commands.{name.replace('-', '_')}"))
+            module = f"ullage.commands.{name.replace('-', '_')}"
+            _add_command(subparsers, name, importlib.import_module(f"{module}.command" if name in _FOLDERS else module))
         else:
             subparsers.add_parser(name, help=summary)
     return parser
