@@ -18,7 +18,7 @@ from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import planned, simulate
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
 from ullage.planning import plan
-from ullage.report.charts import Chart, Picture, value_text
+from ullage.report.charts import Chart, value_text
 from ullage.report.iteration import iteration_part
 
 HERE = Path(__file__).parent
@@ -192,9 +192,8 @@ def draw_simulated() -> None:
         plt.close(figure)
 
 
-def draw_chart(axes: Axes, chart: Picture) -> None:
+def draw_chart(axes: Axes, chart: Chart) -> None:
     """Draw areas and lines of a chart over the time of an iteration, with its phases and limits."""
-    assert isinstance(chart, Chart)
     base: float | np.ndarray[tuple[int], np.dtype[np.float64]] = 0.0
     for band in chart.bands:
         axes.axvspan(band.start, band.end, color=COLOUR[band.colour], linewidth=0, zorder=0)

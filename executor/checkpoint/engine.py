@@ -53,6 +53,7 @@ class Outcome:
         blocked_s: time that copies waited for buffers, and updates for leases.
         latency_s: time from the beginning of the checkpoint until it was durable.
         level: index of its level. The fastest level is 0.
+        begin_s: ``time.monotonic()`` at its beginning.
     """
 
     step: int
@@ -61,6 +62,11 @@ class Outcome:
     blocked_s: float
     latency_s: float
     level: int = 0
+    begin_s: float = dataclasses.field(default_factory=time.monotonic, repr=False)
+
+    def on_level(self, level: int, path: Folder | None, error: str | None = None) -> "Outcome":
+        """Return the outcome of its copy on a slower level, which has ended now."""
+        return Outcome(self.step, path, error, 0.0, time.monotonic() - self.begin_s, level, self.begin_s)
 
 
 @final
@@ -249,19 +255,20 @@ class CheckpointEngine:
 
     def _open(self, capture: "_Capture") -> None:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
-        if capture.draft is not None:
+        if capture.is_open:
             return
         patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else _PATIENCE_S)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
+        capture.is_open = True
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        draft: Draft | Path
-        if self._makes_folder:
-            draft = self._place.begin(step, folders, self._nonce)
-        else:
-            draft = joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
-        folder = draft.folder if isinstance(draft, Draft) else draft
+        draft = self._place.begin(step, folders, self._nonce) if self._makes_folder else None
+        folder = (
+            joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
+            if draft is None
+            else draft.folder
+        )
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
@@ -306,8 +313,7 @@ class CheckpointEngine:
             path = self._finish(capture)
         except OSError as error:
             capture.error = error
-            if capture.draft is not None:
-                _abandon((capture.draft, capture.writers))
+            _abandon((capture.draft, capture.writers))
             self._tell(capture)
         with self._lock:
             if capture not in self._open_ones:
@@ -316,14 +322,14 @@ class CheckpointEngine:
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)
-        return Outcome(capture.step, path, reason, capture.blocked_s, time.monotonic() - capture.begin_s)
+        latency_s = time.monotonic() - capture.begin_s
+        return Outcome(capture.step, path, reason, capture.blocked_s, latency_s, begin_s=capture.begin_s)
 
     def _finish(self, capture: "_Capture") -> Path | None:
-        assert capture.draft is not None
         files = tuple(writer.finish() for writer in capture.writers.values())
         part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
         manifest = capture.agreement.manifest(capture.step, part)
-        if manifest is None or not isinstance(capture.draft, Draft):
+        if manifest is None or capture.draft is None:
             return None
         records = self._copied(capture.draft, manifest)
         capture.agreement.copied()
@@ -351,14 +357,14 @@ class CheckpointEngine:
         capture.agreement.fail(str(capture.error))
 
 
-_Opened = tuple[Draft | Path, dict[str, ShardWriter]]
+_Opened = tuple[Draft | None, dict[str, ShardWriter]]
 
 
 def _abandon(opened: _Opened) -> None:
     draft, writers = opened
     for writer in writers.values():
         writer.abandon()
-    if isinstance(draft, Draft):
+    if draft is not None:
         draft.abandon()
 
 
@@ -370,8 +376,9 @@ class _Capture:
     agreement: Agreement
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
-    draft: Draft | Path | None = None  # of another rank's draft, its folder
+    draft: Draft | None = None  # on the rank that completes the folder
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
+    is_open: bool = False  # whether the rank's files are made; it may have none
     error: OSError | None = None
     has_ended: bool = False
     blocked_s: float = 0.0

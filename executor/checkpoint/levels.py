@@ -94,46 +94,31 @@ def check_levels(levels: Sequence[Level]) -> None:
         raise ValueError(f"{', '.join(places)}: two levels have the same place; give each level its own place")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
-    """A checkpoint that a level shall have.
-
-    Attributes:
-        source: where it is, on a faster level.
-        begin_s: time when training had written it.
-        always: whether levels copy it even if their interval is not due.
-    """
-
-    source: Outcome
-    begin_s: float
-    always: bool = False
-
-
 @final
 class _Worker:
-    """A thread of lowest priority. It works on one item, and one more waits. A newer item replaces the one that waits.
+    """A thread of lowest priority. It works on one checkpoint, and one more waits. A newer one replaces the latter.
 
     Args:
         name: name of the thread.
-        work: works on an item, and returns for how long the thread rests afterwards, in seconds.
+        work: works on a checkpoint of a faster level, and returns how long the thread rests afterwards, in seconds.
         at_end: called when the thread ends.
     """
 
-    def __init__(self, name: str, work: Callable[[_Request], float], at_end: Callable[[], None]) -> None:
+    def __init__(self, name: str, work: Callable[[Outcome], float], at_end: Callable[[], None]) -> None:
         self._work = work
         self._at_end = at_end
         self._changed = threading.Condition()  # guards the fields below
-        self._under_way: _Request | None = None
-        self._waiting: _Request | None = None
+        self._under_way: Outcome | None = None
+        self._waiting: Outcome | None = None
         self._num_callers = 0  # that wait until everything is done
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, item: _Request) -> _Request | None:
-        """Work on an item after the current one, unless a newer one is submitted first; return the replaced item."""
+    def submit(self, checkpoint: Outcome) -> Outcome | None:
+        """Work on one after the current one, unless a newer one is submitted first; return the replaced one."""
         with self._changed:
-            replaced, self._waiting = self._waiting, item
+            replaced, self._waiting = self._waiting, checkpoint
             self._changed.notify_all()
         return replaced
 
@@ -149,8 +134,8 @@ class _Worker:
             finally:
                 self._num_callers -= 1
 
-    def close(self, patience_s: float) -> _Request | None:
-        """End the thread when all work is done; return the item on which it still works after ``patience_s``."""
+    def close(self, patience_s: float) -> Outcome | None:
+        """End the thread when all work is done; return what it still works on after ``patience_s``."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -159,10 +144,10 @@ class _Worker:
 
     def _run(self) -> None:
         lower_thread_priority()
-        while (item := self._next()) is not None:
+        while (checkpoint := self._next()) is not None:
             rest_s = 0.0
             try:
-                rest_s = self._work(item)
+                rest_s = self._work(checkpoint)
             finally:
                 with self._changed:
                     self._under_way = None
@@ -171,7 +156,7 @@ class _Worker:
         with contextlib.suppress(OSError):
             self._at_end()
 
-    def _next(self) -> _Request | None:
+    def _next(self) -> Outcome | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             self._under_way, self._waiting = self._waiting, None
@@ -218,7 +203,8 @@ class Levels:
         self.num_divided = 0
         self._nodes: NodePlaces | None = None  # of a leader, if nodes have folders of their own
         self._on_outcome = on_outcome
-        self._newest: _Request | None = None
+        self._newest: Outcome | None = None
+        self._last_step = -1  # goes to all levels, also to those whose interval is not due
         self._num_whole = 0
         self._end: str | None = None  # why copying has ended
         self._workers = [
@@ -263,10 +249,10 @@ class Levels:
         """Report the outcome of a checkpoint that training wrote, and submit the checkpoint to the levels below."""
         self._on_outcome(outcome)
         if outcome.path is not None and outcome.error is None:
-            self._newest = _Request(outcome, time.monotonic())
-            self._submit(1, self._newest)
+            self._newest = outcome
+            self._submit(1, outcome)
             for worker in self._workers[:1]:
-                worker.submit(self._newest)
+                worker.submit(outcome)
                 self._prune(outcome, reads=False)
 
     def keep_common(self, step: int) -> None:
@@ -309,7 +295,8 @@ class Levels:
         if self._newest is None or not copying:
             return
         deadline_s = time.monotonic() + patience_s
-        self._submit(1, dataclasses.replace(self._newest, always=True))
+        self._last_step = self._newest.step
+        self._submit(1, self._newest)
         try:
             done = all(worker.wait(deadline_s) for worker in copying)
             why = f"not within {patience_s:g} s after training"
@@ -336,49 +323,49 @@ class Levels:
             self._nodes.end()
         self._locks.close()
 
-    def _submit(self, level: int, request: _Request) -> None:
+    def _submit(self, level: int, source: Outcome) -> None:
         """Submit a checkpoint to a level, if its interval is due. That level submits it to the next one."""
-        step = request.source.step
-        if level >= len(self._workers) or not (request.always or step % self.levels[level].every == 0):
+        if level >= len(self._workers):
             return
-        replaced = self._workers[level].submit(request)
-        if replaced is not None and replaced.source.step != step:
+        if source.step != self._last_step and source.step % self.levels[level].every:
+            return
+        replaced = self._workers[level].submit(source)
+        if replaced is not None and replaced.step != source.step:
             self._fail(
                 level,
                 replaced,
-                f"step {step} replaced it before it was copied, because this level is too slow; give the level a "
-                "longer interval",
+                f"step {source.step} replaced it before it was copied, because this level is too slow; give the level "
+                "a longer interval",
             )
             self._submit(level + 1, replaced)
 
-    def _verify(self, request: _Request) -> float:
+    def _verify(self, outcome: Outcome) -> float:
         """Verify a checkpoint of training and remove old ones."""
-        begin_s, outcome = time.monotonic(), request.source
+        begin_s = time.monotonic()
         assert outcome.path is not None, "only written checkpoints are submitted"
         try:
             with self.places[0].reading(outcome.path):
                 self._num_whole += self.places[0].verify(outcome.path)
         except CheckpointError as error:  # checkpoints are being closed, or a node is lost or could not do something
             if self._end is None:
-                self._fail(0, request, f"not verified: {error}")
+                self._fail(0, outcome, f"not verified: {error}")
             return 0.0
         self._prune(outcome, reads=False)
         if self._num_whole < max(self.levels[0].keep, MIN_CHECKPOINTS):  # until then, nothing can be removed
             return 0.0
         return (time.monotonic() - begin_s) * (1 / READING_SHARE - 1)
 
-    def _copy(self, level: int, request: _Request) -> float:
+    def _copy(self, level: int, source: Outcome) -> float:
         """Copy a checkpoint to a level and submit it to the next one: the copy, or the original if copying failed."""
         try:
-            path = self._put(level, request.source)
+            path = self._put(level, source)
         except Exception as error:  # noqa: BLE001 - drivers raise any error, and only this copy may fail
-            self._fail(level, request, str(error) or type(error).__name__)
+            self._fail(level, source, str(error) or type(error).__name__)
         else:
-            outcome = Outcome(request.source.step, path, None, 0.0, time.monotonic() - request.begin_s, level)
-            self._on_outcome(outcome)
-            self._prune(outcome, reads=True)
-            request = dataclasses.replace(request, source=outcome)
-        self._submit(level + 1, request)
+            source = source.on_level(level, path)
+            self._on_outcome(source)
+            self._prune(source, reads=True)
+        self._submit(level + 1, source)
         return 0.0
 
     def _put(self, level: int, source: Outcome) -> Folder:
@@ -413,7 +400,5 @@ class Levels:
         except OSError as error:
             self._on_outcome(dataclasses.replace(outcome, error=f"older checkpoints could not be removed: {error}"))
 
-    def _fail(self, level: int, request: _Request, why: str) -> None:
-        why = f"not in {self.places[level].place}: {why}"
-        latency_s = time.monotonic() - request.begin_s
-        self._on_outcome(Outcome(request.source.step, None, why, 0.0, latency_s, level))
+    def _fail(self, level: int, source: Outcome, why: str) -> None:
+        self._on_outcome(source.on_level(level, None, f"not in {self.places[level].place}: {why}"))

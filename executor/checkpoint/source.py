@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from executor.checkpoint.files.writer import CopyChunk
-from executor.checkpoint.format.layout import Box, Dtype, Entry, boxes
+from executor.checkpoint.format.layout import Dtype, TensorBox, boxes
 
 Key = tuple[str, int]
 """Identifies a piece: the name of its unit, and its index within the rank's shard."""
@@ -85,21 +85,23 @@ def rank_of(path: str) -> int:
     return int(found[1]) if found else -1
 
 
-def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
+def files_of(source: Source, rank: int) -> dict[str, list[TensorBox]]:
     """Return the entries of each file of a rank. The flusher needs one buffer per file, and one more."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[TensorBox]] = {}
     keys = {piece.name: source.keys(key) for key, pieces in source.slices.items() for piece in pieces}
     for state in dict.fromkeys(itertools.chain.from_iterable(keys.values())):
         grain = source.grain(state)
         shapes = {piece.name: piece.of_blocks(grain).shape for pieces in source.slices.values() for piece in pieces}
         for name, held in boxes_of(source, grain).items():
             for index, box in enumerate(held if state in keys[name] else ()):
-                entry = Entry(name if state == MASTER else f"{state}.{name}", source.dtype(state), shapes[name], box)
+                entry = TensorBox(
+                    name if state == MASTER else f"{state}.{name}", source.dtype(state), shapes[name], box
+                )
                 found.setdefault(_path(state, rank, index), []).append(entry)
     return found
 
 
-def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
+def boxes_of(source: Source, grain: int) -> dict[str, tuple[range, ...]]:
     """Return the boxes of the rank's part of each parameter, in order, in a state with this grain."""
     ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for pieces in source.slices.values():
@@ -110,7 +112,7 @@ def boxes_of(source: Source, grain: int) -> dict[str, tuple[Box, ...]]:
     return {name: tuple(boxes(*held)) for name, held in ranges.items()}
 
 
-def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
+def runs_of(slices: Iterable[Slice], held: Mapping[str, Sequence[range]]) -> list[tuple[int, int, int]]:
     """Return the runs of a piece, each as index of the file, start and stop, in values of the piece.
 
     Parameters that are adjacent in both piece and file form one run, so that whole chunks of it can be leased.

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from executor.checkpoint.files.system_calls import Files, remove_tree, write_all
-from executor.checkpoint.format.layout import Box, Entry, layout
+from executor.checkpoint.format.layout import TensorBox, layout
 from executor.memory.stream import NAMES
 from executor.weights.files import CHUNK_BYTES, INDEX, WEIGHTS
 
@@ -148,9 +148,8 @@ def check_new(folder: Path) -> None:
         raise ValueError(f"{folder} is there already; give a new folder")
 
 
-def _entry(name: str, like: torch.Tensor) -> Entry:
-    shape = tuple(like.shape)
-    return Entry(name, NAMES[like.dtype], shape, Box(0, like.numel(), (0,) * len(shape), shape))
+def _entry(name: str, like: torch.Tensor) -> TensorBox:
+    return TensorBox(name, NAMES[like.dtype], tuple(like.shape), range(like.numel()))
 
 
 def _shards(shapes: Mapping[str, torch.Tensor], most_bytes: int) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ import numpy as np
 from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import Files
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
+from executor.checkpoint.format.layout import FileLayout, TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import FileRecord, Manifest, tensors_of
 from executor.checkpoint.format.reader import ReadRequest
 from executor.checkpoint.places.folder import FolderPlace
@@ -29,15 +29,15 @@ def values(name: str, step: int) -> np.ndarray:
     return (np.arange(size) + 10_000 * (step * len(TENSORS) + list(TENSORS).index(name))).astype(np.float32)
 
 
-def entries(folder: str) -> tuple[Entry, ...]:
+def entries(folder: str) -> tuple[TensorBox, ...]:
     """Return all of a folder's tensors, whole."""
     shapes = SHAPES[folder].items()
     return tuple(
-        Entry(name, "F32", shape, box) for name, shape in shapes for box in boxes(shape, 0, int(np.prod(shape)))
+        TensorBox(name, "F32", shape, box) for name, shape in shapes for box in boxes(shape, 0, int(np.prod(shape)))
     )
 
 
-def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Manifest:
+def part_of(written: Sequence[tuple[FileLayout, FileRecord]]) -> Manifest:
     """Return what a rank has written, as an engine says it."""
     return Manifest(
         step=0, files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written])

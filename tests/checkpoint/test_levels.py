@@ -81,6 +81,16 @@ def test_each_level_has_its_own_interval_and_keeps_its_own(tmp_path, url):
     assert step_of(run.levels.places[2]) == 18
 
 
+def test_the_latency_of_a_copy_counts_from_the_beginning_of_the_checkpoint(tmp_path):
+    run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), Level(tmp_path / "c", 1))
+    path, begin_s = save(run.levels.fastest, 1), time.monotonic() - 100.0
+    run.levels.report(Outcome(1, path, None, 0.0, 90.0, begin_s=begin_s))
+    run.wait()
+    run.levels.close()
+    assert {outcome.level for outcome in run.outcomes} == {0, 1, 2}
+    assert all(outcome.latency_s > 99.0 for outcome in run.outcomes if outcome.level)
+
+
 def test_every_value_comes_whatever_the_size_of_a_chunk(tmp_path, url):
     """Files are of four chunks here, and the header of one of its own."""
     store = place_at(tmp_path / "a")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.direct_io import BLOCK_BYTES
 
 CHUNK_BYTES, SECTOR_BYTES = BLOCK_BYTES, 512
@@ -50,7 +50,7 @@ def filled(num_bytes, shift=0):
 
 
 def writer_of(flusher, folder, num_values):
-    made = layout((Entry("x", "F32", (num_values,), next(boxes((num_values,), 0, num_values))),))
+    made = layout((TensorBox("x", "F32", (num_values,), next(boxes((num_values,), 0, num_values))),))
     return ShardWriter(flusher, folder, "x.safetensors", made)
 
 

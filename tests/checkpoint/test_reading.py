@@ -20,7 +20,7 @@ from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import DamagedError, Files
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format import reader
-from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.places.folder import FolderPlace
@@ -37,7 +37,7 @@ def write(root, chunk_bytes, order=ORDER):
     with Flusher(Files(), ring_of(3, chunk_bytes)) as flusher:
         for path, names in order:
             made = layout(
-                tuple(Entry(n, "F32", (SIZES[n],), b) for n in names for b in boxes((SIZES[n],), 0, SIZES[n]))
+                tuple(TensorBox(n, "F32", (SIZES[n],), b) for n in names for b in boxes((SIZES[n],), 0, SIZES[n]))
             )
             writer = ShardWriter(flusher, draft.folder, path, made)
             for name in names:

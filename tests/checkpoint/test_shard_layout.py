@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.places.folder import FolderPlace
@@ -33,9 +33,10 @@ def test_boxes_are_the_range_in_order_each_value_once(shape, data):
     found = list(boxes(shape, start, stop))
     assert len(found) <= 2 * len(shape) - 1
     for box in found:
-        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))]
-        assert np.array_equal(part.reshape(-1), np.arange(box.start, box.stop))
-    assert [i for box in found for i in range(box.start, box.stop)] == list(range(start, stop))
+        entry = TensorBox("w", "F32", shape, box)
+        part = whole[tuple(slice(o, o + n) for o, n in zip(entry.offsets, entry.extents, strict=True))]
+        assert part.reshape(-1).tolist() == list(box)
+    assert [i for box in found for i in box] == list(range(start, stop))
 
 
 def write(store, step, shards):
@@ -44,10 +45,10 @@ def write(store, step, shards):
     parts = []
     with Flusher(Files(), ring_of(2, 4096)) as flusher:
         for rank, ranges in enumerate(shards):
-            by_file: dict[int, list[tuple[Entry, torch.Tensor]]] = {}
+            by_file: dict[int, list[tuple[TensorBox, torch.Tensor]]] = {}
             for name, (tensor, start, stop) in ranges.items():
                 for index, box in enumerate(boxes(tuple(tensor.shape), start, stop)):
-                    entry = Entry(name, "F32", tuple(tensor.shape), box)
+                    entry = TensorBox(name, "F32", tuple(tensor.shape), box)
                     by_file.setdefault(index, []).append((entry, tensor.reshape(-1)[box.start : box.stop]))
             written = []
             for index, held in by_file.items():
@@ -116,7 +117,7 @@ def test_values_may_change_as_soon_as_they_were_given(sizes, num_buffers, tmp_pa
     """And the files are those of a plain layout: what they hold does not depend on buffers or threads."""
     folder = tmp_path_factory.mktemp("poison")
     tensors = {f"t{i}": np.random.default_rng(i).random(size, np.float32) for i, size in enumerate(sizes)}
-    made = layout(tuple(Entry(n, "F32", v.shape, b) for n, v in tensors.items() for b in boxes(v.shape, 0, v.size)))
+    made = layout(tuple(TensorBox(n, "F32", v.shape, b) for n, v in tensors.items() for b in boxes(v.shape, 0, v.size)))
     with Flusher(Files(), ring_of(num_buffers + 1, 4096)) as flusher:
         writer = ShardWriter(flusher, folder, "x.safetensors", made)
         for entry in made.entries:
@@ -132,7 +133,7 @@ def test_values_may_change_as_soon_as_they_were_given(sizes, num_buffers, tmp_pa
 def test_one_name_twice_in_a_file_is_refused():
     (box,) = boxes((3,), 0, 3)
     with pytest.raises(ValueError, match="w is in one file twice"):
-        layout((Entry("w", "F32", (3,), box),) * 2)
+        layout((TensorBox("w", "F32", (3,), box),) * 2)
 
 
 def test_values_that_nobody_wrote_are_missed(tmp_path):

@@ -9,7 +9,7 @@ import executor.checkpoint.files.writer
 from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import Entry, boxes, layout
+from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.folder import FolderPlace
@@ -39,7 +39,7 @@ def test_the_next_one_has_the_files_of_one_that_went(tmp_path):
 def test_what_another_plan_had_besides_goes(tmp_path):
     store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
-    made = layout((Entry("x", "F32", (5000,), next(boxes((5000,), 0, 5000))),))
+    made = layout((TensorBox("x", "F32", (5000,), next(boxes((5000,), 0, 5000))),))
     draft = store.begin(4, ("model", "more"))
     with Flusher(Files(), ring_of(3, 4096)) as flusher:
         writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
@@ -62,7 +62,7 @@ def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, m
     old = draft.folder / "model/values.safetensors"
     with safe_open(old, "np") as file:
         shape = tuple(file.get_slice("w").get_shape())
-    made = layout((Entry("w", "F32", shape, next(boxes(shape, 0, int(np.prod(shape))))),))
+    made = layout((TensorBox("w", "F32", shape, next(boxes(shape, 0, int(np.prod(shape))))),))
     with Flusher(Files(), ring_of(3, 4096)) as flusher:
         writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
         with pytest.raises(Exception, match=r"[Hh]eader"), safe_open(old, "np"):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # serving.py
 
 from serving import Served
 
-from ullage.web.app import LOCAL, Place, make_app
+from ullage.web.app import LOCAL, Site, make_app
 from ullage.web.jobs import Jobs
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -30,7 +30,7 @@ def served() -> Iterator[Served]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     jobs = Jobs(num_workers=2, memory_bytes=2 << 30, cpu_s=100)
-    app = make_app(Place(LOCAL | {"plans.example.org"}, public=True), jobs)
+    app = make_app(Site(LOCAL | {"plans.example.org"}, public=True), jobs)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))

@@ -25,7 +25,7 @@ from starlette.requests import Request
 import ullage
 from ullage.main import main
 from ullage.web import worker
-from ullage.web.app import Place
+from ullage.web.app import Site
 from ullage.web.jobs import _Turns
 from ullage.web.question import MOST_BYTES, Question, QuestionError, question_of, tamed
 
@@ -392,17 +392,17 @@ def test_the_command_serves_until_it_is_interrupted(capsys: pytest.CaptureFixtur
 
 
 def test_other_servers_know_the_page_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Place.of_environment() == Place()
+    assert Site.of_environment() == Site()
     monkeypatch.setenv("ULLAGE_WEB_HOSTS", "A.example, b.example")
-    place = Place.of_environment()
-    assert place.public
-    assert {"a.example", "b.example"} < place.hosts
+    site = Site.of_environment()
+    assert site.public
+    assert {"a.example", "b.example"} < site.hosts
     monkeypatch.setenv("SPACE_HOST", "me-page.hf.space")
-    assert Place.of_environment().frames == "https://huggingface.co"
-    assert "me-page.hf.space" in Place.of_environment().hosts
-    assert Place.of_environment().proxies == 1
+    assert Site.of_environment().frames == "https://huggingface.co"
+    assert "me-page.hf.space" in Site.of_environment().hosts
+    assert Site.of_environment().proxies == 1
     monkeypatch.setenv("ULLAGE_WEB_PROXIES", "2")
-    assert Place.of_environment().proxies == 2
+    assert Site.of_environment().proxies == 2
     assert callable(importlib.import_module("ullage.web.app").app)
 
 
@@ -505,8 +505,8 @@ def test_one_visitor_asks_a_few_questions_at_once(served: Served, monkeypatch: p
 def test_the_address_of_a_visitor(proxies: int, forwarded: str | None, visitor: str) -> None:
     headers = [] if forwarded is None else [(b"x-forwarded-for", forwarded.encode())]
     request = Request({"type": "http", "client": ("1.2.3.4", 1), "headers": headers})
-    assert Place(public=True, proxies=proxies).visitor(request) == visitor
-    assert not Place().visitor(request)
+    assert Site(public=True, proxies=proxies).visitor(request) == visitor
+    assert not Site().visitor(request)
 
 
 def test_hub_ids_of_packaged_models_are_their_names() -> None:

@@ -76,10 +76,10 @@ def test_points_that_differ_only_in_rates_follow_one_another(tiny, tmp_path):
     wanted = space(tiny, sweep={"pcie": ("1x,2x,4x",), "device.memory_bytes": ("40GB,80GB",), "gpus": ("1,2",)})
     seen = []
 
-    def runner(tasks, effort):
-        for task in tasks:
-            seen.append((task[1].hardware.device.memory_bytes.value, task[1].num_devices))
-            yield from in_this_process([task], effort)
+    def runner(points, effort):
+        for each in points:
+            seen.append((each.request.hardware.device.memory_bytes.value, each.request.num_devices))
+            yield from in_this_process([each], effort)
 
     found = study(wanted, tmp_path / "s.jsonl", runner)
     assert [len(list(group)) for _, group in itertools.groupby(seen)] == [3] * 4

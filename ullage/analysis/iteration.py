@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, Self
 
 from hwprofiles.profile import HardwareProfile
@@ -13,7 +14,7 @@ from planner.graph import Unit
 from planner.models.captured import Model
 from planner.schedule.schedule import Schedule
 from planner.schedule.series import Series, amounts, busy, traffic
-from planner.schedule.tasks import Lane, Phase, Tier
+from planner.schedule.tasks import Lane, Phase, Task, Tier
 from planner.schedule.timeline import MemoryUse, Stretch, Timeline, memory_use
 from planner.simulate.critical_path import Step, critical_path, critical_steps, slowed
 from planner.simulate.machine import Simulation, run, run_until_steady
@@ -91,6 +92,11 @@ class View:
     def busy(self) -> dict[str, Series]:
         """For each of :data:`planner.schedule.series.PROCESSORS`, 1 while it works and 0 while it is idle."""
         return busy(self.timeline, self.iteration)
+
+    def tasks(self) -> Iterator[tuple[Task, float]]:
+        """Yield the tasks that ran in the iteration, each with its seconds."""
+        for span in self.timeline.of_iteration(self.iteration):
+            yield self.timeline.schedule.tasks[span.task], span.length_s
 
     def used(self, of_tasks: list[float]) -> Series:
         """Return the use of a resource per second, given the total use of each task."""

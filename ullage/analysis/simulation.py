@@ -5,26 +5,19 @@ import dataclasses
 from planner.choices.request import Request
 from planner.choices.variants import variants
 from planner.costs.model import CostModel
-from planner.decisions import Choice, Decisions
+from planner.decisions import Choice
 from planner.plan.document import Plan
 from planner.simulate.machine import Simulation
 from ullage.analysis.iteration import Iteration
 from ullage.rivals.settings import OURS, decided
 
 
-def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
-    """Simulate a plan's schedule on the plan's hardware.
+def simulate(plan: Plan, num_iterations: int | None = None) -> Simulation:
+    """Simulate a plan's schedule on the plan's hardware, for so many iterations, or until they repeat.
 
-    Args:
-        plan: the plan to simulate.
-        num_iterations: number of iterations; ``None``: until they repeat.
-        decisions: other decisions to simulate for the plan's model and machine (see :func:`planned`).
-
-    Returns:
-        The timeline and the iteration to read. With ``num_iterations`` it is the last complete one.
+    The iteration to read is then the last complete one, or one of those that repeat.
     """
-    seen = _of_plan(plan, OURS, plan.decisions if decisions is None else decisions)
-    return dataclasses.replace(seen, num_iterations=num_iterations).simulation
+    return dataclasses.replace(planned(plan), num_iterations=num_iterations).simulation
 
 
 def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Iteration:
@@ -43,13 +36,9 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Itera
         tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
         rivals = variants(dataclasses.replace(chosen_request(plan), **tiles))  # whole logits, and tiles of them
         decisions = decided(engine, setting, rivals)
-    return _of_plan(plan, engine if setting is None else f"{engine} {setting}", decisions)
-
-
-def _of_plan(plan: Plan, engine: str, decisions: Decisions) -> Iteration:
-    units = plan.units(decisions)
+    name, units = engine if setting is None else f"{engine} {setting}", plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)
-    return Iteration(engine, plan.model, plan.hardware, units, plan.seq_len, decisions, cost)
+    return Iteration(name, plan.model, plan.hardware, units, plan.seq_len, decisions, cost)
 
 
 def chosen_request(plan: Plan) -> Request:

@@ -35,7 +35,6 @@ class CalibrationOptions:
             for kind ``host``).
         scratch_dir: existing directory on the disk to measure (default: a temporary one below ``~/.cache``). Nothing is
             left there.
-        seed: seed of the random operands.
         device: ``gpu``, ``host``, or ``None`` for the GPU if there is one.
         budget_s: seconds to measure all parts, in place of the default of ``quick``. Sizes that take too long for this
             budget are left out. Every other size is measured at least three times.
@@ -53,7 +52,6 @@ class CalibrationOptions:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     scratch_dir: Path | None = None
-    seed: int = 0
     device: str | None = None
     budget_s: float | None = None
     only: Mapping[Part, Path | None] | None = None

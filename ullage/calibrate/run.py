@@ -176,7 +176,7 @@ class _Run:
         if (folder := options.folder("pfs")) is not None:
             with open_disk(folder, quick=options.quick) as shared:
                 self.pfs = shared.probe(self.begin("shared file system"), shared=True)
-        compute = ComputeProbe.create(self.backend, options.seed)
+        compute = ComputeProbe.create(self.backend)
         if options.measures("device"):
             self.device = self._device(compute)
         traffic = self._cpu()

@@ -1,6 +1,7 @@
 """The subcommands: one file each, or one folder for a command with screens of its own.
 
-Each has ``add_parser(subparsers)``. Its ``run(args)`` returns an exit code.
+Each has ``DESCRIPTION`` and ``EXAMPLES`` for its help, and ``add_arguments(parser)``. Its ``run(args)`` returns an exit
+code.
 """
 
 import argparse
@@ -8,16 +9,11 @@ import difflib
 import importlib
 import itertools
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+import textwrap
+from typing import Any, NoReturn
 
 from hwprofiles import __version__
 from ullage.cli.exit_codes import BAD_INPUT
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-else:
-    Subparsers = object
 
 SUMMARIES = {
     "doctor": "show cores, memory and GPUs of this machine, and the first problem",
@@ -40,6 +36,8 @@ SUMMARIES = {
     "completion": "print the completion script for a shell",
 }
 """The commands with their summaries, in the order of the help text."""
+
+_FOLDERS = {"plan", "execute"}  # commands in command.py of a folder of their own
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,32 +78,23 @@ def build_parser(*commands: str) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
         if name in commands:
-            importlib.import_module(f"ullage.commands.{name.replace('-', '_')}").add_parser(subparsers)
+            module = f"ullage.commands.{name.replace('-', '_')}"
+            _add_command(subparsers, name, importlib.import_module(f"{module}.command" if name in _FOLDERS else module))
         else:
             subparsers.add_parser(name, help=summary)
     return parser
 
 
-def command_parser(
-    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], description: str, examples: str
-) -> argparse.ArgumentParser:
-    """Add the parser of a command.
-
-    Args:
-        subparsers: parsers of commands, to which this one is added.
-        name: name of the command, a key of :data:`SUMMARIES`.
-        run: function that runs the command.
-        description: purpose of the command, for the help text.
-        examples: command lines, one per line.
-    """
-    lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+def _add_command(subparsers: Any, name: str, command: Any) -> None:
+    """Add the parser of a command, which a module of this package has."""
+    examples = textwrap.indent(textwrap.dedent(command.EXAMPLES).strip(), "  ")
     parser = subparsers.add_parser(
         name,
         help=SUMMARIES[name],
-        description=description,
-        epilog=f"examples:\n{lines}",
+        description=command.DESCRIPTION,
+        epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run, command=name)
-    return parser
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run, command=name)

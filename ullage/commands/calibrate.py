@@ -12,29 +12,25 @@ from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile, local_profile_path, save_profile, update_profile
 from ullage.cli.arguments import parse_bytes, parts, positive_int
-from ullage.commands import Subparsers, command_parser
 from ullage.output.progress import seconds_bar
 
+DESCRIPTION = """\
+Measure this machine and write its hardware profile, which becomes the default of --hardware here.
+This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements
+of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because
+other programs can only slow them down; p10 and p90 are over all repetitions.
+Under torchrun, --only device,fabric measures all ranks' devices at once, and collectives between them."""
+EXAMPLES = """
+    ullage calibrate
+    ullage calibrate --quick --memory device=2GB
+    ullage calibrate --output lab-box.json
+    ullage calibrate --only cpu,disk:/mnt/nvme
+    ullage calibrate --list
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "calibrate",
-        run,
-        "Measure this machine and write its hardware profile, which becomes the default of --hardware here.\n"
-        "This takes about four minutes, or half a minute with --quick. Run nothing else meanwhile. All measurements\n"
-        "of a step are repeated in turns. A value is the median of the fastest quarter of its repetitions, because\n"
-        "other programs can only slow them down; p10 and p90 are over all repetitions.\n"
-        "Under torchrun, --only device,fabric measures all ranks' devices at once, and collectives between them.",
-        """
-        ullage calibrate
-        ullage calibrate --quick --memory device=2GB
-        ullage calibrate --output lab-box.json
-        ullage calibrate --only cpu,disk:/mnt/nvme
-        ullage calibrate --list
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
     parser.add_argument(
         "--only",

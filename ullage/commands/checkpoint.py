@@ -14,30 +14,26 @@ from executor.checkpoint.places.place import newest_of, parse_name
 from planner.terms import MIN_CHECKPOINTS
 from ullage.cli.arguments import positive_int, saved_weights
 from ullage.cli.exit_codes import CHECK_FAILED
-from ullage.commands import Subparsers, command_parser
 from ullage.output.console import write_json
 from ullage.output.formatting import si
 from ullage.report.charts import Table
 from ullage.report.terminal import answer, show
 from ullage.training.levels import MEMORY, memory_folders
 
+DESCRIPTION = """\
+Manage the checkpoints of `ullage execute --checkpoint-dir PLACE`: list them, check every byte, export
+weights for transformers, and remove all but the newest. A place is a folder, or a URL of fsspec."""
+EXAMPLES = """
+    ullage checkpoint ls checkpoints/
+    ullage checkpoint verify checkpoints/
+    ullage checkpoint export checkpoints/ --save my-model/
+    ullage checkpoint prune checkpoints/ --keep 3
+    ullage checkpoint ls s3://bucket/run-7
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "checkpoint",
-        run,
-        "Manage the checkpoints of `ullage execute --checkpoint-dir PLACE`: list them, check every byte, export\n"
-        "weights for transformers, and remove all but the newest. A place is a folder, or a URL of fsspec.",
-        """
-        ullage checkpoint ls checkpoints/
-        ullage checkpoint verify checkpoints/
-        ullage checkpoint export checkpoints/ --save my-model/
-        ullage checkpoint prune checkpoints/ --keep 3
-        ullage checkpoint ls s3://bucket/run-7
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("action", choices=("ls", "verify", "export", "prune"), metavar="ls|verify|export|prune")
     parser.add_argument(
         "place",

@@ -7,33 +7,29 @@ from hwprofiles.files import check_output
 from hwprofiles.registry import save_profile
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import load_run
-from ullage.commands import Subparsers, command_parser
 from ullage.output.progress import progress_bar
 from ullage.report.run import explained_sections
 from ullage.report.terminal import answer
 from ullage.report.trace import chrome_trace, write_trace
 
+DESCRIPTION = """\
+Compare a plan's prediction with a measured run, and show which assumption was wrong:
+  rate   tasks of one kind took more or less time than predicted
+  count  planned tasks did not run, or unplanned tasks ran
+  order  a lane ran its tasks in another order than planned
+  stall  tasks began later than their dependencies and lanes allowed
+These causes add up to the difference. Then show phases, lanes, memory, and a profile that fits the run.
+An error of +10 % means that the prediction is 10 % too high."""
+EXAMPLES = """
+    ullage compare out/run.json
+    ullage compare out/run.json --trace both.json.gz
+    ullage compare out/run.json --refit this-machine.json
+    ullage compare out/run.json --json
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "compare",
-        run,
-        "Compare a plan's prediction with a measured run, and show which assumption was wrong:\n"
-        "  rate   tasks of one kind took more or less time than predicted\n"
-        "  count  planned tasks did not run, or unplanned tasks ran\n"
-        "  order  a lane ran its tasks in another order than planned\n"
-        "  stall  tasks began later than their dependencies and lanes allowed\n"
-        "These causes add up to the difference. Then show phases, lanes, memory, and a profile that fits the run.\n"
-        "An error of +10 % means that the prediction is 10 % too high.",
-        """
-        ullage compare out/run.json
-        ullage compare out/run.json --trace both.json.gz
-        ullage compare out/run.json --refit this-machine.json
-        ullage compare out/run.json --json
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("run_file", type=Path, metavar="RUN", help="run.json of `ullage execute`")
     parser.add_argument("--trace", type=Path, metavar="PATH", help="write both timelines for ui.perfetto.dev")
     parser.add_argument("--refit", type=Path, metavar="PATH", help="write the hardware profile that fits this run")

@@ -7,24 +7,22 @@ from typing import Any, Final
 
 from hwprofiles.registry import list_profiles
 from planner.models.registry import list_models
-from ullage.commands import SUMMARIES, Subparsers, build_parser, command_parser
+from ullage.commands import SUMMARIES, build_parser
 
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "completion",
-        run,
-        "Print a script with which a shell completes commands, options, files, and names of models and machines.",
-        """
-        ullage completion bash | tee ~/.local/share/bash-completion/completions/ullage
-        ullage completion zsh | tee ~/.zfunc/_ullage
-        ullage completion fish | tee ~/.config/fish/completions/ullage.fish
-        """,
-    )
+DESCRIPTION = """\
+Print a script with which a shell completes commands, options, files, and names of models and machines."""
+EXAMPLES = """
+    ullage completion bash | tee ~/.local/share/bash-completion/completions/ullage
+    ullage completion zsh | tee ~/.zfunc/_ullage
+    ullage completion fish | tee ~/.config/fish/completions/ullage.fish
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("shell", choices=SHELLS, help="which shell")
 
 

@@ -4,24 +4,20 @@ import argparse
 from typing import Any
 
 from ullage.analysis.doctor import examine
-from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import si
 from ullage.report.terminal import answer
 
+DESCRIPTION = """\
+Show versions, cores, memory and GPUs of this machine. If something is wrong, show the first problem and its
+remedy; the exit code is then 1. A machine without a GPU is not a problem: its cores stand in for a GPU."""
+EXAMPLES = """
+    ullage doctor
+    ullage doctor --json
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "doctor",
-        run,
-        "Show versions, cores, memory and GPUs of this machine. If something is wrong, show the first problem and its\n"
-        "remedy; the exit code is then 1. A machine without a GPU is not a problem: its cores stand in for a GPU.",
-        """
-        ullage doctor
-        ullage doctor --json
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

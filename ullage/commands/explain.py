@@ -4,25 +4,21 @@ import argparse
 from pathlib import Path
 
 from planner.plan.document import load_plan
-from ullage.commands import Subparsers, command_parser
+
+DESCRIPTION = """\
+Explain a plan: which lane binds, how much slower the plan is without each technique, where each unit is,
+what moving it costs, and at which bandwidth another lane binds. With UNIT, show all ways to place that
+unit, and when it is updated. Every figure is a simulation in which one thing changes and the rest of the
+plan stays the same."""
+EXAMPLES = """
+    ullage explain plan.json
+    ullage explain plan.json layers.3.mlp
+    ullage explain plan.json --all --json
+"""
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "explain",
-        run,
-        "Explain a plan: which lane binds, how much slower the plan is without each technique, where each unit is,\n"
-        "what moving it costs, and at which bandwidth another lane binds. With UNIT, show all ways to place that\n"
-        "unit, and when it is updated. Every figure is a simulation in which one thing changes and the rest of the\n"
-        "plan stays the same.",
-        """
-        ullage explain plan.json
-        ullage explain plan.json layers.3.mlp
-        ullage explain plan.json --all --json
-        """,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan_file", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument("unit", nargs="?", metavar="UNIT", help="a unit of the model, such as layers.3.mlp")
     parser.add_argument(

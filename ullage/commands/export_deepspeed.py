@@ -7,23 +7,19 @@ from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from planner.plan.document import load_plan
-from ullage.commands import Subparsers, command_parser
+
+DESCRIPTION = """\
+Write the DeepSpeed configuration nearest to a plan: ZeRO stage, offloading, Twin-Flow ratio, batch, types.
+Then list the parts of the plan that DeepSpeed cannot express. The learning rate is that of `ullage
+execute`. `ullage plan --deepspeed` predicts how fast the configuration is."""
+EXAMPLES = """
+    ullage export-deepspeed plan.json
+    ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme
+"""
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "export-deepspeed",
-        run,
-        "Write the DeepSpeed configuration nearest to a plan: ZeRO stage, offloading, Twin-Flow ratio, batch, types.\n"
-        "Then list the parts of the plan that DeepSpeed cannot express. The learning rate is that of `ullage\n"
-        "execute`. `ullage plan --deepspeed` predicts how fast the configuration is.",
-        """
-        ullage export-deepspeed plan.json
-        ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme
-        """,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--output", "-o", type=Path, metavar="PATH", help="file for the configuration (default: print it)"

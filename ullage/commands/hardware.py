@@ -7,7 +7,6 @@ from hwprofiles.files import check_output
 from hwprofiles.paths import quantities
 from hwprofiles.registry import list_profiles, load_profile, save_profile
 from ullage.analysis.provenance import origin_shares
-from ullage.commands import Subparsers, command_parser
 from ullage.output.progress import seconds_bar
 from ullage.report import profile as of
 from ullage.report.charts import Table
@@ -16,25 +15,23 @@ from ullage.report.terminal import answer
 _NUM_NAMES = {"list": (0, 0), "show": (1, 1), "diff": (2, 2), "check": (0, 1)}
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "hardware",
-        run,
-        "  list   show all profiles, and which fraction of each was measured\n"
-        "  show   show every quantity of a profile with its unit, value, spread, origin and source\n"
-        "  diff   show the quantities that differ between two profiles by more than their spread\n"
-        "  check  measure some quantities of this machine again; if any has drifted, the exit code is 1\n"
-        "For a curve (time against size), tables show its best rate; --json prints all its points.",
-        """
-        ullage hardware
-        ullage hardware show a100-80
-        ullage hardware show local --json
-        ullage hardware diff local yesterday.json
-        ullage hardware check
-        """,
-    )
+DESCRIPTION = """\
+  list   show all profiles, and which fraction of each was measured
+  show   show every quantity of a profile with its unit, value, spread, origin and source
+  diff   show the quantities that differ between two profiles by more than their spread
+  check  measure some quantities of this machine again; if any has drifted, the exit code is 1
+For a curve (time against size), tables show its best rate; --json prints all its points."""
+EXAMPLES = """
+    ullage hardware
+    ullage hardware show a100-80
+    ullage hardware show local --json
+    ullage hardware diff local yesterday.json
+    ullage hardware check
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
     parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="one profile, or two for diff")
     parser.add_argument(

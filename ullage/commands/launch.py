@@ -7,25 +7,21 @@ from pathlib import Path
 from typing import get_args
 
 from planner.plan.document import load_plan
-from ullage.commands import Subparsers, command_parser
 from ullage.training.processes import Launcher, launch_lines
 
+DESCRIPTION = """\
+Print the command that starts one process per device of a plan. Options of `ullage execute` may follow it.
+On several nodes, run it on each node. Replace N by the number of the node, from 0, and FIRST by the address
+of the first node.
+This command starts nothing."""
+EXAMPLES = """
+    ullage launch plan.json
+    ullage launch plan.json --with accelerate
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "launch",
-        run,
-        "Print the command that starts one process per device of a plan. Options of `ullage execute` may follow it.\n"
-        "On several nodes, run it on each node. Replace N by the number of the node, from 0, and FIRST by the address\n"
-        "of the first node.\n"
-        "This command starts nothing.",
-        """
-        ullage launch plan.json
-        ullage launch plan.json --with accelerate
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--with",

@@ -10,7 +10,6 @@ from planner.models.registry import captured_preset, configuration, list_models,
 from ullage.cli.arguments import lora
 from ullage.cli.options import QUANTIZATIONS, Options, check_adapters
 from ullage.cli.request import model_named
-from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import si
 from ullage.report.charts import Table
 from ullage.report.terminal import answer
@@ -18,22 +17,20 @@ from ullage.report.terminal import answer
 _WEIGHT_BYTES = 2  # bytes of one weight in bf16
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "models",
-        run,
-        "List the models that are known by name, or show the sizes of one model. NAME can also be the path of a\n"
-        "Hugging Face config.json, or the hub id of a model in the hub's cache on this machine; nothing is\n"
-        "downloaded. With --lora, show the trained parameters, and the bytes of the frozen parameters in bf16.",
-        """
-        ullage models
-        ullage models facebook/opt-13b
-        ullage models path/to/config.json --json
-        ullage models llama-3-8b --lora rank=16 --quantize nf4
-        """,
-    )
+DESCRIPTION = """\
+List the models that are known by name, or show the sizes of one model. NAME can also be the path of a
+Hugging Face config.json, or the hub id of a model in the hub's cache on this machine; nothing is
+downloaded. With --lora, show the trained parameters, and the bytes of the frozen parameters in bf16."""
+EXAMPLES = """
+    ullage models
+    ullage models facebook/opt-13b
+    ullage models path/to/config.json --json
+    ullage models llama-3-8b --lora rank=16 --quantize nf4
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument(
         "model", nargs="?", metavar="NAME", help="name, hub id, or path of a config.json of any architecture"
     )

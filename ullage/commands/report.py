@@ -6,27 +6,23 @@ import webbrowser
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
-from ullage.commands import Subparsers, command_parser
+
+DESCRIPTION = """\
+Write one HTML file that shows a plan, a run or a study. For a plan or run: a summary, all tasks of an
+iteration, memory and traffic over time, a roofline of the lanes, other engines, the effect of each
+technique, and predicted against measured times. For a study: curves along each axis, and cost against
+speed. The file needs no network and prints well; a button saves each chart as SVG. Several files are shown
+side by side."""
+EXAMPLES = """
+    ullage report plan.json
+    ullage report out/run.json --output run.html --open
+    ullage report a100.json h100.json
+    ullage report study.json --output study.html
+"""
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "report",
-        run,
-        "Write one HTML file that shows a plan, a run or a study. For a plan or run: a summary, all tasks of an\n"
-        "iteration, memory and traffic over time, a roofline of the lanes, other engines, the effect of each\n"
-        "technique, and predicted against measured times. For a study: curves along each axis, and cost against\n"
-        "speed. The file needs no network and prints well; a button saves each chart as SVG. Several files are shown\n"
-        "side by side.",
-        """
-        ullage report plan.json
-        ullage report out/run.json --output run.html --open
-        ullage report a100.json h100.json
-        ullage report study.json --output study.html
-        """,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument(
         "files",
         type=Path,

@@ -10,29 +10,25 @@ from planner.plan.document import load_plan
 from ullage.analysis.simulation import planned
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
-from ullage.commands import Subparsers, command_parser
 from ullage.report.iteration import iteration_part
 from ullage.report.terminal import answer
 from ullage.report.trace import chrome_trace, write_trace
 from ullage.rivals.settings import ENGINES, OURS
 
+DESCRIPTION = """\
+Simulate one iteration of a plan, or of another engine in its place. Show phases, lanes, traffic and memory
+over time, the critical path, and the lane that binds.
+If the iteration does not fit in memory, it is still shown, and the exit code is 1."""
+EXAMPLES = """
+    ullage simulate plan.json
+    ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
+    ullage simulate plan.json --engine zero-offload --figure iteration.html
+    ullage simulate plan.json --text | less
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "simulate",
-        run,
-        "Simulate one iteration of a plan, or of another engine in its place. Show phases, lanes, traffic and memory\n"
-        "over time, the critical path, and the lane that binds.\n"
-        "If the iteration does not fit in memory, it is still shown, and the exit code is 1.",
-        """
-        ullage simulate plan.json
-        ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
-        ullage simulate plan.json --engine zero-offload --figure iteration.html
-        ullage simulate plan.json --text | less
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--engine",

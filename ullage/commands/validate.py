@@ -9,7 +9,6 @@ from typing import Any
 
 from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
-from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent
 from ullage.output.progress import progress_bar
 from ullage.report.charts import Table
@@ -18,24 +17,21 @@ from ullage.rivals.cases import CaseError, Metric, read_file
 from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.errors import checked, fitted_runs, profiles_of, summaries
 
+DESCRIPTION = """\
+Predict published runs, and show the errors: +10 % means that the prediction is 10 % too high. If a case
+cannot be predicted, the command fails.
+The thresholds apply to the totals of a run (iteration time, end-to-end time, throughput) over all cases.
+If one is exceeded, the exit code is 1."""
+EXAMPLES = """
+    ullage validate cases.json
+    ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
+    ullage validate nvme.json --case '*-cpu' --json
+    ullage validate llmq.json --beside
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "validate",
-        run,
-        "Predict published runs, and show the errors: +10 % means that the prediction is 10 % too high. If a case\n"
-        "cannot be predicted, the command fails.\n"
-        "The thresholds apply to the totals of a run (iteration time, end-to-end time, throughput) over all cases.\n"
-        "If one is exceeded, the exit code is 1.",
-        """
-        ullage validate cases.json
-        ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
-        ullage validate nvme.json --case '*-cpu' --json
-        ullage validate llmq.json --beside
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("files", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
     parser.add_argument("--hardware", metavar="NAME", help="only the cases of this machine")
     parser.add_argument("--case", metavar="PATTERN", help="only the cases whose id matches, as in '*-cpu'")

@@ -7,25 +7,21 @@ from planner.bounds.certificate import CertificateError
 from planner.plan.document import load_plan
 from planner.verification import verify
 from ullage.cli.exit_codes import CHECK_FAILED
-from ullage.commands import Subparsers, command_parser
 from ullage.output.formatting import percent, si
 from ullage.report.plan import gap_parts_words
 from ullage.report.terminal import answer
 
+DESCRIPTION = """\
+Check a plan independently of the program that made it: simulate it again, check that it fits in memory, and
+check the proofs of its lower bound in exact arithmetic. If a check fails, the exit code is 1."""
+EXAMPLES = """
+    ullage verify plan.json
+    ullage verify plan.json --json
+"""
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "verify",
-        run,
-        "Check a plan independently of the program that made it: simulate it again, check that it fits in memory, and\n"
-        "check the proofs of its lower bound in exact arithmetic. If a check fails, the exit code is 1.",
-        """
-        ullage verify plan.json
-        ullage verify plan.json --json
-        """,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan_file", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 

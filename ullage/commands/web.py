@@ -6,25 +6,22 @@ import sys
 import webbrowser
 
 from ullage.cli.arguments import positive_int
-from ullage.commands import Subparsers, command_parser
 
 _PORT = 8321
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "web",
-        run,
-        "Serve a page on which a model and a machine are chosen, and which answers whether it fits, how fast it\n"
-        "trains, what that costs, why, and how far it is from the best possible. The page needs no network. Without\n"
-        "--public, only this machine reaches it.",
-        """
-        ullage web --open
-        ullage web --public plans.example.org --port 80
-        """,
-    )
+DESCRIPTION = """\
+Serve a page on which a model and a machine are chosen, and which answers whether it fits, how fast it
+trains, what that costs, why, and how far it is from the best possible. The page needs no network. Without
+--public, only this machine reaches it."""
+EXAMPLES = """
+    ullage web --open
+    ullage web --public plans.example.org --port 80
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("--port", type=positive_int, default=_PORT, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--public",
@@ -44,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the end."""
-    from ullage.web.app import LOCAL, Place, make_app  # noqa: PLC0415 - it may be missing, and the planner is slow to import
+    from ullage.web.app import LOCAL, Site, make_app  # noqa: PLC0415 - it may be missing, and the planner is slow to import
 
     import uvicorn  # noqa: PLC0415 # isort: skip
 
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--port {args.port} is no port; give a number of at most 65535")
     if args.proxies and not args.public:
         raise ValueError(f"--proxies {args.proxies} is for a page that others reach; give --public HOST too")
-    place = Place(LOCAL | {args.public.lower()}, public=True, proxies=args.proxies) if args.public else Place()
+    site = Site(LOCAL | {args.public.lower()}, public=True, proxies=args.proxies) if args.public else Site()
     try:
         opened = socket.create_server(("0.0.0.0" if args.public else "127.0.0.1", args.port))  # noqa: S104 - asked for
     except OSError as error:
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.open and not webbrowser.open(address):
         sys.stderr.write(f"ullage web: no browser was found; open {address} yourself\n")
     config = uvicorn.Config(
-        make_app(place), log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
+        make_app(site), log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
     )
     with opened:
         uvicorn.Server(config).run(sockets=[opened])

@@ -7,37 +7,34 @@ from typing import Any, get_args
 
 from ullage.cli.arguments import choice, non_negative_int, parts, positive_float, positive_int, tokens
 from ullage.cli.options import add_options
-from ullage.commands import Subparsers, command_parser
 from ullage.whatif.values import Design, Question
 
 _MOST_ROWS = 48  # of points on the screen
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "whatif",
-        run,
-        "Plan one request with other values of the machine, the model, the batch or the policy. Every point is\n"
-        "planned anew, as by `ullage plan`. Values are absolute (64GB, 25GB/s, 10us) or factors (2x). They may be\n"
-        "lists (1,2,4) or ranges (0..12, 10..40..10GB/s, 1x..8x..*2). Every result is saved at once: if a study is\n"
-        "interrupted, the same command continues it. STUDY is a study file, finished or not.",
-        """
-        ullage whatif --model opt-13b --gpus 8 --set pcie=2x
-        ullage whatif --model opt-13b --sweep gpus=1,2,4,8 --sweep pcie=1x..4x..*2 --table study.csv
-        ullage whatif --model opt-66b --hardware rtx4090-12ssd --storage nvme --sweep nvme.count=0..12..4
-        ullage whatif --model opt-13b --gpus 8 --sensitivities
-        ullage whatif --model opt-30b --question fits
-        ullage whatif --model opt-13b --question cheapest --tokens 300B --days 30 --prices example
-        ullage whatif --model opt-13b --gpus 8 --question upgrade --prices my_prices.json
-        ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
-        ullage whatif --model llama-3-8b --hardware h100 --question longest
-        ullage whatif --hardware rtx4090 --question largest --lora rank=16 --quantize nf4
-        ullage whatif study.json --workers 2
-        ullage whatif --fields pcie
-        """,
-    )
+DESCRIPTION = """\
+Plan one request with other values of the machine, the model, the batch or the policy. Every point is
+planned anew, as by `ullage plan`. Values are absolute (64GB, 25GB/s, 10us) or factors (2x). They may be
+lists (1,2,4) or ranges (0..12, 10..40..10GB/s, 1x..8x..*2). Every result is saved at once: if a study is
+interrupted, the same command continues it. STUDY is a study file, finished or not."""
+EXAMPLES = """
+    ullage whatif --model opt-13b --gpus 8 --set pcie=2x
+    ullage whatif --model opt-13b --sweep gpus=1,2,4,8 --sweep pcie=1x..4x..*2 --table study.csv
+    ullage whatif --model opt-66b --hardware rtx4090-12ssd --storage nvme --sweep nvme.count=0..12..4
+    ullage whatif --model opt-13b --gpus 8 --sensitivities
+    ullage whatif --model opt-30b --question fits
+    ullage whatif --model opt-13b --question cheapest --tokens 300B --days 30 --prices example
+    ullage whatif --model opt-13b --gpus 8 --question upgrade --prices my_prices.json
+    ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
+    ullage whatif --model llama-3-8b --hardware h100 --question longest
+    ullage whatif --hardware rtx4090 --question largest --lora rank=16 --quantize nf4
+    ullage whatif study.json --workers 2
+    ullage whatif --fields pcie
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument(
         "study", nargs="?", type=Path, metavar="STUDY", help="a study file, in place of the options below"
     )

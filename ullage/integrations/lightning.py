@@ -58,7 +58,6 @@ class LightningStrategy(DDPStrategy):
         super().__init__()
         self._options = options
         self._offloaded: OffloadedOptimizer | None = None
-        self._step: _Step | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
 
     @property
@@ -128,15 +127,21 @@ class LightningStrategy(DDPStrategy):
             "clip": bool(trainer.gradient_clip_val) or _must_wait(module, trainer),
             **self._options,
         }
-        step = _Step(module)
-        with step.as_forward(batch) as tensors:
+        with _step_as_forward(module, batch) as tensors:
             _, self._offloaded = prepare(module.train(), self.optimizers[0], tensors, **options)
         self.optimizers = [self._offloaded]
-        self._step = step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` as its forward, which the plan follows."""
-        return super().training_step(*args, **kwargs) if self._step is None else self._step(*args, **kwargs)
+        if self._offloaded not in self.optimizers:
+            return super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        tensors, forward = _as_forward(module, *args, **kwargs)
+        undo = replace_attribute(module, "forward", forward)
+        try:
+            return module(*tensors)
+        finally:
+            undo()
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the state to where the plan keeps it."""
@@ -148,7 +153,7 @@ class LightningStrategy(DDPStrategy):
         for optimizer in self.optimizers:
             if isinstance(optimizer, OffloadedOptimizer):
                 optimizer.session.close()
-        self.optimizers, self._step = [], None
+        self.optimizers = []
         super().teardown()
 
 
@@ -162,44 +167,34 @@ def _must_wait(module: pl.LightningModule, trainer: pl.Trainer) -> bool:
     return found or any(is_overridden(name, each, pl.Callback) for name in hooks[:2] for each in trainer.callbacks)
 
 
-class _Step:
-    """Calls ``training_step`` through the module itself, with the tensors of a batch as arguments."""
+def _as_forward(
+    module: pl.LightningModule, batch: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
+    """Return the tensors of a batch, and a forward of the module that is its ``training_step`` with them."""
+    leaves, spec = tree_flatten(batch)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    own_forward = module.forward
 
-    def __init__(self, module: "pl.LightningModule") -> None:
-        self._module = module
+    def forward(*tensors: Tensor) -> Any:
+        given = dict(zip(places, tensors, strict=True))
+        with contextlib.ExitStack() as stack:  # training_step may call the module itself
+            stack.callback(replace_attribute(module, "forward", own_forward))
+            values = [given.get(place, leaf) for place, leaf in enumerate(leaves)]
+            return module.training_step(tree_unflatten(values, spec), *args, **kwargs)
 
-    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors, forward = self._forward(batch, *args, **kwargs)
-        undo = replace_attribute(self._module, "forward", forward)
-        try:
-            return self._module(*tensors)
-        finally:
-            undo()
+    return tuple(leaves[place] for place in places), forward
 
-    def _forward(self, batch: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
-        leaves, spec = tree_flatten(batch)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        own_forward = self._module.forward
 
-        def forward(*tensors: Tensor) -> Any:
-            given = dict(zip(places, tensors, strict=True))
-            with contextlib.ExitStack() as stack:  # training_step may call the module itself
-                stack.callback(replace_attribute(self._module, "forward", own_forward))
-                values = [given.get(place, leaf) for place, leaf in enumerate(leaves)]
-                return self._module.training_step(tree_unflatten(values, spec), *args, **kwargs)
-
-        return tuple(leaves[place] for place in places), forward
-
-    @contextlib.contextmanager
-    def as_forward(self, batch: Any) -> Iterator[tuple[Tensor, ...]]:
-        """Return a context in which the module's forward is a training step that logs nothing; it yields the inputs."""
-        args = (0,) * (len(inspect.signature(self._module.training_step).parameters) > 1)
-        tensors, forward = self._forward(batch, *args)
-        made_up = ("forward", forward), ("log", _no_log), ("log_dict", _no_log), ("all_gather", _of_all_ranks)
-        with contextlib.ExitStack() as stack:
-            for name, value in made_up:
-                stack.callback(replace_attribute(self._module, name, value))
-            yield tensors
+@contextlib.contextmanager
+def _step_as_forward(module: pl.LightningModule, batch: Any) -> Iterator[tuple[Tensor, ...]]:
+    """Return a context in which the module's forward is a training step that logs nothing; it yields the inputs."""
+    args = (0,) * (len(inspect.signature(module.training_step).parameters) > 1)
+    tensors, forward = _as_forward(module, batch, *args)
+    made_up = ("forward", forward), ("log", _no_log), ("log_dict", _no_log), ("all_gather", _of_all_ranks)
+    with contextlib.ExitStack() as stack:
+        for name, value in made_up:
+            stack.callback(replace_attribute(module, name, value))
+        yield tensors
 
 
 def _leave() -> None:

@@ -384,13 +384,11 @@ class _Measurements(TrainerCallback):
         self._begin_s = 0.0
         self._spent_s: list[float] = []
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Record the start of an iteration."""
         self._begin_s = time.perf_counter()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Record the time of an iteration with the planned shape. Running updates count in the next iteration."""
         if self._optimizer.session.driver.last_was_whole:
             self._spent_s.append(time.perf_counter() - self._begin_s)
@@ -414,8 +412,6 @@ class _Measurements(TrainerCallback):
         logs |= found  # for later callbacks; the history already has its copy
         state.log_history[-1] |= found
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Wait for the last updates, so that their errors are raised here."""
         self._optimizer.session.synchronize()

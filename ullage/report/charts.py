@@ -5,6 +5,7 @@ has a table with the same data, which stands beside the picture.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
@@ -17,11 +18,12 @@ from ullage.output.palette import Work
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
 """Units that take a prefix, as in GB. Values in other units (currencies, tokens per second) have no prefix."""
 
-Mark = Literal["area", "steps", "line", "points", "curve", "bars", "tasks"]
+Mark = Literal["area", "steps", "line", "points", "curve", "bars", "tasks", "cells"]
 """How the values of a trace are drawn.
 
 Areas are filled step functions, stacked; curves are lines with markers; bars are horizontal, and their y are names.
-Tasks are a row of bars from x to y: their starts and ends, ascending.
+Tasks are a row of bars from x to y: their starts and ends, ascending. Cells are a row of a map: x are the names of its
+columns, and y their values, NaN where there is none.
 """
 
 _TABLE_ROWS = 24  # rows of a table over time
@@ -68,8 +70,8 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Level:
-    """A limit: a horizontal line at one value of y."""
+class Line:
+    """A line across a chart at one value of an axis, such as a capacity."""
 
     value: float
     words: str
@@ -117,12 +119,12 @@ class Chart:
     Attributes:
         key: unique name in its report, of letters, digits and dashes.
         title, note: title, and a note on how to read the chart.
-        x, y: axes.
+        x, y: axes. Of cells, y is the title of the rows, and the unit of values.
         traces: lines; areas are ordered from the bottom up.
-        levels, bands: named limits and intervals.
+        levels, limits: lines at values of y, and of x.
+        bands: named intervals.
         over_time: x is the time of one iteration. All such charts of a report share this axis.
         period_s: length of the iteration; only charts of tasks need it.
-        limits: limits on x, such as a capacity.
         bars: how bars of one name are arranged: side by side, stacked, or overlaid.
         half: whether half the width of a page is enough.
     """
@@ -133,11 +135,11 @@ class Chart:
     x: Axis
     traces: tuple[Trace, ...]
     y: Axis = Axis("")
-    levels: tuple[Level, ...] = ()
+    levels: tuple[Line, ...] = ()
     bands: tuple[Band, ...] = ()
     over_time: bool = False
     period_s: float = 0.0
-    limits: tuple[Level, ...] = ()
+    limits: tuple[Line, ...] = ()
     bars: Literal["group", "stack", "overlay"] = "group"
     half: bool = False
 
@@ -147,10 +149,23 @@ class Chart:
         return any(trace.mark == "tasks" for trace in self.traces)
 
     @property
+    def has_cells(self) -> bool:
+        """Whether it is a map: a colour for every pair of a column and a row."""
+        return any(trace.mark == "cells" for trace in self.traces)
+
+    def cell_words(self, row: Trace) -> tuple[str, ...]:
+        """Return the values of a row of cells as text. They have a unit only if its prefix varies."""
+        unit = self.y.unit if self.y.unit in {"%", *PREFIXED} else ""
+        return tuple("-" if math.isnan(value) else value_text(value, unit) for value in map(float, row.y))
+
+    @property
     def table(self) -> Table:
         """The same data as a table. A curve over time is sampled at equal distances; of tasks, times are summed up."""
         if self.has_tasks:
             return self._of_tasks()
+        if self.has_cells:
+            names = (f"{self.y.title}, by {self.x.title}", *map(str, self.traces[0].x))
+            return Table(self.title, names, tuple((row.name, *self.cell_words(row)) for row in self.traces), self.note)
         shown = [trace for trace in self.traces if not trace.faint]
         if any(trace.mark == "bars" for trace in shown):
             return self._of_bars(shown)
@@ -206,46 +221,6 @@ class Chart:
         return Table(self.title, (self.x.title, *names), rows, self._levels_words)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeatMap:
-    """A colour for every pair of values of two fields; see :class:`Chart` for fields of the same names.
-
-    Attributes:
-        x, y: the field that varies over columns, and the field that varies over rows, upwards.
-        columns, rows: the values of these fields, as text.
-        of: title and unit of the cells' values.
-        values: one row for each of ``rows`` with one value for each of ``columns``; ``None``: no value.
-        texts: text of each value, or the reason if there is none.
-    """
-
-    key: str
-    title: str
-    note: str
-    x: Axis
-    y: Axis
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    of: Axis
-    values: tuple[tuple[float | None, ...], ...]
-    texts: tuple[tuple[str, ...], ...]
-    half: bool = True
-
-    @property
-    def words(self) -> tuple[tuple[str, ...], ...]:
-        """The texts of the cells. They have a unit only if its prefix varies."""
-        unit = self.of.unit if self.of.unit in {"%", *PREFIXED} else ""
-        return tuple(tuple("-" if value is None else value_text(value, unit) for value in row) for row in self.values)
-
-    @property
-    def table(self) -> Table:
-        """The same as a table."""
-        rows = tuple((name, *words) for name, words in zip(self.rows, self.words, strict=True))
-        return Table(self.title, (f"{self.y.title}, by {self.x.title}", *self.columns), rows, self.note)
-
-
-Picture = Chart | HeatMap
-
-
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A part of a report.
@@ -260,10 +235,10 @@ class Section:
     short: str
     title: str
     words: tuple[str, ...]
-    parts: tuple[Picture | Table, ...]
+    parts: tuple[Chart | Table, ...]
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def pictures(self) -> tuple[Chart, ...]:
         """The charts of the section."""
         return tuple(part for part in self.parts if not isinstance(part, Table))
 
@@ -309,7 +284,7 @@ class Part:
     warnings: tuple[str, ...] = ()
 
     @property
-    def pictures(self) -> dict[str, Picture]:
+    def pictures(self) -> dict[str, Chart]:
         """All charts by their keys."""
         return {picture.key: picture for section in self.sections for picture in section.pictures}
 

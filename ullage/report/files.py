@@ -23,11 +23,10 @@ from ullage.report.study import study_part
 from ullage.rivals.tricks import TRICKS, bench_of
 from ullage.whatif.study import Study, load_study
 
-Source = Plan | RunRecord | Study
 _MAKERS = "`ullage plan`, `ullage execute` or `ullage whatif`"
 
 
-def load(path: Path) -> Source:
+def load(path: Path) -> Plan | RunRecord | Study:
     """Read a file that contains a plan, a run or a study.
 
     Raises:
@@ -47,7 +46,7 @@ def load(path: Path) -> Source:
     raise ValueError(f"{path} is not a plan, run or study; give a file that {_MAKERS} wrote")
 
 
-def report_on(source: Source, progress: Report) -> Part:
+def report_on(source: Plan | RunRecord | Study, progress: Report) -> Part:
     """Return the part of a report about one file. ``progress`` is called with each step in words."""
     if isinstance(source, Study):
         return study_part(source)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ullage.output.palette import COLOURS, ORDINALS, SCALE, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, HeatMap, Picture, Trace, value_text
+from ullage.report.charts import PREFIXED, Axis, Chart, Trace, value_text
 
 _NAME_COLUMNS = 26  # columns for the name of a bar, so that a phone has room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
@@ -25,11 +25,11 @@ THEMES = {theme: {name: colour[i] for name, colour in COLOURS.items()} for i, th
 """Every colour of a theme by its name."""
 
 
-def figure(picture: Picture) -> dict[str, Any]:
+def figure(chart: Chart) -> dict[str, Any]:
     """Return the data that the page draws: ``data`` and ``layout`` of plotly.js, or the rows of a Gantt chart."""
-    if isinstance(picture, HeatMap):
-        return _map(picture)
-    return _gantt(picture) if picture.has_tasks else _chart(picture)
+    if chart.has_cells:
+        return _map(chart)
+    return _gantt(chart) if chart.has_tasks else _chart(chart)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -79,20 +79,20 @@ def _chart(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _map(shown: HeatMap) -> dict[str, Any]:
-    columns, rows = ([_plain(name) for name in names] for names in (shown.columns, shown.rows))
+def _map(shown: Chart) -> dict[str, Any]:
+    columns, rows = [_plain(str(name)) for name in shown.traces[0].x], [_plain(row.name) for row in shown.traces]
     cells: dict[str, Any] = {
         "type": "heatmap",
         "x": columns,
         "y": rows,
-        "z": [[None if value is None else float(f"{value:.7g}") for value in values] for values in shown.values],
-        "text": shown.words,
+        "z": [[None if math.isnan(value) else value for value in _values(row.y)] for row in shown.traces],
+        "text": [shown.cell_words(row) for row in shown.traces],
         "texttemplate": "%{text}",
-        "hovertext": [[_plain(text) for text in texts] for texts in shown.texts],
+        "hovertext": [[_plain(text) for text in row.texts] for row in shown.traces],
         "hovertemplate": "%{hovertext}<extra></extra>",
         "hoverongaps": True,
         "colorscale": [[place / (len(SCALE) - 1), f"@{name}"] for place, name in enumerate(SCALE)],
-        "colorbar": {"thickness": 10, "outlinewidth": 0, **_ticks(shown.of)},
+        "colorbar": {"thickness": 10, "outlinewidth": 0, **_ticks(shown.y)},
         "xgap": 1,
         "ygap": 1,
     }
@@ -102,9 +102,9 @@ def _map(shown: HeatMap) -> dict[str, Any]:
         "linked": False,
         "data": [cells],
         "layout": {
-            axis: _titled(of)
+            axis: _titled(Axis(title))
             | {"type": "category", "categoryorder": "array", "categoryarray": names, "showgrid": False}
-            for axis, of, names in (("xaxis", shown.x, columns), ("yaxis", shown.y, rows))
+            for axis, title, names in (("xaxis", shown.x.title, columns), ("yaxis", shown.y.title, rows))
         }
         | {"showlegend": False, "hovermode": "closest", "height": max(300, 130 + _ROW_PX * len(rows))},
     }

@@ -10,7 +10,7 @@ from ullage.analysis.explanation import lacks
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si
 from ullage.output.progress import Report
-from ullage.report.charts import Axis, Chart, Level, Section, Trace
+from ullage.report.charts import Axis, Chart, Line, Section, Trace
 
 _STEPS = 10  # steps of the share of state that is off the device
 
@@ -64,7 +64,7 @@ def offload_section(bench: Bench, run: RunRecord | None, measured_s: float | Non
         x=axis,
         y=Axis("peak device memory", "B"),
         traces=tuple(memory),
-        levels=(Level(float(capacity), "capacity"),),
+        levels=(Line(float(capacity), "capacity"),),
         half=True,
     )
     fitting = [(share, trial) for share, trial in trials if trial.fits]

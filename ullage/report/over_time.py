@@ -15,7 +15,7 @@ from ullage.analysis.iteration import View
 from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import TIER_WORDS, percent, si
 from ullage.output.palette import WORK
-from ullage.report.charts import Axis, Band, Chart, Level, Section, Trace
+from ullage.report.charts import Axis, Band, Chart, Line, Section, Trace
 
 TIME: Final = Axis("time since the iteration began", "s")
 """The axis of charts over time."""
@@ -107,7 +107,7 @@ def _chart(
     note: str,
     y: Axis,
     traces: Sequence[Trace],
-    levels: Sequence[Level] = (),
+    levels: Sequence[Line] = (),
 ) -> Chart:
     """Return a chart over the time of the iteration, above its predicted phases."""
     return Chart(key, title, note, TIME, tuple(traces), y, tuple(levels), _bands(views[0]), over_time=True)
@@ -134,7 +134,7 @@ def memory_over_time(views: Sequence[View], cost: CostModel, run: RunRecord | No
             note += f" All {num_ranks} ranks of a node together."
         if has_stages:
             note += " One rank of the stage with the highest peak is shown."
-        levels = [Level(capacity_bytes, "capacity")] if drawn else []
+        levels = [Line(capacity_bytes, "capacity")] if drawn else []
         title = f"Memory of {TIER_WORDS[tier]}"
         charts.append(_chart(views, f"memory-{tier}", title, note, Axis("memory", "B"), traces, levels))
     words = []
@@ -242,7 +242,7 @@ def _both_ways(
             traces += _rate(series, name, colour, sign, measured=view.measured)
             totals.append(f"{name} {si(series.integral, 'B')}, at most {si(series.peak, 'B/s')}")
         if totals and lane in _CAPACITY and _CAPACITY[lane] in capacity:
-            levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
+            levels.append(Line(sign * capacity[_CAPACITY[lane]], f"{words}: peak rate"))
     if not traces:
         return None
     return _chart(
@@ -263,7 +263,7 @@ def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
         traces += _rate(view.used(_dram_bytes(view, cost)), name, "dram", 1, measured=view.measured)
     title = "Traffic of host memory (DRAM)"
     note = "Bytes that tasks read and write according to the cost model, at the times of the tasks."
-    levels = [Level(capacity, "peak rate")]
+    levels = [Line(capacity, "peak rate")]
     return _chart(views, "traffic-dram", title, note, Axis("rate", "B/s"), traces, levels)
 
 

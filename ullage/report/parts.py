@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ullage.report.charts import Part, Picture, Table
+from ullage.report.charts import Chart, Part, Table
 from ullage.report.interactive import figure
 
 
@@ -25,7 +25,7 @@ def page_data(part: Part, part_id: str = "part0") -> dict[str, Any]:
     return vars(part) | {"id": part_id, "facts": facts, "sections": sections, "figures": figures}
 
 
-def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
+def _shown(shown: Chart | Table, part_id: str) -> Mapping[str, Any]:
     if isinstance(shown, Table):
         return {"id": "", **table_data(shown)}
     return {

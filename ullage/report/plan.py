@@ -21,7 +21,7 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
 from ullage.output.formatting import TIER_WORDS, binds, duration, percent, si, signed_percent
-from ullage.report.charts import Axis, Chart, Fact, Level, Part, Section, Table, Trace, bars
+from ullage.report.charts import Axis, Chart, Fact, Line, Part, Section, Table, Trace, bars
 from ullage.rivals.decisions import LAYERS_IN_TURN
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
 from ullage.training.processes import launch_lines, nodes
@@ -259,7 +259,7 @@ def memory_section(memory: Mapping[Tier, TierMemory], measured: Mapping[Tier, in
         note="",
         x=Axis("share of capacity", "%"),
         traces=traces,
-        limits=(Level(1.0, "capacity"),),
+        limits=(Line(1.0, "capacity"),),
         bars="stack",
     )
     rows = [(kind.value, *(si(size, "B") if size else "" for size in sizes)) for kind, sizes in held.items()]

@@ -151,11 +151,10 @@ def _rate_of(curve: Curve, ranks: float) -> Callable[[float], float]:
 def _achieved(view: View, of: _Lane) -> tuple[float, float]:
     """Return the work of a lane in an iteration, and its busy seconds, both for the busiest stage."""
     totals: dict[int, tuple[float, float]] = {}
-    for span in view.timeline.of_iteration(view.iteration):
-        task = view.timeline.schedule.tasks[span.task]
+    for task, length_s in view.tasks():
         if task.lane is of.lane:
             amount, busy_s = totals.get(task.stage, (0.0, 0.0))
-            totals[task.stage] = (amount + of.amount(task), busy_s + span.end_s - span.start_s)
+            totals[task.stage] = (amount + of.amount(task), busy_s + length_s)
     return max(totals.values(), key=lambda found: found[1], default=(0.0, 0.0))
 
 
@@ -168,9 +167,7 @@ def _compute(views: Sequence[View], cost: CostModel) -> tuple[Chart, ...]:
     for view in views:
         for op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.WEIGHT_GRADIENT):
             points = []
-            for span in view.timeline.of_iteration(view.iteration):
-                task = view.timeline.schedule.tasks[span.task]
-                length_s = span.length_s
+            for task, length_s in view.tasks():
                 if task.lane is not Lane.COMPUTE or task.op is not op or length_s <= 0:
                     continue
                 flop, num_bytes = cost.work(task)
@@ -203,9 +200,8 @@ def _sizes(views: Sequence[View], of: _Lane) -> Chart | None:
     traces, sizes = [], []
     for view in views:
         points = []
-        for span in view.timeline.of_iteration(view.iteration):
-            task = view.timeline.schedule.tasks[span.task]
-            amount, length_s = of.amount(task), span.length_s
+        for task, length_s in view.tasks():
+            amount = of.amount(task)
             if task.lane is of.lane and amount and length_s > 0:
                 points.append((amount, amount / length_s, f"{task.name}: {si(length_s, 's')}"))
         if points:

@@ -11,7 +11,7 @@ from planner.schedule.tasks import Tier
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.output.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
-from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Table, Trace, bars
+from ullage.report.charts import Chart, Fact, Mark, Part, Section, Table, Trace, bars
 from ullage.whatif.fields import Field
 from ullage.whatif.money import run_seconds
 from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Figures, Minimum, Point, Sensitivities, Sensitivity, Study, Value
@@ -233,7 +233,7 @@ def _cost(point: Point) -> float:
 # -- maps ---------------------------------------------------------------------------------------------------------
 
 
-def _maps(study: Study) -> tuple[HeatMap, ...]:
+def _maps(study: Study) -> tuple[Chart, ...]:
     """Return maps of speed and cost for each pair of fields, if most pairs of values were planned."""
     found = []
     for x, y in itertools.combinations(study.axes, 2):
@@ -255,36 +255,31 @@ def _map(
     y: Axis,
     cells: Mapping[tuple[Value, Value], Sequence[Point]],
     measure: _Measure,
-) -> HeatMap:
+) -> Chart:
     """Return one map. Each cell shows the best of its points."""
     key, of, best, read = measure
     columns = [value for value in x.values if any(pair[0] == value for pair in cells)]
-    rows = [value for value in y.values if any(pair[1] == value for pair in cells)]
-    values, texts = [], []
-    for row in rows:
+    names, traces = [value_words(x, column) for column in columns], []
+    for row in (value for value in y.values if any(pair[1] == value for pair in cells)):
         points = [cells.get((column, row), ()) for column in columns]
         fitting = [[point for point in of_cell if point.figures] for of_cell in points]
         chosen = [best(of_cell, key=read) if of_cell else None for of_cell in fitting]
-        values.append(tuple(None if point is None else read(point) for point in chosen))
-        texts.append(
-            tuple(
-                _point_words(study, point) if point else _no_plan(study, of_cell)
-                for point, of_cell in zip(chosen, points, strict=True)
-            )
-        )
+        values = [math.nan if point is None else read(point) for point in chosen]
+        texts = [
+            _point_words(study, point) if point else _no_plan(study, of_cell)
+            for point, of_cell in zip(chosen, points, strict=True)
+        ]
+        traces.append(Trace(value_words(y, row), names, values, "cells", "", texts=texts))
     others = [axis.name for axis in study.axes if axis not in (x, y)]
     rest = f", with the best value of {', '.join(others)}" if others else ""
-    return HeatMap(
+    return Chart(
         key=f"map-{_key(x.name)}-{_key(y.name)}-{key}",
         title=f"{of.title[0].upper()}{of.title[1:]} by {x.name} and {y.name}",
         note=f"In {of.unit}. Every cell is planned anew{rest}. A dash means that no plan was found.",
         x=ChartAxis(x.name),
-        y=ChartAxis(y.name),
-        columns=tuple(value_words(x, value) for value in columns),
-        rows=tuple(value_words(y, value) for value in rows),
-        of=of,
-        values=tuple(values),
-        texts=tuple(texts),
+        y=ChartAxis(y.name, of.unit),
+        traces=tuple(traces),
+        half=True,
     )
 
 

@@ -15,16 +15,14 @@ from ullage.report.charts import (
     Band,
     Chart,
     Fact,
-    HeatMap,
     Part,
-    Picture,
     Section,
     Table,
     Trace,
     value_text,
 )
 
-Shown = str | Mapping[str, str] | Picture | Table | Section | Part
+Shown = str | Mapping[str, str] | Chart | Table | Section | Part
 """A line of text, facts by name, a chart, a table, or whole sections and results."""
 
 _LABEL_COLUMNS = 11  # the longest name of a lane or class: "collective", "activations"
@@ -77,7 +75,7 @@ def _pieces(shown: Sequence[Shown]) -> Iterator[str | Mapping[str, str] | Table 
         elif isinstance(piece, Chart):
             if piece.over_time and not (piece.has_tasks and len(piece.traces) > 1):
                 yield piece
-        elif not isinstance(piece, HeatMap):
+        else:
             yield piece
 
 
@@ -114,7 +112,7 @@ def _table(shown: Table) -> Grid:
     return result
 
 
-def _title(picture: Picture) -> str:
+def _title(picture: Chart) -> str:
     return f"{picture.title}. {picture.note}" if picture.note else picture.title
 
 

@@ -7,6 +7,7 @@ track must nest. Counters are memory by class, GB/s of every link, and busy proc
 counters name their stage.
 """
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hwprofiles.files import write_whole
-from planner.schedule.series import PROCESSORS, link_of
+from planner.schedule.series import PROCESSORS, Flow, Series, link_of, series
 from planner.schedule.tasks import Lane, Task, Tier
 from planner.schedule.timeline import Span, Timeline
 
@@ -162,39 +163,36 @@ def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
 
 def _traffic(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
     """Yield one counter per link, in GB/s; each execution counts with its mean rate."""
-    rates: dict[tuple[int, Lane], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    flows: dict[tuple[int, Lane], list[Flow]] = defaultdict(list)
     for span in spans:
         task = timeline.schedule.tasks[span.task]
         link = link_of(task.lane)
-        start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
-        if link is not None and task.num_bytes and end_ns > start_ns:
-            rate = task.num_bytes / (end_ns - start_ns)  # bytes per ns are GB/s
-            rates[task.stage, link][start_ns] += rate
-            rates[task.stage, link][end_ns] -= rate
+        if link is not None and task.num_bytes and span.length_s > 0:
+            rate = task.num_bytes / 1e9 / span.length_s
+            flows[task.stage, link].append((span.start_s - zero_s, span.end_s - zero_s, rate))
     for stage, link in itertools.product(range(timeline.schedule.num_stages), Lane):
-        rate = 0.0
-        for time_ns, change in sorted(rates.get((stage, link), {}).items()):
-            rate += change
-            name = f"{link} (GB/s){_of_stage(timeline, stage)}"
-            yield _counter(process, name, time_ns, {"GB/s": max(round(rate, 6), 0.0)})
+        if (stage, link) in flows:
+            counted = series(flows[stage, link], math.inf)
+            yield from _counters(process, f"{link} (GB/s){_of_stage(timeline, stage)}", "GB/s", counted)
 
 
 def _busy(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
     """Yield one counter per processor: 1 while any of its lanes runs."""
     tasks = timeline.schedule.tasks
     for stage, (name, lanes) in itertools.product(range(timeline.schedule.num_stages), PROCESSORS.items()):
-        changes: dict[int, int] = defaultdict(int)
-        for span in spans:
-            task = tasks[span.task]
-            if task.stage == stage and task.lane in lanes and span.end_s > span.start_s:
-                changes[_ns(span.start_s - zero_s)] += 1
-                changes[_ns(span.end_s - zero_s)] -= 1
-        running, shown = 0, None
-        for time_ns, change in sorted(changes.items()):
-            running += change
-            if (now := int(running > 0)) != shown:
-                shown = now
-                yield _counter(process, f"{name} busy{_of_stage(timeline, stage)}", time_ns, {"busy": now})
+        own = (span for span in spans if tasks[span.task].stage == stage and tasks[span.task].lane in lanes)
+        running = series([(span.start_s - zero_s, span.end_s - zero_s, 1.0) for span in own], math.inf)
+        running = dataclasses.replace(running, values=np.minimum(running.values.round(), 1.0))
+        yield from _counters(process, f"{name} busy{_of_stage(timeline, stage)}", "busy", running)
+
+
+def _counters(process: int, name: str, unit: str, counted: Series) -> Iterator[Event]:
+    """Yield a counter whenever its value changes, if it ever does."""
+    shown = None if counted.peak else 0.0
+    for time_s, value in zip(counted.times_s.tolist(), counted.values.round(6).tolist(), strict=True):
+        if value != shown:
+            shown = value
+            yield _counter(process, name, _ns(time_s), {unit: value})
 
 
 def _counter(process: int, name: str, time_ns: int, values: Mapping[str, float]) -> Event:

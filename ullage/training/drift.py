@@ -8,6 +8,7 @@ from executor.devices.lanes import NUM_RECORDED
 from executor.session import Session
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
+from planner.simulate.machine import Simulation
 from ullage.analysis.comparison import Row
 from ullage.output.formatting import LANE_WORDS, si
 
@@ -49,13 +50,12 @@ class DriftWatch:
     """Periodically compares lanes with their prediction, and reports each drifted lane once.
 
     Args:
-        predicted: the simulated timeline.
-        steady: number of the simulated iteration to compare with.
+        predicted: the simulated plan, of which the steady iteration counts.
     """
 
-    def __init__(self, predicted: Timeline, steady: int) -> None:
-        self._busy_s = predicted.busy_s(steady)
-        self._iteration_s = predicted.period_s(steady)
+    def __init__(self, predicted: Simulation) -> None:
+        self._busy_s = predicted.timeline.busy_s(predicted.steady)
+        self._iteration_s = predicted.timeline.period_s(predicted.steady)
         self._reported: set[Lane] = set()
 
     def after(self, session: Session, iteration: int) -> tuple[Row, ...]:

@@ -179,7 +179,7 @@ def in_words(starts: Sequence[Start]) -> str:
 
 
 @final
-class Progress:
+class IterationLog:
     """The iterations of a run over all its starts, in a file of one line each.
 
     Each line has ``iteration``, ``loss``, ``begin_s`` and ``end_s`` (since the epoch), ``ranks`` and ``position``, the
@@ -245,7 +245,7 @@ class Progress:
 
 
 def read_progress(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a file of :class:`Progress`, without those that were not written whole."""
+    """Yield the lines of a file of :class:`IterationLog`, without those that were not written whole."""
     for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
@@ -256,7 +256,7 @@ def read_progress(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def starts_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[Start]:
-    """Yield how a run went on, from the lines of :class:`Progress`."""
+    """Yield how a run went on, from the lines of :class:`IterationLog`."""
     for before, line in itertools.pairwise(lines):
         if line.get("start") and not before.get("last"):
             lost = before["iteration"] + 1 - line["iteration"]

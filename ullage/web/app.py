@@ -17,7 +17,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Site:
     """Where the page stands.
 
     Attributes:
@@ -62,7 +62,7 @@ class Place:
     frames: str = ""
 
     @classmethod
-    def of_environment(cls) -> "Place":
+    def of_environment(cls) -> "Site":
         """Return what the environment says; see the module."""
         named = os.environ.get("ULLAGE_WEB_HOSTS", "")
         space = os.environ.get("SPACE_HOST", "")
@@ -87,51 +87,53 @@ class Place:
         return str(ipaddress.ip_network((found, 64), strict=False) if found.version == 6 else found)
 
 
-class Guard:
-    """Refuses requests of other sites and hosts, and sets the headers that OWASP's cheat sheet of headers lists."""
+def guarded(app: Any, site: Site) -> Any:
+    """Return an application that refuses requests of other sites and hosts, and sets headers of security.
 
-    def __init__(self, app: Any, place: Place) -> None:
-        self.app, self.place = app, place
-        frames = place.frames or "'none'"
-        policy = (
-            f"default-src 'none'; script-src 'self'; style-src 'self' {_styles()}; img-src 'self' data: blob:; "
-            f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
-        )
-        headers = {
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
-            "cross-origin-opener-policy": "same-origin",
-            "cross-origin-resource-policy": "same-origin",
-            **({} if place.frames else {"x-frame-options": "DENY"}),
-        }
-        self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+    They are those that OWASP's cheat sheet of headers lists.
+    """
+    frames = site.frames or "'none'"
+    policy = (
+        f"default-src 'none'; script-src 'self'; style-src 'self' {_styles()}; img-src 'self' data: blob:; "
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors {frames}"
+    )
+    own = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        **({} if site.frames else {"x-frame-options": "DENY"}),
+    }
+    own_headers = [(name.encode(), value.encode()) for name, value in own.items()]
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        """Handle a request of ASGI."""
+    async def handle(scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
             return
 
         async def with_headers(message: _Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *self.headers]
+                message["headers"] = [*message.get("headers", []), *own_headers]
             await send(message)
 
-        refusal = self._refusal({key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]})
-        await (refusal or self.app)(scope, receive, with_headers)
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        await (_refusal(headers, site.hosts) or app)(scope, receive, with_headers)
 
-    def _refusal(self, headers: Mapping[str, str]) -> Response | None:
-        host = headers.get("host", "").lower()
-        if _name_of(host) not in self.place.hosts:
-            return _refused(f"this page is not called {host[:100]!r}", 421)
-        origin = headers.get("origin")
-        if origin is not None and origin.lower().partition("://")[2] != host:
-            return _refused("another site may not ask this page", 403)
-        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") not in {None, "navigate"}:
-            return _refused("another site may not ask this page", 403)
-        return None
+    return handle
+
+
+def _refusal(headers: Mapping[str, str], hosts: Collection[str]) -> Response | None:
+    host = headers.get("host", "").lower()
+    if _name_of(host) not in hosts:
+        return _refused(f"this page is not called {host[:100]!r}", 421)
+    origin = headers.get("origin")
+    if origin is not None and origin.lower().partition("://")[2] != host:
+        return _refused("another site may not ask this page", 403)
+    if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") not in {None, "navigate"}:
+        return _refused("another site may not ask this page", 403)
+    return None
 
 
 @functools.cache
@@ -222,11 +224,11 @@ async def _lines(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterat
             yield line + b"\n"
 
 
-def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
+def make_app(site: Site, jobs: Jobs | None = None) -> Starlette:
     """Return the application.
 
     Args:
-        place: where the page stands.
+        site: where the page stands.
         jobs: what answers questions.
     """
     jobs = jobs or Jobs()
@@ -240,7 +242,7 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             await jobs.close()
 
     async def choices(_request: Request) -> Response:
-        return Response(_choices(public=place.public), media_type="application/json")
+        return Response(_choices(public=site.public), media_type="application/json")
 
     async def ask(request: Request) -> Response:
         kind = request.path_params["kind"]
@@ -249,8 +251,8 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
         if request.headers.get("content-type") != "application/json":
             return _refused("a question is JSON; send what the page sends", 415)
         try:
-            asked = question_of(await _body(request), public=place.public)
-            lines = jobs.lines(kind, asked, place.visitor(request))
+            asked = question_of(await _body(request), public=site.public)
+            lines = jobs.lines(kind, asked, site.visitor(request))
             first = await anext(lines)
         except QuestionError as error:
             return _refused(str(error), error.status)
@@ -264,7 +266,7 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
             Route("/api/choices", choices),
             Route("/api/{kind}", ask, methods=["POST"]),
         ],
-        middleware=[Middleware(Guard, place)],
+        middleware=[Middleware(guarded, site)],
         lifespan=life,
     )
 
@@ -272,5 +274,5 @@ def make_app(place: Place, jobs: Jobs | None = None) -> Starlette:
 def __getattr__(name: str) -> Any:
     """Make ``app`` for a server that asks for it."""
     if name == "app":
-        return make_app(Place.of_environment())
+        return make_app(Site.of_environment())
     raise AttributeError(name)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from hwprofiles.machine import num_cores
 from planner.models.registry import list_models, models_with_formulas
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.options import given_flags, known_options
@@ -14,7 +15,7 @@ from ullage.whatif.prices import example_prices, load_prices
 from ullage.whatif.questions import COMPARES_MACHINES, answer
 from ullage.whatif.running.runner import Evaluator, run_study
 from ullage.whatif.running.store import Store
-from ullage.whatif.running.workers import in_processes, in_this_process, num_usable_cores
+from ullage.whatif.running.workers import in_processes, in_this_process
 from ullage.whatif.sensitivity import sensitivities
 from ullage.whatif.study import Study, StudyRequest, load_study
 from ullage.whatif.tables import check_table_path, write_table
@@ -46,7 +47,7 @@ def study_of(args: argparse.Namespace) -> Study:
         prices = example_prices() if args.prices == EXAMPLE_PRICES else load_prices(args.prices)
     if args.sensitivities and request.sweep:
         raise ValueError("--sensitivities needs a single point; leave out --sweep, or give its fields with --set")
-    num_workers = args.workers or num_usable_cores()
+    num_workers = args.workers or num_cores()
     runner = in_this_process if num_workers == 1 else in_processes(num_workers)
     if "hardware" not in request.set.keys() | request.sweep.keys() and request.question not in COMPARES_MACHINES:
         print_default_hardware(args)

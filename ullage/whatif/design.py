@@ -10,8 +10,6 @@ from typing import Any, Final
 import numpy as np
 
 from hwprofiles.registry import load_profile
-from planner.choices.request import Request
-from planner.plan.checkpoints import CheckpointRequest
 from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import checkpoints_of, request_of, trained, types_of, with_pfs
 from ullage.whatif.fields import (
@@ -24,36 +22,12 @@ from ullage.whatif.fields import (
     of_model,
     options_of,
 )
-from ullage.whatif.running.point import Effort, digest_of
+from ullage.whatif.running.point import Effort, PointRequest, digest_of
 from ullage.whatif.study import Axis, Result, StudyRequest, Value, Varied
 from ullage.whatif.values import Number
 
 MAX_POINTS: Final = 1_000_000
 Level = Number | Value
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A point to plan.
-
-    Attributes:
-        settings: the value of every axis.
-        varied: fields of machine and model that the study changes.
-        hardware, model: names of machine and model.
-        request: the request; ``None`` if it is invalid (see ``refused``).
-        key: digest of everything that determines the result.
-        refused: the reason if the request is invalid.
-        checkpoints: request for checkpoints, with failures and limits, if there is one.
-    """
-
-    settings: dict[str, Value]
-    varied: dict[str, Varied]
-    hardware: str
-    model: str
-    request: Request | None
-    key: str
-    refused: Result | None = None
-    checkpoints: CheckpointRequest | None = None
 
 
 class Space:
@@ -94,7 +68,7 @@ class Space:
         """Return a field by any of its names; see :func:`ullage.whatif.fields.field_named`."""
         return field_named(name, self.fields)
 
-    def cases(self) -> Iterator[Case]:
+    def cases(self) -> Iterator[PointRequest]:
         """Yield the points in the order of the design; the last axis varies fastest."""
         names = list(self._levels)
         return (self.case(dict(zip(names, row, strict=True))) for row in self._rows)
@@ -110,7 +84,7 @@ class Space:
             return [_plain(level) for level in self._levels[name]]
         return [_plain(self._set[name])] if name in self._set else []
 
-    def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
+    def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> PointRequest:
         """Return the point at some values of axes or other fields.
 
         Args:
@@ -137,9 +111,11 @@ class Space:
                 request = dataclasses.replace(request, hardware=with_pfs(request.hardware, asked.pfs_bandwidth))
         except ValueError as error:
             refused = Result(status="refused", reason=" ".join(str(error).split()))
-            return Case(settings, varied, names["hardware"], names["model"], None, "", refused)
+            return PointRequest(settings, varied, names["hardware"], names["model"], None, "", refused)
         key = digest_of(request, effort or self.effort, checkpoints)
-        return Case(settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints)
+        return PointRequest(
+            settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints
+        )
 
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level]:
         field = self.field(name)

@@ -11,9 +11,10 @@ from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.terms import Storage
 from ullage.output.formatting import duration, percent
 from ullage.output.progress import Report
-from ullage.whatif.design import Case, Space
+from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine, scalables_of
 from ullage.whatif.prices import Prices
+from ullage.whatif.running.point import PointRequest
 from ullage.whatif.running.runner import Evaluator, narrowed, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.study import Answer, Axis, Cost, Minimum, Point, Study, StudyRequest
@@ -49,7 +50,7 @@ def answer(run: Evaluator) -> Study:
 def _fits(run: Evaluator) -> Study:
     space, machines = run.space, _machines(run.space, None)
     waiting = {name: list(_device_counts(space, hardware)) for name, hardware in machines.items()}
-    tried: list[Case] = []
+    tried: list[PointRequest] = []
     chosen: dict[str, int] = {}
     while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
         cases = {name: space.case({"hardware": name, "gpus": counts.pop(0)}) for name, counts in waiting.items()}
@@ -299,7 +300,7 @@ def _greatest_that_fits(
     space, hardware = run.space, load_profile(run.space.hardware)
     given = space.request.set.get("storage")
     kinds = [given] if given else [kind for kind in get_args(Storage) if kind != "nvme" or hardware.nvme]
-    tried: dict[tuple[str, int], Case] = {}
+    tried: dict[tuple[str, int], PointRequest] = {}
     refusals: dict[str, str | None] = {}
 
     def fit(numbers: Mapping[str, int]) -> dict[str, bool]:
@@ -331,7 +332,7 @@ def _next_length(fits: int, misfits: int | None) -> int | None:
     return middle if fits < middle < misfits and misfits > _NEAR * fits else None
 
 
-def _case_with(space: Space, kind: str, field: str, value: str | int) -> Case:
+def _case_with(space: Space, kind: str, field: str, value: str | int) -> PointRequest:
     """Return a point with a micro-batch of one sequence, unless the study sets another."""
     settings: dict[str, str | int] = {"storage": kind, field: value}
     sized = {"global_batch", "micro_batch"} & space.request.set.keys()
@@ -371,11 +372,11 @@ def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
     yield most
 
 
-def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
+def _with_settings(case: PointRequest, settings: Mapping[str, str | int]) -> PointRequest:
     return dataclasses.replace(case, settings=dict(settings))
 
 
-def _study(run: Evaluator, cases: Sequence[Case]) -> Study:
+def _study(run: Evaluator, cases: Sequence[PointRequest]) -> Study:
     """Return a study of machines with some numbers of devices."""
     axes = tuple(
         axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})

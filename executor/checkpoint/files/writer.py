@@ -10,7 +10,7 @@ import numpy as np
 
 from executor.checkpoint.files.flusher import Buffer, Chunk, FileState, Flusher, Lease
 from executor.checkpoint.files.system_calls import CheckpointError, write_all
-from executor.checkpoint.format.layout import Layout
+from executor.checkpoint.format.layout import FileLayout
 from executor.checkpoint.format.manifest import FileRecord
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, alignment_bytes, in_blocks
 
@@ -31,7 +31,7 @@ class ShardWriter:
         CheckpointError: there is no room, or no permission.
     """
 
-    def __init__(self, flusher: Flusher, folder: Path, path: str, layout: Layout) -> None:
+    def __init__(self, flusher: Flusher, folder: Path, path: str, layout: FileLayout) -> None:
         self.layout = layout
         self.path = path
         self._full_path = folder / path

@@ -36,71 +36,70 @@ ITEM_BYTES: Final[Mapping[Dtype, int]] = {
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # read by torch.distributed.checkpoint
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Box:
-    """A contiguous range of a tensor that has an offset and an extent in each dimension.
-
-    Attributes:
-        start, stop: the range, in values of the flat tensor.
-        offsets: the box's offset in each dimension.
-        shape: its extent in each dimension.
-    """
-
-    start: int
-    stop: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[range]:
     """Cut values ``start`` to ``stop`` of a flat tensor into boxes, in order; see [Note: Boxes]."""
     if stop <= start:
-        return
-    if len(shape) <= 1:
-        yield Box(start, stop, (start,) * len(shape), (stop - start,) * len(shape))
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner
     if first > last:  # all within one row
-        yield from _within(shape, start // inner, inner, start, stop)
+        yield from _within(shape, last * inner, start, stop)
         return
-    yield from _within(shape, first - 1, inner, start, first * inner)
+    yield from _within(shape, (first - 1) * inner, start, first * inner)
     if first < last:
-        rest = shape[1:]
-        yield Box(first * inner, last * inner, (first, *(0 for _ in rest)), (last - first, *rest))
-    yield from _within(shape, last, inner, last * inner, stop)
+        yield range(first * inner, last * inner)
+    yield from _within(shape, last * inner, last * inner, stop)
 
 
-def _within(shape: tuple[int, ...], row: int, inner: int, start: int, stop: int) -> Iterator[Box]:
-    base = row * inner
-    for box in boxes(shape[1:], start - base, stop - base):
-        yield Box(box.start + base, box.stop + base, (row, *box.offsets), (1, *box.shape))
+def _within(shape: tuple[int, ...], row_start: int, start: int, stop: int) -> Iterator[range]:
+    for box in boxes(shape[1:], start - row_start, stop - row_start):
+        yield range(box.start + row_start, box.stop + row_start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """A box of a tensor in a file.
+class TensorBox:
+    """A box of a tensor in a file: a contiguous range with an offset and an extent in each dimension.
 
     Attributes:
         name: name of the tensor.
         dtype: its data type, see :data:`ITEM_BYTES`.
         shape: shape of the whole tensor.
-        box: the part of the tensor in this file.
+        box: the part of the tensor in this file, in values of the flat tensor.
     """
 
     name: str
     dtype: Dtype
     shape: tuple[int, ...]
-    box: Box
+    box: range
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
-        return (self.box.stop - self.box.start) * ITEM_BYTES[self.dtype]
+        return len(self.box) * ITEM_BYTES[self.dtype]
+
+    @property
+    def offsets(self) -> list[int]:
+        """The box's offset in each dimension."""
+        return self._coordinates(self.box.start)
+
+    @property
+    def extents(self) -> list[int]:
+        """The box's extent in each dimension."""
+        if not self.box:
+            return list(self.shape)
+        ends = zip(self.offsets, self._coordinates(self.box.stop - 1), strict=True)
+        return [last - first + 1 for first, last in ends]
+
+    def _coordinates(self, value: int) -> list[int]:
+        found: list[int] = []
+        for extent in reversed(self.shape):
+            value, index = divmod(value, max(extent, 1))
+            found.insert(0, index)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """The bytes of a file.
 
     Attributes:
@@ -110,13 +109,13 @@ class Layout:
         num_bytes: size of the whole file.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorBox, ...]
     header: bytes
     starts: tuple[int, ...]
     num_bytes: int
 
 
-def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None) -> Layout:
+def layout(entries: tuple[TensorBox, ...], *, known: Mapping[str, str] | None = None) -> FileLayout:
     """Lay out a file.
 
     Args:
@@ -133,10 +132,10 @@ def layout(entries: tuple[Entry, ...], *, known: Mapping[str, str] | None = None
             raise ValueError(f"{entry.name} is in one file twice, but names of tensors must be unique")
         starts.append(end)
         end += entry.num_bytes
-        fields[entry.name] = {"dtype": entry.dtype, "shape": list(entry.box.shape), "data_offsets": [starts[-1], end]}
-    sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
+        fields[entry.name] = {"dtype": entry.dtype, "shape": entry.extents, "data_offsets": [starts[-1], end]}
+    sharding = {entry.name: {"saved_offsets": entry.offsets} for entry in entries}
     said = known or {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
     text = json.dumps({"__metadata__": said, **fields}, separators=(",", ":")).encode()
     room = in_blocks(8 + len(text))
     header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
-    return Layout(entries, header, tuple(room + start for start in starts), room + end)
+    return FileLayout(entries, header, tuple(room + start for start in starts), room + end)

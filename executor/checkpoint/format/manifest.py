@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError
 
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
-from executor.checkpoint.format.layout import ITEM_BYTES, Dtype, Layout
+from executor.checkpoint.format.layout import ITEM_BYTES, Dtype, FileLayout
 from executor.direct_io import BLOCK_BYTES
 from hwprofiles.quantity import Frozen
 
@@ -80,7 +80,7 @@ class TensorRecord(Frozen):
         return math.prod(self.shape)
 
 
-def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
+def tensors_of(layouts: Sequence[FileLayout]) -> dict[str, TensorRecord]:
     """Return the tensors of files with these layouts. A file's number is its index in the list."""
     tensors: dict[str, TensorRecord] = {}
     for index, layout in enumerate(layouts):

@@ -30,10 +30,10 @@ from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files, remove_tree, write_all
 from executor.checkpoint.files.timeouts import waiting
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format.layout import Layout
+from executor.checkpoint.format.layout import FileLayout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.place import Place, checkpoint_name, in_use, is_whole, parse_name
+from executor.checkpoint.places.place import Place, checkpoint_name, in_use, parse_name
 from hwprofiles.machine import available_memory_bytes
 from planner.terms import MIN_CHECKPOINTS
 
@@ -147,7 +147,8 @@ class Draft:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            if is_whole(path):
+            with contextlib.suppress(DamagedError):
+                Checkpoint(path).verify_in_turn()
                 raise CheckpointError(in_use(path)) from error
             _rename_and_remove(self._files, path)
             self._files.rename(self.folder, path)
@@ -194,7 +195,7 @@ def write_file(files: Files, folder: Path, record: FileRecord, chunks: Iterator[
         data = next(chunks).tobytes()
         while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
             data += next(chunks).tobytes()
-        layout = Layout((), data[:header_bytes], (), record.num_bytes)
+        layout = FileLayout((), data[:header_bytes], (), record.num_bytes)
         writer = ShardWriter(flusher, folder, record.path, layout)
         try:
             writer.append(np.frombuffer(data, np.uint8)[header_bytes:])

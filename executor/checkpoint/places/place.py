@@ -263,13 +263,3 @@ def step_of(folder: Folder) -> int:
     parsed = parse_name(folder.name)
     assert parsed is not None, f"{folder} is not the folder of a checkpoint"
     return parsed[0]
-
-
-def is_whole(folder: Folder) -> bool:
-    """Check every byte of a checkpoint; return whether it is whole."""
-    try:
-        with Checkpoint(folder) as checkpoint:
-            checkpoint.verify_in_turn()
-    except DamagedError:
-        return False
-    return True

@@ -20,7 +20,7 @@ from ullage.analysis.runs import save_run
 from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time
-from ullage.report.charts import Axis, Band, Chart, Level, Trace
+from ullage.report.charts import Axis, Band, Chart, Line, Trace
 from ullage.report.files import side_by_side
 from ullage.report.interactive import THEMES, figure
 from ullage.report.page import render
@@ -239,7 +239,7 @@ def test_names_in_charts_are_no_tags():
     x, y = Axis("x", "s"), Axis("y", "B")
     trace = Trace(HOSTILE, [1.0], [HOSTILE], "bars", "first", texts=[HOSTILE])
     bars = Chart("bars", HOSTILE, HOSTILE, x, (trace,))
-    level, band = Level(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
+    level, band = Line(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
     line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], "line", "first", texts=[HOSTILE] * 2)
     lines = Chart("lines", HOSTILE, HOSTILE, x, (line,), y, levels=(level,), bands=(band,))
     row = Trace(HOSTILE, [0.0], [1.0], "tasks", [Work.UPDATE], texts=[HOSTILE])

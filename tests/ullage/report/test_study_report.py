@@ -1,5 +1,7 @@
 """The page of a study: curves, maps, and what binds."""
 
+import math
+
 import plotly.graph_objects as go
 import pytest
 from report_objects import in_colour, page_of, part_of, pictures, study
@@ -49,17 +51,17 @@ def test_two_fields_make_a_map_of_speed_and_one_of_cost():
     shown = pictures(part_of(example_study))
     for key, read in {"speed": lambda p: p.figures.tokens_per_s, "cost": lambda p: p.cost.per_million_tokens}.items():
         drawn = shown[f"map-gpus-host-link-{key}"]
-        assert (drawn.columns, drawn.rows) == (("1", "2", "3", "4"), ("0.5x", "1x", "2x"))
+        assert [(row.name, row.x) for row in drawn.traces] == [(f, ["1", "2", "3", "4"]) for f in ("0.5x", "1x", "2x")]
         found = {
-            (gpus, factor): value
-            for factor, row in zip(example_study.axes[1].values, drawn.values, strict=True)
-            for gpus, value in zip(example_study.axes[0].values, row, strict=True)
+            (gpus, factor): None if math.isnan(value) else value
+            for factor, row in zip(example_study.axes[1].values, drawn.traces, strict=True)
+            for gpus, value in zip(example_study.axes[0].values, row.y, strict=True)
         }
         assert found == {
             (p.settings["gpus"], p.settings["host-link"]): read(p) if p.figures else None for p in example_study.points
         }
         assert drawn.table.rows[0][:2] == ("0.5x", "-")
-        assert "lacks 5 GB" in drawn.texts[0][0]
+        assert "lacks 5 GB" in drawn.traces[0].texts[0]
         (cells,) = figure(drawn)["data"]
         assert cells["z"][0][0] is None
 
@@ -82,9 +84,10 @@ def test_a_map_of_three_fields_has_the_best_of_the_third():
     ]
     three = example_study.model_copy(update={"axes": (*example_study.axes, third), "points": tuple(slower)})
     shown = pictures(part_of(three))
-    assert {value for row in shown["map-gpus-host-link-speed"].values for value in row} == {None, 200.0}
-    assert shown["map-gpus-host-link-speed"].texts[0][0] == "not planned"
-    assert set(shown["map-gpus-micro-batch-speed"].values) == {(100.0,) * 4, (200.0,) * 4}
+    rows = shown["map-gpus-host-link-speed"].traces
+    assert {value for row in rows for value in row.y if not math.isnan(value)} == {200.0}
+    assert (rows[0].texts[0], math.isnan(rows[0].y[0])) == ("not planned", True)
+    assert [row.y for row in shown["map-gpus-micro-batch-speed"].traces] == [[100.0] * 4, [200.0] * 4]
 
 
 def test_fields_that_go_side_by_side_make_no_map():

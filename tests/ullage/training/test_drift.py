@@ -22,6 +22,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
+from planner.simulate.machine import Simulation
 from ullage.analysis.comparison import Row
 from ullage.analysis.simulation import simulate
 from ullage.output.formatting import si
@@ -40,8 +41,12 @@ def predicted(plan: Plan) -> Timeline:
     return simulate(plan, 8).timeline
 
 
+def watching(predicted: Timeline) -> DriftWatch:
+    return DriftWatch(Simulation(predicted, range(4, 5), converged=True))
+
+
 def test_a_prediction_does_not_drift_from_itself(predicted: Timeline) -> None:
-    assert list(DriftWatch(predicted, 4).drifts(predicted, [4])) == []
+    assert list(watching(predicted).drifts(predicted, [4])) == []
 
 
 def test_a_lane_is_reported_once_and_only_beyond_the_threshold(predicted: Timeline) -> None:
@@ -49,7 +54,7 @@ def test_a_lane_is_reported_once_and_only_beyond_the_threshold(predicted: Timeli
     lane = max(share, key=lambda lane: share[lane])
     assert share[lane] * THRESHOLD > MIN_SHARE
     for factor in (1 + THRESHOLD, 1 - THRESHOLD):
-        watch = DriftWatch(predicted, 4)
+        watch = watching(predicted)
         inside, outside = (scaled(predicted, lane, 1 + (factor - 1) * x) for x in (0.95, 1.05))
         assert list(watch.drifts(inside, [4])) == []
         (drift,) = watch.drifts(outside, [4])
@@ -64,7 +69,7 @@ def test_a_lane_that_hardly_matters_is_not_reported(predicted: Timeline) -> None
     lane = min(busy_s, key=lambda lane: busy_s[lane])
     enough = 1 + MIN_SHARE * predicted.period_s(4) / busy_s[lane]
     assert enough > 1.5
-    watch = DriftWatch(predicted, 4)
+    watch = watching(predicted)
     assert list(watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 0.9), [4])) == []
     assert [d.name for d in watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 1.1), [4])] == [lane]
 
@@ -98,7 +103,7 @@ class Recording:
 
 def test_what_is_read_was_recorded_and_recording_is_bounded(predicted: Timeline) -> None:
     session, recorded = Recording(predicted), set()
-    watch = DriftWatch(predicted, 4)
+    watch = watching(predicted)
     for iteration in range(1000):
         if session.record:
             recorded.add(iteration)

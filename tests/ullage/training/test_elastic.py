@@ -20,7 +20,7 @@ from planner.plan.document import Plan, PlanError
 from planner.plan.planning import make_plan
 from ullage.this_machine.planning import _divided
 from ullage.training.batches import Batches, tokens_for
-from ullage.training.elastic import Progress, Start, _requests, in_words, planned_for, read_progress
+from ullage.training.elastic import IterationLog, Start, _requests, in_words, planned_for, read_progress
 from ullage.training.loop import Step
 
 
@@ -102,7 +102,7 @@ def test_a_plan_for_other_ranks_is_made_once(tmp_path, monkeypatch) -> None:
 
 def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     def run(first: int, last: int) -> Start | None:
-        progress = Progress(tmp_path, planned(), 1, 9)
+        progress = IterationLog(tmp_path, planned(), 1, 9)
         told = [progress.add(Step(n, 1.0, 0.25), n) for n in range(first, last)]
         assert told[1:] == [None] * len(told[1:])
         progress.close()
@@ -119,14 +119,14 @@ def test_progress_tells_what_each_start_has_cost(tmp_path) -> None:
     assert [line["iteration"] for line in read_progress(path)] == [0, 1, 2, 3, 4, 3, 4, 5, 6]
     run(7, 9)
     assert run(9, 10) is None, "trained longer, as somebody has asked for"
-    kept = Progress(tmp_path, planned(), 1, 9).starts
+    kept = IterationLog(tmp_path, planned(), 1, 9).starts
     assert [each.lost_iterations for each in kept] == [2, 0]
     assert "2 times" in in_words(kept)
     assert "2 iterations computed again" in in_words(kept)
 
 
 def test_a_file_system_that_does_not_answer_does_not_stop_training(tmp_path) -> None:
-    progress = Progress(tmp_path, planned(), 1, 9)
+    progress = IterationLog(tmp_path, planned(), 1, 9)
     os.mkfifo(tmp_path / "iterations.jsonl")  # who opens it waits for a reader
     for number in range(3):
         progress.add(Step(number, 1.0, 0.25), number)

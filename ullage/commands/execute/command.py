@@ -16,33 +16,29 @@ from ullage.cli.arguments import (
     positive_int,
     saved_weights,
 )
-from ullage.commands import Subparsers, command_parser
+
+DESCRIPTION = """\
+Train the plan's model exactly as planned, from random weights or from yours. Measure every task, and
+compare the run with the prediction. The data is your text or tokens, or a built-in text. Files are
+memory-mapped; the order of sequences depends only on the seed. For a captured model, the function that the
+plan names makes the model; it trains on one random batch. For chats, instructions, epochs, evaluation and
+loggers, use `ullage.offloaded(SFTTrainer)` in Python. A plan for several devices needs one process per
+device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`."""
+EXAMPLES = """
+    ullage execute plan.json
+    ullage execute plan.json --iterations 100 --data corpus.txt --lr 3e-4 --output-dir runs/1
+    ullage execute plan.json --iterations 1000 --replan --compile
+    ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints,every=10
+    ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
+    ullage execute plan.json --checkpoint-dir memory,every=10 --checkpoint-dir s3://bucket/run,every=100
+    ullage execute plan.json --elastic --checkpoint-dir checkpoints,every=10
+    ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
+    ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
+"""
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the parser of this command."""
-    parser = command_parser(
-        subparsers,
-        "execute",
-        run,
-        "Train the plan's model exactly as planned, from random weights or from yours. Measure every task, and\n"
-        "compare the run with the prediction. The data is your text or tokens, or a built-in text. Files are\n"
-        "memory-mapped; the order of sequences depends only on the seed. For a captured model, the function that the\n"
-        "plan names makes the model; it trains on one random batch. For chats, instructions, epochs, evaluation and\n"
-        "loggers, use `ullage.offloaded(SFTTrainer)` in Python. A plan for several devices needs one process per\n"
-        "device: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
-        """
-        ullage execute plan.json
-        ullage execute plan.json --iterations 100 --data corpus.txt --lr 3e-4 --output-dir runs/1
-        ullage execute plan.json --iterations 1000 --replan --compile
-        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints,every=10
-        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
-        ullage execute plan.json --checkpoint-dir memory,every=10 --checkpoint-dir s3://bucket/run,every=100
-        ullage execute plan.json --elastic --checkpoint-dir checkpoints,every=10
-        ullage execute plan.json --weights models/llama --data corpus.txt --save models/mine
-        ullage execute plan.json --data corpus.bin,dtype=uint16,skip=8000
-        """,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
     parser.add_argument("plan", type=Path, metavar="PLAN", help="file that `ullage plan` wrote")
     parser.add_argument(
         "--iterations",

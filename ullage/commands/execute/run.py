@@ -37,7 +37,7 @@ from ullage.this_machine.planning import Options, world_size
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
 from ullage.training.drift import DriftWatch, warning
-from ullage.training.elastic import Progress, Start, in_words, planned_for, shared_folder
+from ullage.training.elastic import IterationLog, Start, in_words, planned_for, shared_folder
 from ullage.training.levels import buffer_bytes, levels_of, usable
 from ullage.training.loop import Step, train
 from ullage.training.models import check_machine, prepared
@@ -125,10 +125,10 @@ def _options(args: argparse.Namespace, plan: Plan) -> Options:
     return options
 
 
-def _for_who_is_there(plan: Plan, levels: Sequence[Level], num_iterations: int) -> tuple[Plan, Progress | None]:
+def _for_who_is_there(plan: Plan, levels: Sequence[Level], num_iterations: int) -> tuple[Plan, IterationLog | None]:
     """Return a plan for the ranks that are there, and what rank 0 keeps of the run over all its starts."""
     folder = shared_folder(levels)
-    progress = Progress(folder, plan, world_size(), num_iterations) if is_first_process() else None
+    progress = IterationLog(folder, plan, world_size(), num_iterations) if is_first_process() else None
     return planned_for(plan, world_size(), folder), progress
 
 
@@ -168,10 +168,10 @@ def _train(
     optimizer: OffloadedOptimizer,
     batches: Batches,
     saver: Saver | None,
-    progress: Progress | None,
+    progress: IterationLog | None,
 ) -> _Trained:
     """Train, with ``--replan`` under a faster plan later on, and close the session. Handle signals until then."""
-    watch = None if optimizer.pipeline else _watch(optimizer.plan)
+    watch = None if optimizer.pipeline else DriftWatch(simulate(optimizer.plan))
     losses: list[float] = []
     replanned, before, first = None, None, None
     # Ranks without checkpoints handle no signals: they would have to agree each time.
@@ -198,7 +198,7 @@ def _train(
                 before = _record(process, optimizer, batches, losses, session.timeline())
                 replanned = _replan(optimizer, saver)
                 warn(str(replanned))
-                watch = _watch(optimizer.plan)
+                watch = DriftWatch(simulate(optimizer.plan))
             if interruption is not None and optimizer.session.collectives.mean(float(interruption.signal is not None)):
                 break  # all ranks leave after the same iteration
         record = None
@@ -272,11 +272,6 @@ def _resume(args: argparse.Namespace, saver: Saver, warn: Callable[[str], None])
     else:
         warn(f"continuing from {found.path}")
     return found.step
-
-
-def _watch(plan: Plan) -> DriftWatch:
-    simulation = simulate(plan)
-    return DriftWatch(simulation.timeline, simulation.steady)
 
 
 def _write(args: argparse.Namespace, record: RunRecord, trained: _Trained, num_sequences: int) -> None:

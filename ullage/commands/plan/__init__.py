@@ -1,3 +1,1 @@
 """``ullage plan``."""
-
-from ullage.commands.plan.command import add_parser as add_parser

@@ -17,7 +17,7 @@ from planner.plan.competition import Found
 from planner.plan.document import Plan, describe
 from planner.plan.planning import InfeasibleError, find
 from ullage.rivals import engines_beside
-from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Result
+from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Result, Value, Varied
 
 # Libraries whose results affect plans.
 _LIBRARIES: Final = ("highspy", "numba", "numpy", "scipy")
@@ -27,6 +27,35 @@ _PACKAGES: Final = ("hwprofiles", "planner")
 Effort = Literal["plan", "certify", "fit"]
 """Effort for a point: a plan as by `ullage plan`; the same with a proof of its gap; or only the first plan that
 fits, without other engines."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PointRequest:
+    """A point to plan.
+
+    Attributes:
+        settings: the value of every axis.
+        varied: fields of machine and model that the study changes.
+        hardware, model: names of machine and model.
+        request: the request; ``None`` if it is invalid (see ``refused``).
+        key: digest of everything that determines the result.
+        refused: the reason if the request is invalid.
+        checkpoints: request for checkpoints, with failures and limits, if there is one.
+    """
+
+    settings: dict[str, Value]
+    varied: dict[str, Varied]
+    hardware: str
+    model: str
+    request: Request | None
+    key: str
+    refused: Result | None = None
+    checkpoints: CheckpointRequest | None = None
+
+    def plan(self, effort: Effort) -> Result:
+        """Plan the point; see :func:`plan_point`."""
+        assert self.request is not None, "what is refused is not planned"
+        return plan_point(self.request, effort, self.checkpoints)
 
 
 def digest_of(request: Request, effort: Effort, checkpoints: CheckpointRequest | None = None) -> str:

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from hwprofiles import __version__
 from ullage.output.progress import Report
-from ullage.whatif.design import Case, Space
+from ullage.whatif.design import Space
 from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
-from ullage.whatif.running.point import Effort
+from ullage.whatif.running.point import Effort, PointRequest
 from ullage.whatif.running.store import Store
-from ullage.whatif.running.workers import Runner, Task, in_this_process
+from ullage.whatif.running.workers import Runner, in_this_process
 from ullage.whatif.study import Axis, Point, Result, Study
 
 _K = TypeVar("_K")
@@ -36,7 +36,9 @@ class Evaluator:
     runner: Runner = in_this_process
     progress: Report = lambda *_: None
 
-    def results(self, cases: Iterable[Case], what: str = "planning", effort: Effort | None = None) -> list[Result]:
+    def results(
+        self, cases: Iterable[PointRequest], what: str = "planning", effort: Effort | None = None
+    ) -> list[Result]:
         """Return the results of points. Points whose results are in the store are not planned again.
 
         Args:
@@ -49,8 +51,8 @@ class Evaluator:
             OSError: the store cannot be written.
         """
         wanted = list(cases)
-        todo: dict[str, Task] = {
-            case.key: (case.key, case.request, case.checkpoints)
+        todo = {
+            case.key: case
             for case in sorted(wanted, key=_similarity_key)
             if case.request and case.key not in self.store.results
         }
@@ -72,7 +74,7 @@ class Evaluator:
                 ) from None
         return [case.refused or self.store.results[case.key] for case in wanted]
 
-    def study(self, cases: Iterable[Case], axes: tuple[Axis, ...]) -> Study:
+    def study(self, cases: Iterable[PointRequest], axes: tuple[Axis, ...]) -> Study:
         """Return a study of some points with their costs; see :meth:`results`."""
         names = ("settings", "varied", "hardware", "model", "key")
         planned = list(cases)
@@ -92,7 +94,7 @@ class Evaluator:
         )
 
 
-def _similarity_key(case: Case) -> tuple[str | float, ...]:
+def _similarity_key(case: PointRequest) -> tuple[str | float, ...]:
     """Return a sort key that makes points with equal schedules neighbours, because schedules are cached."""
     request = case.request
     if request is None:

@@ -11,34 +11,27 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, resource_tracker
 from typing import Final
+from unittest import mock
 
-from planner.choices.request import Request
-from planner.plan.checkpoints import CheckpointRequest
-from ullage.whatif.running.point import Effort, plan_point
+from ullage.whatif.running.point import Effort, PointRequest
 from ullage.whatif.study import Result
 
-Task = tuple[str, Request, CheckpointRequest | None]
-"""The key of a point, its request, and its request for checkpoints, if any."""
-
-Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
+Runner = Callable[[Iterable[PointRequest], Effort], Iterator[tuple[str, Result]]]
 """Takes points and the effort for each; yields keys with results in the order in which they finish."""
 
 AHEAD: Final = 2
 """Points queued beyond those being planned: enough to keep workers busy, few enough to stop at once."""
 
 # Libraries that would start threads of their own. A worker has one thread, and there is one worker per core.
-_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+_ONE_THREAD: Final = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1"
+)
 
 
-def num_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
+def in_this_process(points: Iterable[PointRequest], effort: Effort) -> Iterator[tuple[str, Result]]:
     """Plan the points one after another in this process."""
-    for key, request, checkpoints in tasks:
-        yield key, plan_point(request, effort, checkpoints)
+    for point in points:
+        yield point.key, point.plan(effort)
 
 
 def in_processes(num_workers: int) -> Runner:
@@ -47,15 +40,15 @@ def in_processes(num_workers: int) -> Runner:
     An interruption, or closing the iterator, ends the processes at once. Unfinished points are lost.
     """
 
-    def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
-        with _one_thread_each():
+    def run(points: Iterable[PointRequest], effort: Effort) -> Iterator[tuple[str, Result]]:
+        with mock.patch.dict(os.environ, _ONE_THREAD):
             pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin_worker)
-            todo, running = iter(tasks), dict[Future[Result], str]()
+            todo, running = iter(points), dict[Future[Result], str]()
             try:
                 while True:
-                    for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
+                    for point in itertools.islice(todo, num_workers + AHEAD - len(running)):
                         with _interrupts_delayed():
-                            running[pool.submit(plan_point, request, effort, checkpoints)] = key
+                            running[pool.submit(point.plan, effort)] = point.key
                     if not running:
                         break
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -106,17 +99,3 @@ def _begin_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
