@@ -34,16 +34,16 @@ class Nested:
     most_lost_s: float
 
 
-class ContradictionError(ValueError):
-    """No interval is within all limits.
+class CheckpointsError(ValueError):
+    """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy.
 
     Attributes:
-        least_overhead: within the limit of lost work; ``None`` if no interval is within that limit.
-        least_lost_s: within the limit of overhead; ``None`` if no interval is within that limit.
+        least_overhead: if no interval keeps both limits, the least within that of lost work; ``None`` if there is none.
+        least_lost_s: likewise, the least work that is lost within the limit of overhead.
     """
 
-    def __init__(self, least_overhead: float | None, least_lost_s: float | None) -> None:
-        super().__init__("no interval between checkpoints keeps both its limit of overhead and that of lost work")
+    def __init__(self, message: str, least_overhead: float | None = None, least_lost_s: float | None = None) -> None:
+        super().__init__(message)
         self.least_overhead = least_overhead
         self.least_lost_s = least_lost_s
 
@@ -60,7 +60,7 @@ def nest(
         max_lost_s: limit of :func:`planner.checkpoints.interval.most_lost_s`; ``None``: none.
 
     Raises:
-        ContradictionError: no intervals are within the limits.
+        CheckpointsError: no intervals are within the limits.
     """
     search = _Search(levels, iteration_s, max_overhead, max_lost_s)
     every = search.best(search.grid())
@@ -79,7 +79,7 @@ def check(
     """Return the waste that follows from given intervals; see :func:`nest`.
 
     Raises:
-        ContradictionError: they are not within the limits.
+        CheckpointsError: they are not within the limits.
     """
     _Search(levels, iteration_s, max_overhead, max_lost_s).best(tuple(np.array([n]) for n in every))
     work_s = [n * iteration_s for n in every]
@@ -134,7 +134,8 @@ class _Search:
         few = allowed & self._within(added, self._max_overhead)
         little = allowed & self._within(lost_s, self._max_lost_s)
         if not (few & little).any():
-            raise ContradictionError(_least(added, little), _least(lost_s, few))
+            message = "no interval between checkpoints keeps both its limit of overhead and that of lost work"
+            raise CheckpointsError(message, _least(added, little), _least(lost_s, few))
         wasted = np.where(few & little, expected_waste(self._levels, work_s), np.inf)
         found = int(np.argmin(wasted))
         return tuple(int(counts[found]) for counts in tried)
