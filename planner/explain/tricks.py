@@ -181,7 +181,7 @@ def _without(field: str) -> Off:
     def off(bench: Bench) -> Iterator[Decisions]:
         if getattr(bench.decisions, field) is None:
             return
-        for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
+        for other in _with_less_resident(bench):  # what is needed instead may be the memory of resident state
             whole = changed(other, **{field: None})
             with suppress(ModelConfigError):  # a captured model may be known with tiles only
                 bench.plan.units(whole)
@@ -206,12 +206,6 @@ def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     if precision.products:
         for other in _with_less_resident(bench):
             yield changed(other, precision=precision.without_fp8, fp8_weights=None)
-
-
-def _weights_in_own_type(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.fp8_weights:
-        for other in _with_less_resident(bench):  # slots need more memory
-            yield changed(other, fp8_weights=None)
 
 
 TRICKS: tuple[Trick, ...] = (
@@ -258,7 +252,7 @@ TRICKS: tuple[Trick, ...] = (
         "fp8-weights",
         "weights fetched or gathered in fp8",
         "in their own type, cast for every use",
-        _weights_in_own_type,
+        _without("fp8_weights"),
     ),
     Trick(
         "zero-bubble",

@@ -54,7 +54,7 @@ class EngineRow(Frozen):
     numerics: str | None = None
 
 
-class Kind(Frozen):
+class DeviceKind(Frozen):
     """Ranks on devices of another kind than a plan's own; see [Note: Unlike devices] in :mod:`planner.plan.unlike`.
 
     Attributes:
@@ -111,7 +111,7 @@ class Plan(Frozen):
     certificate: Certificate
     num_simulations: int
     checkpoints: CheckpointPlan | None = None
-    others: tuple[Kind, ...] | None = None
+    others: tuple[DeviceKind, ...] | None = None
     divisions_bound_s: float | None = None
     model_digest: str = ""
     hardware_digest: str = ""
@@ -169,10 +169,10 @@ class Plan(Frozen):
                 return self.model_copy(update=own | {"others": None, "divisions_bound_s": None}).sealed()
         return self
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[DeviceKind]:
         """Return all kinds of devices, in the order of their ranks."""
         others = self.others or ()
-        first = Kind(
+        first = DeviceKind(
             hardware=self.hardware,
             first_rank=0,
             num_ranks=self.decisions.num_devices - sum(kind.num_ranks for kind in others),
