@@ -85,14 +85,6 @@ class Bench:
 
     # -- changing decisions ---------------------------------------------------------------------------------------
 
-    def changed(self, **options: Any) -> Decisions:
-        """Return the plan's decisions with other options.
-
-        Raises:
-            ValueError: they contradict one another.
-        """
-        return changed(self.decisions, **options)
-
     def with_units(self, units: Mapping[str, UnitDecision]) -> Decisions:
         """Return the plan's decisions with others for some units."""
         return changed(self.decisions, units=self.decisions.units | dict(units))

@@ -82,7 +82,7 @@ def _options(**options: object) -> Off:
 
     def off(bench: Bench) -> Iterator[Decisions]:
         if any(getattr(bench.decisions, name) != value for name, value in options.items()):
-            yield bench.changed(**options)
+            yield changed(bench.decisions, **options)
 
     return off
 
