@@ -205,10 +205,7 @@ def _run_name(members: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _shares(bench: Bench, units: Sequence[str]) -> dict[Place, float]:
-    placed = dict.fromkeys(Place, 0)
-    for name in units:
-        for num_params, place in bench.decisions.placed_pieces(bench.units[name]):
-            placed[place] += num_params
+    placed = bench.decisions.params_by_place(bench.units[name] for name in units)
     total = sum(placed.values())
     return {place: count / total for place, count in placed.items() if count}
 

@@ -251,10 +251,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     """Return the placement in one line: recomputed units, parameters on the host, places of updates."""
-    placed = dict.fromkeys(Place, 0)
-    for unit in units:
-        for num_params, place in decisions.placed_pieces(unit):
-            placed[place] += num_params
+    placed = decisions.params_by_place(units)
     total = sum(placed.values())
     parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
     offloaded = sum(map(decisions.offloads, decisions.units))
