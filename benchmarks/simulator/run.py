@@ -34,9 +34,10 @@ from planner.choices.variants import variants
 from planner.costs.resources import Price, Resource
 from planner.models import resolve_model
 from planner.schedule.schedule import Schedule
-from planner.simulate import FluidSystem, simulate
+from planner.simulate.kernel import simulate
 from planner.simulate.machine import run as simulate_iterations
 from planner.simulate.machine import system_of
+from planner.simulate.system import FluidSystem
 from ullage.rivals.engines.deepspeed import zero_offload
 from ullage.rivals.lowering import lower
 
@@ -50,7 +51,7 @@ DEFAULT_OUTPUT = Path(__file__).parents[1] / "results" / "simulator_vs_simpy.jso
 PROBE = """
 import time
 begin_s = time.perf_counter()
-from planner.simulate import simulate
+from planner.simulate.kernel import simulate
 imported_s = time.perf_counter()
 from benchmarks.simulator.reference import FluidTask, built
 system = built([FluidTask(0, 1.0, uses={0: 1.0})], [1.0])

@@ -109,7 +109,7 @@ def prove_misfits(variant: Variant) -> dict[int, Proof]:
     """
     proofs = {}
     for setup in variant.setup.stages()[:-1]:
-        if proof := _does_not_fit(variant.choice, setup, memory_conditions(setup, variant.cost)):
+        if proof := _does_not_fit(setup, memory_conditions(setup, variant.cost)):
             proofs[setup.given.zero_stage] = proof
     return proofs
 
@@ -147,8 +147,7 @@ def _works(variant: Variant) -> dict[str, float]:
 def _by_computing(variant: Variant, setup: Setup) -> Proof:
     works = _computing(variant)
     name = max(works, key=works.__getitem__)
-    stage = setup.given.zero_stage
-    return Proof(choice=variant.choice, zero_stage=stage, bound_s=computing_s(variant), multipliers={name: 1.0})
+    return _proof(setup, {name: 1.0}, bound_s=computing_s(variant))
 
 
 def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
@@ -156,7 +155,7 @@ def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
     proofs = []
     for rival in rivals:
         for setup in reversed(rival.setup.stages()):  # the last stage needs least memory, so it is the likeliest to fit
-            proof = _does_not_fit(rival.choice, setup, memory_conditions(setup, rival.cost))
+            proof = _does_not_fit(setup, memory_conditions(setup, rival.cost))
             if proof is None:
                 return ()
             proofs.append(proof)
@@ -234,31 +233,33 @@ def _order_s(setup: Setup, cost: CostModel, decisions: Decisions) -> float:
 
 def _prove(variant: Variant, setup: Setup, limit_s: float) -> Proof:
     """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
-    choice, cost = variant.choice, variant.cost
+    cost = variant.cost
     program = conditions(setup, cost, limit_s)
     # If no schedule is within the limit, the proof without the limit gives a bound above it, unless nothing fits.
     solution = solve(program) or solve(conditions(setup, cost, NEVER_S))
     if solution is None:
         # The conditions on memory alone come first: they are few, and mostly enough.
         softened = (memory_conditions(setup, cost), conditions(setup, cost, NEVER_S, soft=True))
-        proofs = (_does_not_fit(choice, setup, soft) for soft in softened)
+        proofs = (_does_not_fit(setup, soft) for soft in softened)
         if proof := next(filter(None, proofs), None):
             return proof
     elif (bound_s := _proven(program, solution.multipliers)) > 0:
-        multipliers, stage = solution.multipliers, setup.given.zero_stage
-        return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
+        return _proof(setup, solution.multipliers, bound_s=bound_s)
     return _by_computing(variant, setup)  # needs no solver
 
 
-def _does_not_fit(choice: Choice, setup: Setup, program: LinearProgram) -> Proof | None:
+def _proof(setup: Setup, multipliers: dict[str, float], **stated: float) -> Proof:
+    """Return the proof of what is stated about a setup's choice and ZeRO stage."""
+    stage = setup.given.zero_stage
+    return Proof(choice=Choice.of(setup.given), zero_stage=stage, multipliers=multipliers, **stated)
+
+
+def _does_not_fit(setup: Setup, program: LinearProgram) -> Proof | None:
     solution = solve(program)
     if solution is None:  # the conditions allow at most a million times the memory, or the solver is wrong
         return None
     overrun = _proven(program, solution.multipliers)
-    if overrun <= 0:
-        return None
-    multipliers, stage = solution.multipliers, setup.given.zero_stage
-    return Proof(choice=choice, zero_stage=stage, overrun=overrun, multipliers=multipliers)
+    return _proof(setup, solution.multipliers, overrun=overrun) if overrun > 0 else None
 
 
 def _exactly(program: LinearProgram, multipliers: dict[str, float]) -> Fraction:

@@ -53,16 +53,14 @@ def memory(on: Placement) -> tuple[list[Sum], Rings]:
         host[weights_or_gradients(on, unit)] += float(on.weight_bytes * shard)
         fp8 = on.given.fp8_if_moved(unit)
         host.plus(on.fetched(unit), float(fp8.host_bytes if fp8 else 0))
-        on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if on.stores(nvme=True) else Sum()
         versions = on.given.num_state_versions
-        nvme.plus(on_nvme, float(versions * on.given.placed_state_bytes_per_param(unit) * shard))
-        weights_there = f"{name}:onnvme"
-        if weights_there in on.program.boxes and not on.given.precision.weight_in_state:
-            nvme[weights_there] += float(versions * on.weight_bytes * shard)
+        state_bytes = versions * on.given.placed_state_bytes_per_param(unit) * shard
+        nvme.plus(on.share(unit, Place.NVME), float(state_bytes))
+        if not on.given.precision.weight_in_state:
+            nvme.plus(on.share(unit, "onnvme"), float(versions * on.weight_bytes * shard))
     for unit in (unit for unit in on.units if unit.frozen):
-        for held, where in ((host, f"{unit.name}:host"), (nvme, f"{unit.name}:onnvme")):
-            if where in on.program.boxes:
-                held[where] += float(on.given.frozen_shard_bytes(unit))
+        for held, where in ((host, "host"), (nvme, "onnvme")):
+            held.plus(on.share(unit, where), float(on.given.frozen_shard_bytes(unit)))
     ranks = on.cost.ranks_per_node
     for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
         if capacity[tier] and held:
@@ -193,22 +191,19 @@ def _always(on: Placement, scale: float) -> tuple[Sum, Rings]:
 def weights_or_gradients(on: Placement, unit: Unit) -> str:
     """Return the share of a unit's parameters whose weight or gradient is on the host [Note: In place]."""
     program, name = on.program, unit.name
-    served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
-    gradients = on.leaves(unit)
-    if f"{name}:spill" in program.boxes:
-        gradients[f"{name}:spill"] -= 1.0
+    served, spilled, stored = (on.share(unit, place) for place in ("host", "spill", "onnvme"))
+    gradients = on.leaves(unit).plus(spilled, -1.0)
     there = program.variable(f"{name}:there", 0.0, 2.0)
     if not on.given.precision.weight_in_state:
         if on.repeats > 1:
             gradients.plus(served)
         weights = Sum((f"{name}:upload", 1.0)).plus(served)
         program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
-        if f"{name}:spill" in program.boxes and f"{name}:onnvme" in program.boxes:
-            elsewhere = weights.plus(Sum((f"{name}:onnvme", 1.0), (f"{name}:spill", -1.0)))
+        if spilled and stored:
+            elsewhere = weights.plus(stored).plus(spilled, -1.0)
             program.at_least(f"{name}: weights, or gradients of those on NVMe", Sum((there, 1.0)), elsewhere)
-    elif f"{name}:spill" in program.boxes:  # the host has weights of state on NVMe, and gradients of other state
-        elsewhere = Sum((f"{name}:onnvme", -1.0)) if f"{name}:onnvme" in program.boxes else Sum()
-        elsewhere = elsewhere.plus(on.leaves(unit))
+    elif spilled:  # the host has weights of state on NVMe, and gradients of other state
+        elsewhere = Sum().plus(stored, -1.0).plus(on.leaves(unit))
         program.at_least(f"{name}: weights of state on NVMe", Sum((there, 1.0)), elsewhere)
     program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
     return there

@@ -148,22 +148,24 @@ class Placement:
         """Return whether the setup allows this storage: NVMe, or the host."""
         return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)
 
+    def share(self, unit: Unit, *places: str) -> Sum:
+        """Return the sum of a unit's variables of these names, as far as the program has them."""
+        names = (f"{unit.name}:{place}" for place in places)
+        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
     def away(self, unit: Unit) -> Sum:
         """Return the share of a unit's parameters that is not on the device."""
-        names = [f"{unit.name}:{where}" for where in ("host", "onnvme")]
-        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+        return self.share(unit, "host", "onnvme")
 
     def fetched(self, unit: Unit) -> Sum:
         """Return the share of a unit's parameters that is on the host."""
-        name = f"{unit.name}:host"
-        return Sum((name, 1.0)) if name in self.program.boxes else Sum()
+        return self.share(unit, "host")
 
     def moved_in_fp8(self, unit: Unit) -> Sum:
         """Return the share of a unit's parameters that come in fp8, if any do: fetched, or gathered from devices."""
         if not self.given.gathers(unit):
             return self.fetched(unit)
-        name = f"{unit.name}:onnvme"
-        return Sum(("", 1.0)).plus(Sum((name, 1.0)) if name in self.program.boxes else {}, -1.0)
+        return Sum(("", 1.0)).plus(self.share(unit, "onnvme"), -1.0)
 
     def comes(self, load: Load, unit: Unit) -> None:
         """Add one copy of a unit's parameters to the device from where they are, perhaps in fp8."""
@@ -196,8 +198,7 @@ class Placement:
 
     def on_host(self, unit: Unit) -> Sum:
         """Return the share of a unit that the host updates."""
-        names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
-        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+        return self.share(unit, Place.CPU, Place.NVME)
 
     def leaves(self, unit: Unit) -> Sum:
         """Return the share of a unit's gradient that is copied to the host."""
@@ -207,8 +208,7 @@ class Placement:
         """Return the bytes of streamed state and new weights that are copied back to the host."""
         shard = self.given.placed_params(unit)
         stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.placed_state_bytes_per_param(unit) * shard)))
-        back = f"{unit.name}:back"
-        return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
+        return stored.plus(self.share(unit, "back"), float(self.weight_bytes * shard))
 
     def updates(self, load: Load, unit: Unit) -> None:
         """Add the update itself, the copy of streamed state to the device, and the cast of weights on the host."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from planner.checkpoints.costs import hash_bytes_per_s, storage_of
 from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import ContradictionError, Nested, check, nest
+from planner.checkpoints.nesting import CheckpointsError, Nested, check, nest
 from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES
 from planner.checkpoints.trial import Measured, Trial
 from planner.plan.checkpoints import Bound, CheckpointLevel, CheckpointPlan, CheckpointRequest
@@ -28,10 +28,6 @@ _DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time
 NOT_WORTH_IT: Final = "does not pay"
 """Why a level is left out that could be used."""
-
-
-class CheckpointsError(ValueError):
-    """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy."""
 
 
 def choose_checkpoints(plan: Plan, request: CheckpointRequest, trial: Trial | None = None) -> CheckpointPlan:
@@ -224,12 +220,12 @@ class _Choice:
             CheckpointsError: nothing survives the failures, or the limits contradict each other.
         """
         found: list[tuple[tuple[Level, ...], Nested]] = []
-        errors: list[ContradictionError] = []
+        errors: list[CheckpointsError] = []
         for levels in self._sets():
             protections = self._protections(levels)
             try:
                 found.append((levels, nest(protections, self._iteration_s, *self._limits)))
-            except ContradictionError as error:
+            except CheckpointsError as error:
                 errors.append(error)
         if found:
             return min(found, key=lambda pair: pair[1].waste)
@@ -249,13 +245,13 @@ class _Choice:
             every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
             try:
                 found.append(check(protections, every, self._iteration_s, *self._limits))
-            except ContradictionError as error:
+            except CheckpointsError as error:
                 errors.append(error)
         if not found:
             raise self._contradiction(errors)
         return min(found, key=lambda each: each.waste)
 
-    def _contradiction(self, errors: list[ContradictionError]) -> CheckpointsError:
+    def _contradiction(self, errors: list[CheckpointsError]) -> CheckpointsError:
         overheads = [error.least_overhead for error in errors if error.least_overhead is not None]
         losses_s = [error.least_lost_s for error in errors if error.least_lost_s is not None]
         limits, ways = [], []

@@ -34,16 +34,16 @@ class Nested:
     most_lost_s: float
 
 
-class ContradictionError(ValueError):
-    """No interval is within all limits.
+class CheckpointsError(ValueError):
+    """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy.
 
     Attributes:
-        least_overhead: within the limit of lost work; ``None`` if no interval is within that limit.
-        least_lost_s: within the limit of overhead; ``None`` if no interval is within that limit.
+        least_overhead: if no interval keeps both limits, the least within that of lost work; ``None`` if there is none.
+        least_lost_s: likewise, the least work that is lost within the limit of overhead.
     """
 
-    def __init__(self, least_overhead: float | None, least_lost_s: float | None) -> None:
-        super().__init__("no interval between checkpoints keeps both its limit of overhead and that of lost work")
+    def __init__(self, message: str, least_overhead: float | None = None, least_lost_s: float | None = None) -> None:
+        super().__init__(message)
         self.least_overhead = least_overhead
         self.least_lost_s = least_lost_s
 
@@ -60,13 +60,13 @@ def nest(
         max_lost_s: limit of :func:`planner.checkpoints.interval.most_lost_s`; ``None``: none.
 
     Raises:
-        ContradictionError: no intervals are within the limits.
+        CheckpointsError: no intervals are within the limits.
     """
     search = _Search(levels, iteration_s, max_overhead, max_lost_s)
-    every = search.best(search.grid())
-    while (better := search.best(search.around(every))) != every:
-        every = better
-    return check(levels, every, iteration_s, max_overhead, max_lost_s)
+    found = search.best(search.grid())
+    while (better := search.best(search.around(found.every))).every != found.every:
+        found = better
+    return found
 
 
 def check(
@@ -79,16 +79,9 @@ def check(
     """Return the waste that follows from given intervals; see :func:`nest`.
 
     Raises:
-        ContradictionError: they are not within the limits.
+        CheckpointsError: they are not within the limits.
     """
-    _Search(levels, iteration_s, max_overhead, max_lost_s).best(tuple(np.array([n]) for n in every))
-    work_s = [n * iteration_s for n in every]
-    return Nested(
-        every,
-        float(expected_waste(levels, work_s)),
-        float(overhead(levels, work_s)),
-        float(most_lost_s(levels, work_s)),
-    )
+    return _Search(levels, iteration_s, max_overhead, max_lost_s).best(tuple(np.array([n]) for n in every))
 
 
 class _Search:
@@ -126,18 +119,20 @@ class _Search:
             tried.append(np.array(sorted(i for i in near if i >= 1)))
         return _cumulated(np.meshgrid(*tried, indexing="ij"))
 
-    def best(self, tried: tuple[Counts, ...]) -> tuple[int, ...]:
-        """Return the intervals that waste least."""
+    def best(self, tried: tuple[Counts, ...]) -> Nested:
+        """Return the intervals that waste least, and what follows from them."""
         work_s: list[Values] = [counts * np.float64(self._iteration_s) for counts in tried]
         allowed = np.logical_and.reduce([n >= least for n, least in zip(tried, self._least, strict=True)])
-        added, lost_s = overhead(self._levels, work_s), most_lost_s(self._levels, work_s)
+        added, lost_s = (np.broadcast_to(of(self._levels, work_s), tried[0].shape) for of in (overhead, most_lost_s))
         few = allowed & self._within(added, self._max_overhead)
         little = allowed & self._within(lost_s, self._max_lost_s)
         if not (few & little).any():
-            raise ContradictionError(_least(added, little), _least(lost_s, few))
+            message = "no interval between checkpoints keeps both its limit of overhead and that of lost work"
+            raise CheckpointsError(message, _least(added, little), _least(lost_s, few))
         wasted = np.where(few & little, expected_waste(self._levels, work_s), np.inf)
         found = int(np.argmin(wasted))
-        return tuple(int(counts[found]) for counts in tried)
+        every = tuple(int(counts[found]) for counts in tried)
+        return Nested(every, float(wasted[found]), float(added[found]), float(lost_s[found]))
 
     @property
     def _most(self) -> int:
@@ -151,8 +146,8 @@ class _Search:
         return math.ceil(max(most_s) / self._iteration_s)
 
     @staticmethod
-    def _within(values: Values, limit: float | None) -> npt.NDArray[np.bool_]:
-        return np.asarray(values) <= (math.inf if limit is None else limit * (1 + 1e-9))
+    def _within(values: npt.NDArray[np.float64], limit: float | None) -> npt.NDArray[np.bool_]:
+        return values <= (math.inf if limit is None else limit * (1 + 1e-9))
 
 
 def _thinned(least: int, most: int, count: int) -> Counts:
@@ -167,5 +162,5 @@ def _cumulated(multiples: Sequence[Counts]) -> tuple[Counts, ...]:
     return tuple(np.multiply.accumulate([counts.ravel() for counts in multiples]))
 
 
-def _least(values: Values, mask: npt.NDArray[np.bool_]) -> float | None:
-    return float(np.broadcast_to(values, mask.shape)[mask].min()) if mask.any() else None
+def _least(values: npt.NDArray[np.float64], mask: npt.NDArray[np.bool_]) -> float | None:
+    return float(values[mask].min()) if mask.any() else None

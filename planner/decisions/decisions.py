@@ -1,5 +1,7 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -163,6 +165,13 @@ class Decisions(Sharding):
     def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
         """Return size and place of each of a unit's subgroups on one rank, in order."""
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
+
+    def params_by_place(self, units: Iterable[Unit]) -> dict[Place, int]:
+        """Return how many parameters of some units one rank updates at each place."""
+        placed = dict.fromkeys(Place, 0)
+        for num_params, place in itertools.chain.from_iterable(map(self.placed_pieces, units)):
+            placed[place] += num_params
+        return placed
 
 
 def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Simulate a plan's model and machine under other decisions, in the same way as the plan's own."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile
@@ -85,17 +85,13 @@ class Bench:
 
     # -- changing decisions ---------------------------------------------------------------------------------------
 
-    def changed(self, **options: Any) -> Decisions:
-        """Return the plan's decisions with other options.
-
-        Raises:
-            ValueError: they contradict one another.
-        """
-        return changed(self.decisions, **options)
-
     def with_units(self, units: Mapping[str, UnitDecision]) -> Decisions:
         """Return the plan's decisions with others for some units."""
         return changed(self.decisions, units=self.decisions.units | dict(units))
+
+    def with_each(self, names: Iterable[str], **update: Any) -> Decisions:
+        """Return the plan's decisions with the same change to each of some units."""
+        return self.with_units({name: self.decisions.units[name].model_copy(update=update) for name in names})
 
     def pieces(self, *places: Place) -> list[tuple[str, int]]:
         """Return unit and number of subgroups that are updated at ``places`` (default: any), in forward order."""

@@ -44,7 +44,7 @@ class Deadline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Consecutive layers with the same decision for one of their units.
 
     Attributes:
@@ -151,7 +151,7 @@ def cheapest_move(bench: Bench, unit: str) -> Candidate | None:
 
 def groups(
     bench: Bench, *, every: bool = False, progress: Callable[[int, int], object] = lambda *_: None
-) -> tuple[Group, ...]:
+) -> tuple[LayerGroup, ...]:
     """Return groups of units with equal decisions, and the cost of moving one of their units.
 
     Args:
@@ -173,7 +173,7 @@ def groups(
             cheapest[unit] = cheapest_move(bench, unit)
             done += 1
         first = bench.decisions.units[units[0]]
-        found.append(Group(name, units, first.params, first.activations, _shares(bench, units), cheapest))
+        found.append(LayerGroup(name, units, first.params, first.activations, _shares(bench, units), cheapest))
     return tuple(found)
 
 
@@ -205,10 +205,7 @@ def _run_name(members: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _shares(bench: Bench, units: Sequence[str]) -> dict[Place, float]:
-    placed = dict.fromkeys(Place, 0)
-    for name in units:
-        for num_params, place in bench.decisions.placed_pieces(bench.units[name]):
-            placed[place] += num_params
+    placed = bench.decisions.params_by_place(bench.units[name] for name in units)
     total = sum(placed.values())
     return {place: count / total for place, count in placed.items() if count}
 

@@ -82,7 +82,7 @@ def _options(**options: object) -> Off:
 
     def off(bench: Bench) -> Iterator[Decisions]:
         if any(getattr(bench.decisions, name) != value for name, value in options.items()):
-            yield bench.changed(**options)
+            yield changed(bench.decisions, **options)
 
     return off
 
@@ -138,25 +138,20 @@ def _resident_parameters(bench: Bench) -> Iterator[Decisions]:
     here = [name for name in decided if bench.fetchable(name) and decided[name].params == "gpu"]
     here = [name for name in here if Place.GPU not in decided[name].update]
     if here:
-        yield bench.with_units({name: decided[name].model_copy(update={"params": "host"}) for name in here})
+        yield bench.with_each(here, params="host")
 
 
 def _each_its_own(bench: Bench) -> Iterator[Decisions]:
-    ways = {name: unit for name, unit in bench.decisions.units.items() if bench.recomputable(name)}
-    if len({unit.activations for unit in ways.values()}) < 2:
-        return
-    for way in ("keep", "recompute"):
-        yield bench.with_units({name: unit.model_copy(update={"activations": way}) for name, unit in ways.items()})
+    names = [name for name in bench.units if bench.recomputable(name)]
+    if len({bench.decisions.units[name].activations for name in names}) > 1:
+        for way in ("keep", "recompute"):
+            yield bench.with_each(names, activations=way)
 
 
 def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
-    staying = {
-        name: unit.model_copy(update={"streamed_gradients": "host"})
-        for name, unit in bench.decisions.units.items()
-        if Place.STREAM in unit.update and unit.streamed_gradients == "gpu"
-    }
-    if staying:
-        yield bench.with_units(staying)
+    units = bench.decisions.units.items()
+    if staying := [name for name, unit in units if Place.STREAM in unit.update and unit.streamed_gradients == "gpu"]:
+        yield bench.with_each(staying, streamed_gradients="host")
 
 
 def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
@@ -181,7 +176,7 @@ def _without(field: str) -> Off:
     def off(bench: Bench) -> Iterator[Decisions]:
         if getattr(bench.decisions, field) is None:
             return
-        for other in _with_less_resident(bench):  # what is needed without tiles may be the memory of resident state
+        for other in _with_less_resident(bench):  # what is needed instead may be the memory of resident state
             whole = changed(other, **{field: None})
             with suppress(ModelConfigError):  # a captured model may be known with tiles only
                 bench.plan.units(whole)
@@ -192,12 +187,8 @@ def _without(field: str) -> Off:
 
 def _kernel_for_each_operation(bench: Bench) -> Iterator[Decisions]:
     if bench.decisions.kernels not in {None, "transformers"}:
-        recomputing = {
-            name: unit.model_copy(update={"activations": "recompute"})
-            for name, unit in bench.decisions.units.items()
-            if bench.recomputable(name)
-        }
-        for other in (bench.with_units(recomputing), *_with_less_resident(bench)):  # plain kernels save more
+        recomputing = bench.with_each(filter(bench.recomputable, bench.units), activations="recompute")
+        for other in (recomputing, *_with_less_resident(bench)):  # plain kernels save more
             yield changed(other, kernels=None)
 
 
@@ -206,12 +197,6 @@ def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     if precision.products:
         for other in _with_less_resident(bench):
             yield changed(other, precision=precision.without_fp8, fp8_weights=None)
-
-
-def _weights_in_own_type(bench: Bench) -> Iterator[Decisions]:
-    if bench.decisions.fp8_weights:
-        for other in _with_less_resident(bench):  # slots need more memory
-            yield changed(other, fp8_weights=None)
 
 
 TRICKS: tuple[Trick, ...] = (
@@ -258,7 +243,7 @@ TRICKS: tuple[Trick, ...] = (
         "fp8-weights",
         "weights fetched or gathered in fp8",
         "in their own type, cast for every use",
-        _weights_in_own_type,
+        _without("fp8_weights"),
     ),
     Trick(
         "zero-bubble",

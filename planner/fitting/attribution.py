@@ -83,7 +83,7 @@ class Cause:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tasks:
+class TasksOfKind:
     """Tasks of one kind in an iteration.
 
     Attributes:
@@ -118,13 +118,13 @@ class Attribution:
     predicted_s: float
     measured_s: float
     causes: tuple[Cause, ...]
-    tasks: tuple[Tasks, ...]
+    tasks: tuple[TasksOfKind, ...]
     stalls_s: dict[TaskKind, float]
     swapped: dict[Lane, int]
     num_broken: int
 
 
-def kind_of(task: Task) -> TaskKind:
+def lane_and_op(task: Task) -> TaskKind:
     """Return the kind of a task. Clipping counts as the step, because one quantity prices both."""
     return task.lane, Op.STEP if task.op is Op.CLIP else task.op
 
@@ -258,7 +258,7 @@ def _rates(
     members: dict[TaskKind, list[int]] = defaultdict(list)
     for task in schedule.tasks:
         if ran[task.index]:
-            members[kind_of(task)].append(task.index)
+            members[lane_and_op(task)].append(task.index)
     differs_s = {kind: float(np.abs(measured_s - predicted_s)[tasks].sum()) for kind, tasks in members.items()}
     kinds = sorted((kind for kind, seconds in differs_s.items() if seconds > 0), key=lambda kind: -differs_s[kind])
     players: dict[TaskKind | None, list[int]] = {kind: members[kind] for kind in kinds[:_MOST_KINDS]}
@@ -358,17 +358,17 @@ def _filled_starts_s(run: _Run) -> Seconds:
 
 def _by_kind(
     planned: Schedule, schedule: Schedule, predicted_s: Seconds, run: _Run, explained_s: Mapping[TaskKind | None, float]
-) -> tuple[Tasks, ...]:
+) -> tuple[TasksOfKind, ...]:
     num_planned: dict[TaskKind, int] = defaultdict(int)
     for task in planned.tasks:
-        num_planned[kind_of(task)] += 1
+        num_planned[lane_and_op(task)] += 1
     members: dict[TaskKind, list[int]] = {kind: [] for kind in num_planned}
     for task in schedule.tasks:
-        ran = members.setdefault(kind_of(task), [])
+        ran = members.setdefault(lane_and_op(task), [])
         if run.ran[task.index]:
             ran.append(task.index)
     found = [
-        Tasks(
+        TasksOfKind(
             *kind,
             num_planned=num_planned[kind],
             num_ran=len(tasks),
@@ -392,7 +392,7 @@ def _stalls_s(measured: Timeline, iterations: Sequence[int]) -> dict[TaskKind, f
     found: dict[TaskKind, float] = defaultdict(float)
     for later, earlier in itertools.pairwise(critical_walk(measured)):
         gap_s = float(measured.end_s[earlier]), float(measured.start_s[later])
-        found[kind_of(tasks[later[1]])] += sum(
+        found[lane_and_op(tasks[later[1]])] += sum(
             max(0.0, min(gap_s[1], end_s) - max(gap_s[0], begin_s)) for begin_s, end_s in windows_s
         ) / len(windows_s)
     ordered = sorted(found.items(), key=lambda item: -item[1])

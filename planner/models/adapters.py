@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
+from hwprofiles.quantity import Frozen
 from planner.models.config import ModelConfigError
 
 ALL_LINEAR: Final = "all-linear"
@@ -16,7 +17,7 @@ _FORM: Final = (
 _Names = tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], ...]
 
 
-class Lora(BaseModel):
+class Lora(Frozen):
     """Low-rank adapters beside frozen projections.
 
     Attributes:
@@ -27,11 +28,9 @@ class Lora(BaseModel):
         save: names of modules of which a copy is trained as a whole (``modules_to_save`` of ``peft``).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     rank: Annotated[int, Field(gt=0, le=10**6)]
     targets: Annotated[_Names, Field(min_length=1)] = (ALL_LINEAR,)
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     save: _Names = ()
 

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from hwprofiles.quantity import Frozen
 
 Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek"]
 Mlp = Literal["relu", "gelu", "gelu_new", "swiglu"]
@@ -25,7 +27,7 @@ class NoFormulasError(ModelConfigError):
     """A configuration of an architecture that has no formulas here; PyTorch can capture it."""
 
 
-class LatentAttention(BaseModel):
+class LatentAttention(Frozen):
     """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Attributes:
@@ -35,15 +37,13 @@ class LatentAttention(BaseModel):
         v_head_dim: width of a head's values.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     q_lora_rank: Size
     kv_lora_rank: Size
     qk_rope_head_dim: Size
     v_head_dim: Size
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Frozen):
     """One model, described as far as time and memory depend on it.
 
     Settings that only change values are left out: initialisation, rotary base and scaling. Dropout is taken as 0, and
@@ -66,8 +66,6 @@ class ModelConfig(BaseModel):
         shared_expert_ffn_hidden_size: width of the expert that every token visits, if there is one.
         latent: sizes of multi-head latent attention, if that is used; ``head_dim`` is a head's query and key.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, Field(min_length=1)]
     family: Family

@@ -25,11 +25,8 @@ from planner.models.captured import (
 from planner.models.operators import Batch
 
 _SHORT, _LONGER, _PROOF = 24, 40, 136
+_UNLIKE: Final = "captures differ by more than their number of tokens"
 _SIZES: Final = ("saved_bytes", "output_bytes", "workspace_bytes", "num_skipped", "product_bytes")
-
-
-class _UnlikeError(Exception):
-    """Two captures do not differ by their number of tokens alone."""
 
 
 def can_be_continued(inputs: tuple[CapturedInput, ...], tiles: Batch) -> bool:
@@ -60,7 +57,7 @@ def continued(
         if _blocks(short, longer, _PROOF) != proof.blocks or proof.segments != short.segments:
             return None
         blocks = _blocks(short, longer, num_tokens)
-    except _UnlikeError:
+    except ValueError:  # they do not differ by their number of tokens alone
         return None
     called = (
         known.model_copy(update={"shape": wanted.shape}) for known, wanted in zip(short.inputs, inputs, strict=True)
@@ -73,20 +70,20 @@ def _number(short: int, longer: int, wanted: int) -> int:
     slope, rest = divmod(longer - short, _LONGER - _SHORT)
     result = longer + slope * (wanted - _LONGER)
     if rest or result < 0:
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     return result
 
 
 def _kernel(short: Any, longer: Any, wanted: int) -> Any:
     if type(short) is not type(longer):
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     values = {}
     for field in dataclasses.fields(short):
         before, after = getattr(short, field.name), getattr(longer, field.name)
         if type(before) is int and type(after) is int:
             after = _number(before, after, wanted)
         elif before != after:
-            raise _UnlikeError
+            raise ValueError(_UNLIKE)
         values[field.name] = after
     return type(short)(**values)
 
@@ -95,7 +92,7 @@ def _kernels(short: CapturedKernels, longer: CapturedKernels, wanted: int) -> Ca
     """Continue kernels: those of a token are put in where the longer list repeats itself."""
     growth, rest = divmod(len(longer) - len(short), _LONGER - _SHORT)
     if rest or growth < 0:
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     added = growth * (_LONGER - _SHORT)
     start = _repeats_from(longer, growth, added) if growth else 0
     pairs = zip(short, (*longer[:start], *longer[start + added :]), strict=True)
@@ -112,18 +109,18 @@ def _repeats_from(kernels: CapturedKernels, period: int, least: int) -> int:
             start = index + 1
         elif index + 1 - start >= least:
             return start
-    raise _UnlikeError
+    raise ValueError(_UNLIKE)
 
 
 def _blocks(short: CapturedModel, longer: CapturedModel, wanted: int) -> tuple[CapturedBlock, ...]:
     if short.segments != longer.segments or len(short.blocks) != len(longer.blocks):
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     return tuple(_block(*pair, wanted) for pair in zip(short.blocks, longer.blocks, strict=True))
 
 
 def _block(short: CapturedBlock, longer: CapturedBlock, wanted: int) -> CapturedBlock:
     if len(short.operators) != len(longer.operators):
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     pairs = zip(short.operators, longer.operators, strict=True)
     return CapturedBlock.model_construct(operators=tuple(_operator(*pair, wanted) for pair in pairs))
 
@@ -138,5 +135,5 @@ def _operator(short: CapturedOperator, longer: CapturedOperator, wanted: int) ->
     sizes |= {"forward": forward, "backward": _kernels(short.backward, longer.backward, wanted)}
     made = longer.model_copy(update=sizes)
     if made != short.model_copy(update=sizes):
-        raise _UnlikeError
+        raise ValueError(_UNLIKE)
     return made

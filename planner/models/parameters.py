@@ -74,10 +74,7 @@ def parameters(config: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of parameters, tied ones counted once."""
-    before, after = _outside_layers(config)
-    layers = sum(_total(layer_shapes(config, layer)) for layer in range(config.num_layers))
-    head = 0 if config.tied_embeddings else config.vocab_size * config.word_embed_proj_dim
-    return _total(before) + layers + _total(after) + head
+    return sum(spec.num_params for spec in parameters(config))
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -203,7 +200,3 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Shapes:
 
 def _norm(name: str, width: int) -> Shapes:
     return (f"{name}.weight", (width,)), (f"{name}.bias", (width,))
-
-
-def _total(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for _, shape in shapes)

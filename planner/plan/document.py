@@ -54,7 +54,7 @@ class EngineRow(Frozen):
     numerics: str | None = None
 
 
-class Kind(Frozen):
+class DeviceKind(Frozen):
     """Ranks on devices of another kind than a plan's own; see [Note: Unlike devices] in :mod:`planner.plan.unlike`.
 
     Attributes:
@@ -111,7 +111,7 @@ class Plan(Frozen):
     certificate: Certificate
     num_simulations: int
     checkpoints: CheckpointPlan | None = None
-    others: tuple[Kind, ...] | None = None
+    others: tuple[DeviceKind, ...] | None = None
     divisions_bound_s: float | None = None
     model_digest: str = ""
     hardware_digest: str = ""
@@ -169,10 +169,10 @@ class Plan(Frozen):
                 return self.model_copy(update=own | {"others": None, "divisions_bound_s": None}).sealed()
         return self
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[DeviceKind]:
         """Return all kinds of devices, in the order of their ranks."""
         others = self.others or ()
-        first = Kind(
+        first = DeviceKind(
             hardware=self.hardware,
             first_rank=0,
             num_ranks=self.decisions.num_devices - sum(kind.num_ranks for kind in others),
@@ -251,10 +251,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     """Return the placement in one line: recomputed units, parameters on the host, places of updates."""
-    placed = dict.fromkeys(Place, 0)
-    for unit in units:
-        for num_params, place in decisions.placed_pieces(unit):
-            placed[place] += num_params
+    placed = decisions.params_by_place(units)
     total = sum(placed.values())
     parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
     offloaded = sum(map(decisions.offloads, decisions.units))

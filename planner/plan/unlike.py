@@ -32,7 +32,7 @@ from planner.choices.variants import variants
 from planner.decisions import Choice, Decisions
 from planner.lowering import agreed, lower
 from planner.plan.competition import Found
-from planner.plan.document import EngineRow, Kind, Plan
+from planner.plan.document import DeviceKind, EngineRow, Plan
 from planner.plan.planning import InfeasibleError, as_plan, find
 from planner.search import Progress, Scorer, no_garbage_collection
 from planner.simulate.uncertainty import with_interval
@@ -47,12 +47,6 @@ Times = Mapping[int, float]
 Search = Callable[[Request], Found]
 Divided = Callable[[int, tuple[int, ...]], None]
 """Called with the micro-batches of a division, and the sequences of a rank of each kind in each of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    request: Request  # as if all devices were of this kind
-    count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +83,7 @@ def make_unlike_plan(
     if not waiting:
         raise ValueError(
             f"a global batch of {request.global_batch} sequences cannot be divided among "
-            f"{kinds[0].request.num_devices} devices, each of which needs sequences of every micro-batch; choose "
+            f"{_num_ranks(kinds)} devices, each of which needs sequences of every micro-batch; choose "
             "another --global-batch, or fewer devices"
         )
     search = functools.partial(find, progress=progress, budget_s=budget_s)
@@ -98,7 +92,7 @@ def make_unlike_plan(
 
 
 def _best(
-    kinds: Sequence[_Kind],
+    kinds: Sequence[Request],
     bounds: Mapping[int, Sequence[Times]],
     divisions: Sequence[_Division],
     search: Search,
@@ -136,7 +130,7 @@ def _best(
     return division, found
 
 
-def _rows(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]], search: Search) -> Iterator[EngineRow]:
+def _rows(kinds: Sequence[Request], bounds: Mapping[int, Sequence[Times]], search: Search) -> Iterator[EngineRow]:
     """Yield what else the devices could do: have equal shares, as with other engines, or leave all to one kind."""
 
     def row(name: str, setting: str, time_s_of: Callable[[], float]) -> EngineRow:
@@ -150,25 +144,25 @@ def _rows(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]], search:
         setting = f"{equal.sequences[0]} sequence(s) of each micro-batch on every device"
         yield row("equal shares", setting, lambda: _slowest_s(_found(kinds, equal, search, [{} for _ in kinds])))
     for kind in kinds:
-        if _batch(kinds) % kind.count == 0:
-            alone = dataclasses.replace(kind.request, num_devices=kind.count, num_micro_batches=None)
+        if _batch(kinds) % kind.num_devices == 0:
+            alone = dataclasses.replace(kind, num_micro_batches=None)
             time_s_of = functools.partial(_time_s, functools.partial(search, alone))
-            yield row(f"{kind.count} x {alone.hardware.name}", "all sequences", time_s_of)
+            yield row(f"{kind.num_devices} x {kind.hardware.name}", "all sequences", time_s_of)
 
 
-def _equal(kinds: Sequence[_Kind], bounds: Mapping[int, Sequence[Times]]) -> _Division | None:
+def _equal(kinds: Sequence[Request], bounds: Mapping[int, Sequence[Times]]) -> _Division | None:
     """Return the best division in which all ranks have equal shares, as other engines divide; ``None`` without one."""
-    found, ranks = [], kinds[0].request.num_devices
+    found, ranks = [], _num_ranks(kinds)
     for count, times in bounds.items():
         each, rest = divmod(_batch(kinds) // count, ranks)
-        own = [of_kind.get(each * kind.count, math.inf) for of_kind, kind in zip(times, kinds, strict=True)]
+        own = [of_kind.get(each * kind.num_devices, math.inf) for of_kind, kind in zip(times, kinds, strict=True)]
         if not rest and math.isfinite(max(own)):
             found.append(_Division(max(own), count, (each,) * len(kinds)))
     return min(found, key=lambda division: division.bound_s, default=None)
 
 
-def _kinds(request: Request, machines: Sequence[Machine]) -> list[_Kind]:
-    """Return the kinds, each with the slowest networks of any: each collective waits for all ranks.
+def _kinds(request: Request, machines: Sequence[Machine]) -> list[Request]:
+    """Return the request for each kind alone, with the slowest networks of any: each collective waits for all ranks.
 
     Raises:
         ValueError: the request asks for other degrees than data parallelism, or for no global batch.
@@ -193,7 +187,7 @@ def _kinds(request: Request, machines: Sequence[Machine]) -> list[_Kind]:
     networks = {
         name: _slowest([getattr(machine, name) for machine, _ in machines]) for name in ("intra_node", "inter_node")
     }
-    alone = dataclasses.replace(
+    as_one = dataclasses.replace(
         request,
         num_devices=total,
         tensor_parallel=1,
@@ -201,10 +195,8 @@ def _kinds(request: Request, machines: Sequence[Machine]) -> list[_Kind]:
         expert_parallel=1,
         context_parallel=1,
     )
-    return [
-        _Kind(dataclasses.replace(alone, hardware=machine.model_copy(update=networks)), count)
-        for machine, count in machines
-    ]
+    of_all = [dataclasses.replace(as_one, hardware=machine.model_copy(update=networks)) for machine, _ in machines]
+    return [dataclasses.replace(kind, num_devices=count) for kind, (_, count) in zip(of_all, machines, strict=True)]
 
 
 def _slowest(fabrics: Sequence[Fabric | None]) -> Fabric | None:
@@ -212,63 +204,73 @@ def _slowest(fabrics: Sequence[Fabric | None]) -> Fabric | None:
     return None if len(found) < len(fabrics) else min(found, key=lambda fabric: fabric.bytes_per_s.value)
 
 
-def _numbers_of_micro_batches(kinds: Sequence[_Kind]) -> Iterator[int]:
+def _numbers_of_micro_batches(kinds: Sequence[Request]) -> Iterator[int]:
     """Yield the numbers that divide the batch, such that each rank has a sequence of each micro-batch."""
-    request = kinds[0].request
-    most = min(_batch(kinds) // request.num_devices, MOST_MICRO_BATCHES)
-    asked = request.num_micro_batches
+    most = min(_batch(kinds) // _num_ranks(kinds), MOST_MICRO_BATCHES)
+    asked = kinds[0].num_micro_batches
     for count in [asked] if asked else range(1, most + 1):
         if _batch(kinds) % count == 0 and count <= most:
             yield count
 
 
-def _batch(kinds: Sequence[_Kind]) -> int:
-    assert kinds[0].request.global_batch is not None
-    return kinds[0].request.global_batch
+def _batch(kinds: Sequence[Request]) -> int:
+    assert kinds[0].global_batch is not None
+    return kinds[0].global_batch
 
 
-def _with_batch(kind: _Kind, num_sequences: int, num_micro_batches: int) -> Request:
+def _num_ranks(kinds: Sequence[Request]) -> int:
+    return sum(kind.num_devices for kind in kinds)
+
+
+def _share(kinds: Sequence[Request], kind: Request, num_sequences: int, num_micro_batches: int) -> Request:
+    """Return the request for a kind's share of the batch, as if all devices were of this kind."""
     return dataclasses.replace(
-        kind.request, global_batch=None, micro_batch=num_sequences, num_micro_batches=num_micro_batches
+        kind,
+        num_devices=_num_ranks(kinds),
+        global_batch=None,
+        micro_batch=num_sequences,
+        num_micro_batches=num_micro_batches,
     )
 
 
-def _bounds(kinds: Sequence[_Kind], num_micro_batches: int) -> list[Times]:
+def _bounds(kinds: Sequence[Request], num_micro_batches: int) -> list[Times]:
     """Return, of each kind, the time that each share of a micro-batch takes at least."""
     at_once = _batch(kinds) // num_micro_batches
     found: list[Times] = []
     for kind in kinds:
-        most = (at_once - kind.request.num_devices) // kind.count + 1  # each rank of the others has a sequence
+        most = (at_once - _num_ranks(kinds)) // kind.num_devices + 1  # each rank of the others has a sequence
         times: dict[int, float] = {}
         for share in range(1, min(most, MOST_SHARES) + 1):
             with contextlib.suppress(ValueError):  # a captured model that does not take such a batch
-                tried = variants(_with_batch(kind, share, num_micro_batches))
-                times[share * kind.count] = min(map(computing_s, tried))
+                tried = variants(_share(kinds, kind, share, num_micro_batches))
+                times[share * kind.num_devices] = min(map(computing_s, tried))
         found.append(times)
     return found
 
 
-def _divisions(kinds: Sequence[_Kind], times: Mapping[int, Sequence[Times]]) -> Iterator[_Division]:
+def _divisions(kinds: Sequence[Request], times: Mapping[int, Sequence[Times]]) -> Iterator[_Division]:
     """Yield the best division into each number of micro-batches, by the times of kinds."""
     for num_micro_batches, of_kinds in times.items():
         with contextlib.suppress(ValueError):
             time_s, shares = least_longest(of_kinds, _batch(kinds) // num_micro_batches)
-            sequences = tuple(share // kind.count for share, kind in zip(shares, kinds, strict=True))
+            sequences = tuple(share // kind.num_devices for share, kind in zip(shares, kinds, strict=True))
             yield _Division(time_s, num_micro_batches, sequences)
 
 
-def _closer(division: _Division, found: Sequence[Found], kinds: Sequence[_Kind], bounds: Sequence[Times]) -> _Division:
+def _closer(
+    division: _Division, found: Sequence[Found], kinds: Sequence[Request], bounds: Sequence[Times]
+) -> _Division:
     """Return the best division into as many micro-batches, if each kind exceeds its bounds as its plan does."""
     expected = []
     for own, kind, sequences, times in zip(found, kinds, division.sequences, bounds, strict=True):
-        over = own.prediction.iteration_s / times[sequences * kind.count]
+        over = own.prediction.iteration_s / times[sequences * kind.num_devices]
         expected.append({share: over * time_s for share, time_s in times.items()})
     (closer,) = _divisions(kinds, {division.num_micro_batches: expected})
     return dataclasses.replace(closer, bound_s=division.bound_s)
 
 
 def _found(
-    kinds: Sequence[_Kind], division: _Division, search: Search, fitting: Sequence[dict[int, float]]
+    kinds: Sequence[Request], division: _Division, search: Search, fitting: Sequence[dict[int, float]]
 ) -> list[Found]:
     """Return what is best for each kind, with the same collectives for all.
 
@@ -279,9 +281,9 @@ def _found(
     found = []
     for kind, sequences, shares in zip(kinds, division.sequences, fitting, strict=True):
         try:
-            found.append(search(_with_batch(kind, sequences, division.num_micro_batches)))
+            found.append(search(_share(kinds, kind, sequences, division.num_micro_batches)))
         except InfeasibleError:
-            for share in [share for share in shares if share >= sequences * kind.count]:
+            for share in [share for share in shares if share >= sequences * kind.num_devices]:
                 del shares[share]
             raise
     if len(set(map(_agreed, found))) == 1:
@@ -350,7 +352,7 @@ def _slowest_s(found: Sequence[Found]) -> float:
 
 
 def _as_one(
-    kinds: Sequence[_Kind],
+    kinds: Sequence[Request],
     division: _Division,
     found: Sequence[Found],
     bound_s: float,
@@ -358,8 +360,8 @@ def _as_one(
 ) -> Plan:
     """Return the plan of the slowest kind, which has the first ranks, with the others in it."""
     slowest_first = sorted(zip(kinds, division.sequences, found, strict=True), key=lambda of: -_slowest_s(of[2:]))
-    shares = tuple(sequences for kind, sequences, _ in slowest_first for _ in range(kind.count))
-    firsts = itertools.accumulate((kind.count for kind, *_ in slowest_first), initial=0)
+    shares = tuple(sequences for kind, sequences, _ in slowest_first for _ in range(kind.num_devices))
+    firsts = itertools.accumulate((kind.num_devices for kind, *_ in slowest_first), initial=0)
     own, *others = (
         _part(each, first_rank, kind, shares)
         for (kind, _, each), first_rank in zip(slowest_first, firsts, strict=False)  # the last is the end
@@ -376,14 +378,14 @@ def _as_one(
     ).sealed()
 
 
-def _part(found: Found, first_rank: int, kind: _Kind, shares: tuple[int, ...]) -> Kind:
+def _part(found: Found, first_rank: int, kind: Request, shares: tuple[int, ...]) -> DeviceKind:
     decided = found.decisions.model_copy(update={"shares": shares})
     seen = with_interval(found.prediction, found.own.setup.units, decided, found.own.cost)
-    rate = decided.num_sequences * kind.request.seq_len / seen.iteration_s
-    return Kind(
-        hardware=kind.request.hardware,
+    rate = decided.num_sequences * kind.seq_len / seen.iteration_s
+    return DeviceKind(
+        hardware=kind.hardware,
         first_rank=first_rank,
-        num_ranks=kind.count,
+        num_ranks=kind.num_devices,
         decisions=decided,
         prediction=seen.model_copy(update={"tokens_per_s": rate}),
     )

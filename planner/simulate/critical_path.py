@@ -27,7 +27,7 @@ _ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step(Span):
+class CriticalTask(Span):
     """One task of the chain; only its part within the iteration, in seconds since that began.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step(Span):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class CriticalPart:
     """The sum of the critical path's steps of one kind.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
     shared: Resource | None
 
 
-def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
+def critical_steps(timeline: Timeline, iteration: int) -> tuple[CriticalTask, ...]:
     """Return the critical path of one iteration in order of time; see the module.
 
     In a simulated timeline, the steps cover the period. In a measured one, gaps are times in which no task of the
@@ -118,10 +118,10 @@ def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
 def slowed(
     timeline: Timeline,
     iteration: int,
-    steps: Sequence[Step],
+    steps: Sequence[CriticalTask],
     prices: Sequence[Price],
     capacities: Mapping[Resource, float],
-) -> tuple[Step, ...]:
+) -> tuple[CriticalTask, ...]:
     """Return steps with their slowdown by sharing, and the resource that caused it.
 
     Args:
@@ -158,14 +158,14 @@ def used_meanwhile(
     return used_s / sum(step.length_s for step in steps) if steps else 0.0
 
 
-def parts(schedule: Schedule, steps: Sequence[Step]) -> tuple[Part, ...]:
+def parts(schedule: Schedule, steps: Sequence[CriticalTask]) -> tuple[CriticalPart, ...]:
     """Return steps summed by phase, lane and op, in order of appearance."""
-    kinds: dict[tuple[Phase, Lane, Op], list[Step]] = defaultdict(list)
+    kinds: dict[tuple[Phase, Lane, Op], list[CriticalTask]] = defaultdict(list)
     for step in steps:
         task = schedule.tasks[step.task]
         kinds[task.phase, task.lane, task.op].append(step)
     return tuple(
-        Part(
+        CriticalPart(
             *kind,
             num_tasks=len(members),
             length_s=sum(step.length_s for step in members),
@@ -176,7 +176,7 @@ def parts(schedule: Schedule, steps: Sequence[Step]) -> tuple[Part, ...]:
     )
 
 
-def _most(steps: Sequence[Step]) -> Resource | None:
+def _most(steps: Sequence[CriticalTask]) -> Resource | None:
     by_resource: dict[Resource, float] = defaultdict(float)
     for step in steps:
         if step.shared is not None:
@@ -184,9 +184,9 @@ def _most(steps: Sequence[Step]) -> Resource | None:
     return max(by_resource, key=lambda resource: by_resource[resource], default=None)
 
 
-def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> Step:
+def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> CriticalTask:
     start_s, stop_s = float(timeline.start_s[key]), float(timeline.end_s[key])
-    return Step(*key, start_s=max(start_s, begin_s) - begin_s, end_s=min(stop_s, end_s) - begin_s)
+    return CriticalTask(*key, start_s=max(start_s, begin_s) - begin_s, end_s=min(stop_s, end_s) - begin_s)
 
 
 def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
@@ -199,7 +199,7 @@ def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
     return result
 
 
-def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, share: _Share) -> Step:
+def _slowed(timeline: Timeline, begin_s: float, step: CriticalTask, price: Price, share: _Share) -> CriticalTask:
     key = (step.iteration, step.task)
     start_s, end_s = float(timeline.start_s[key]), float(timeline.end_s[key])
     extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)

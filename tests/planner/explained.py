@@ -7,7 +7,7 @@ from machines import machine
 from planner.choices.request import Request
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.explain.bench import Bench
+from planner.explain.bench import Bench, changed
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
@@ -43,4 +43,4 @@ def predicted(explained: Bench, decisions: Decisions, plan: Plan | None = None) 
 
 def with_decisions(explained: Bench, **options: object) -> Bench:
     """Return the same model and machine, decided otherwise."""
-    return bench_of(explained.plan.model_copy(update={"decisions": explained.changed(**options)}))
+    return bench_of(explained.plan.model_copy(update={"decisions": changed(explained.decisions, **options)}))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.costs.resources import Price, Resource
-from planner.fitting.attribution import Tasks
+from planner.fitting.attribution import TasksOfKind
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
@@ -175,7 +175,7 @@ def test_the_answer_names_what_was_wrong_and_how_much_it_explains(plan, tmp_path
 
 
 def test_tasks_that_ran_without_a_plan_are_not_so_many_of_none():
-    ran = Tasks(Lane.CPU, Op.UPDATE, num_planned=0, num_ran=18, predicted_s=0.0, measured_s=1.0, explains_s=None)
+    ran = TasksOfKind(Lane.CPU, Op.UPDATE, num_planned=0, num_ran=18, predicted_s=0.0, measured_s=1.0, explains_s=None)
     assert count_words(ran) == "18 (0 planned)"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hwprofiles.paths import number, quantities
 from planner.costs.model import CostModel
-from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute, kind_of, middle
+from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute, lane_and_op, middle
 from planner.fitting.refit import Refit, refit
 from planner.models.kernels import flop
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
@@ -316,8 +316,8 @@ def _work(record: RunRecord) -> dict[TaskKind, tuple[float, str]]:
         found: dict[TaskKind, tuple[float, str]] = {}
         for task in schedule.tasks:
             amount, unit = _amount(task, cost)
-            so_far, unit_of_all = found.get(kind_of(task), (0.0, ""))
-            found[kind_of(task)] = so_far + amount, unit_of_all or unit
+            so_far, unit_of_all = found.get(lane_and_op(task), (0.0, ""))
+            found[lane_and_op(task)] = so_far + amount, unit_of_all or unit
         result |= found
     return result
 

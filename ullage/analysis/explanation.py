@@ -9,7 +9,7 @@ from planner.explain.limits import Limit, bound_rests_on, full_tiers, limits
 from planner.explain.moves import (
     SAME,
     Deadline,
-    Group,
+    LayerGroup,
     alternatives,
     deadline,
     groups,
@@ -60,7 +60,7 @@ class PlanExplained:
     rests_on: dict[tuple[str, str], float]
     worths: dict[Trick, Candidate | None]
     compiled: Candidate | None
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     limits: tuple[Limit, ...]
 
     @classmethod

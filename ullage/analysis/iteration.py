@@ -16,7 +16,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.series import Series, amounts, busy, traffic
 from planner.schedule.tasks import Lane, Phase, Task, Tier
 from planner.schedule.timeline import MemoryUse, Stretch, Timeline, memory_use
-from planner.simulate.critical_path import Step, critical_path, critical_steps, slowed
+from planner.simulate.critical_path import CriticalTask, critical_path, critical_steps, slowed
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
 from ullage.analysis.runs import RunRecord, check_measured
@@ -166,7 +166,7 @@ class Iteration:
         return memory_peaks(self.simulation.timeline, self.simulation.steady, self.cost)
 
     @functools.cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[CriticalTask, ...]:
         """The critical path."""
         timeline, steady, cost = self.simulation.timeline, self.simulation.steady, self.cost
         steps = critical_steps(timeline, steady)

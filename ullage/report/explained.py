@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from planner.explain.bench import Bench
 from planner.explain.limits import Crossing, Limit
-from planner.explain.moves import SAME, Group, peak_change_bytes
+from planner.explain.moves import SAME, LayerGroup, peak_change_bytes
 from planner.explain.tricks import Trick
 from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import Candidate
@@ -187,7 +187,7 @@ def _units(explained: PlanExplained) -> Section:
     return Section("units", "Units", "Units", (), (Table("which units are where", columns, rows, note),))
 
 
-def _cheapest(bench: Bench, group: Group) -> str:
+def _cheapest(bench: Bench, group: LayerGroup) -> str:
     moves = [(unit, move) for unit, move in group.cheapest.items() if move is not None]
     if not moves:
         return "-"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from planner.fitting.attribution import Tasks
+from planner.fitting.attribution import TasksOfKind
 from planner.plan.document import Plan, describe
 from ullage.analysis.comparison import Comparison, Explained, Row, kind_words
 from ullage.output.formatting import LANE_WORDS, TIER_WORDS, percent, si, signed_percent, signed_s
@@ -107,12 +107,12 @@ def _tasks(explained: Explained) -> Table:
     return Table("kinds of tasks, in one iteration", columns, tuple(rows))
 
 
-def count_words(tasks: Tasks) -> str:
+def count_words(tasks: TasksOfKind) -> str:
     """Return how many tasks ran, and how many were planned if that differs."""
     return f"{tasks.num_ran}" + ("" if tasks.num_ran == tasks.num_planned else f" ({tasks.num_planned} planned)")
 
 
-def _rate(tasks: Tasks, amount: float, unit: str) -> str:
+def _rate(tasks: TasksOfKind, amount: float, unit: str) -> str:
     if not unit or not tasks.measured_s or tasks.num_ran != tasks.num_planned:
         return "-"
     return si(amount / tasks.measured_s, f"{unit}/s")

@@ -18,7 +18,7 @@ from planner.checkpoints.interval import (
     most_lost_s,
     overhead,
 )
-from planner.checkpoints.nesting import ContradictionError, nest
+from planner.checkpoints.nesting import CheckpointsError, nest
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 seconds = st.floats(0.01, 1e5)
@@ -228,7 +228,7 @@ def test_nothing_wastes_less_than_what_is_chosen(levels, iteration_s, data):
         tried.append(float(expected_waste(levels, work_s)))
     try:
         chosen = nest(levels, iteration_s, max_overhead, max_lost_s)
-    except ContradictionError:
+    except CheckpointsError:
         assert not tried
         return
     assert chosen.waste <= min(tried, default=1.0) * (1 + 1e-12)
@@ -255,7 +255,7 @@ def test_tighter_limits_never_waste_less(levels, iteration_s, factor):
     for limit in ({"max_overhead": free.overhead * factor}, {"max_lost_s": free.most_lost_s * factor}):
         try:
             assert nest(levels, iteration_s, **limit).waste >= free.waste * (1 - 1e-12)
-        except ContradictionError as error:
+        except CheckpointsError as error:
             assert error.least_overhead is None or error.least_lost_s is None
 
 
@@ -269,12 +269,12 @@ def test_a_long_interval_is_as_good_as_the_best_of_all():
 
 def test_limits_that_contradict_each_other_say_what_would_do():
     level = Protection(3.0, 30.0, 60.0, 1 / DAY)
-    with pytest.raises(ContradictionError) as caught:
+    with pytest.raises(CheckpointsError) as caught:
         nest([level], 10.0, max_overhead=0.001, max_lost_s=600.0)
     work_s = math.floor((600 - 30 - 3) / 10) * 10
     assert caught.value.least_overhead == pytest.approx(3 / work_s)
     assert caught.value.least_lost_s == pytest.approx(3000 + 3 + 30)
-    with pytest.raises(ContradictionError) as caught:
+    with pytest.raises(CheckpointsError) as caught:
         nest([level], 10.0, max_lost_s=20.0)
     assert caught.value.least_overhead is None
     assert caught.value.least_lost_s == pytest.approx(10 + 3 + 30)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.costs.resources import Price, Resource
-from planner.fitting.attribution import Attribution, attribute, kind_of, middle, shapley
+from planner.fitting.attribution import Attribution, attribute, lane_and_op, middle, shapley
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
@@ -61,10 +61,10 @@ def check_sum(found: Attribution) -> float:
 @given(cases(), st.integers(0, 2**32 - 1), st.floats(0.2, 5.0), st.data())
 def test_a_wrong_rate_is_named_with_its_size(case: Case, seed: int, factor: float, data: st.DataObject) -> None:
     simulation = predicted(case, seed)
-    kinds = sorted({kind_of(task) for task in case.schedule.tasks})
+    kinds = sorted({lane_and_op(task) for task in case.schedule.tasks})
     kind = data.draw(st.sampled_from(kinds))
     durations_s = durations_of(simulation)
-    durations_s[[task.index for task in case.schedule.tasks if kind_of(task) == kind]] *= factor
+    durations_s[[task.index for task in case.schedule.tasks if lane_and_op(task) == kind]] *= factor
     found = attribute(simulation, executed(case.schedule, durations_s), READ)
     error_s = check_sum(found)
     near = 1e-6 * found.measured_s
@@ -92,7 +92,7 @@ def test_a_stall_is_named_with_its_size_and_place(case: Case, seed: int, data: s
     assert {cause.kind for cause in found.causes if abs(cause.seconds) > 1e-6 * found.measured_s} <= {"stall"}
     task = case.schedule.tasks[index]
     located = {kind for kind, seconds in found.stalls_s.items() if seconds > 1e-6 * found.measured_s}
-    assert located <= {kind_of(task)}
+    assert located <= {lane_and_op(task)}
     if error_s > 0.01 * found.measured_s:
         assert located
         assert sum(found.stalls_s.values()) >= error_s - 1e-6 * found.measured_s
@@ -114,7 +114,7 @@ def test_a_task_that_did_not_run_is_counted(case: Case, seed: int, data: st.Data
     assert seconds_of(found, "count") == pytest.approx(error_s, abs=1e-6 * found.measured_s + rest_s)
     assert seconds_of(found, "rate") == pytest.approx(0.0, abs=1e-6 * found.measured_s)
     task = case.schedule.tasks[index]
-    (tasks,) = (tasks for tasks in found.tasks if (tasks.lane, tasks.op) == kind_of(task))
+    (tasks,) = (tasks for tasks in found.tasks if (tasks.lane, tasks.op) == lane_and_op(task))
     assert tasks.num_ran == tasks.num_planned - 1
 
 

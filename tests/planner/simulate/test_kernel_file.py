@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulator.reference import FluidTask, built
-from planner.simulate import loaded, simulate
+from planner.simulate import loaded
+from planner.simulate.kernel import simulate
 
 SYSTEM = built([FluidTask(0, 2.0), FluidTask(1, 3.0, after=(0,))])
 
@@ -27,7 +28,7 @@ def kernel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_process_that_finds_the_file_loads_it_without_numba() -> None:
     assert simulate(SYSTEM)[1].max() == 5.0  # so that the file is there
     code = (
-        "import sys; from planner.simulate import simulate\n"
+        "import sys; from planner.simulate.kernel import simulate\n"
         "from benchmarks.simulator.reference import FluidTask, built\n"
         "print(simulate(built([FluidTask(0, 2.0), FluidTask(1, 3.0, after=(0,))]))[1].max())\n"
         "print('numba' in sys.modules, 'llvmlite' in sys.modules)"

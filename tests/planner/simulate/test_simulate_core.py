@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulator.reference import FluidTask, built, max_min_speeds, predecessors, simulate_reference, uses_of
-from planner.simulate import FluidSystem, simulate
+from planner.simulate.kernel import simulate
+from planner.simulate.system import FluidSystem
 
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)

@@ -17,9 +17,9 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Place, Sharding
 from planner.lowering import lower
-from planner.simulate import FluidSystem, simulate
+from planner.simulate.kernel import simulate
 from planner.simulate.machine import system_of
-from planner.simulate.system import Capacity, capacity_rows
+from planner.simulate.system import Capacity, FluidSystem, capacity_rows
 
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.1, 10.0)
 TIMES = st.just(0.0) | AMOUNTS

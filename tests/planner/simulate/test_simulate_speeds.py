@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulator.reference import FluidTask, built, max_min_speeds
-from planner.simulate import simulate
+from planner.simulate.kernel import simulate
 
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
 WEIGHTS = st.sampled_from([1.0, 1.0, 0.125, 2.0]) | st.floats(0.01, 100.0)

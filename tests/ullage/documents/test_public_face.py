@@ -106,7 +106,6 @@ OF_COMMANDS = {
     "CaseError",
     "CertificateError",
     "CheckpointsError",
-    "ContradictionError",
     "InstallationError",
     "RefusedOperatorError",
     "SignalledError",
@@ -114,7 +113,6 @@ OF_COMMANDS = {
     "LongLoopError",  # likewise
     "LeftOutError",  # never leaves `ullage validate`
     "_AssumedValuesError",  # likewise
-    "_UnlikeError",  # likewise
 }
 
 

@@ -23,10 +23,7 @@ def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> tuple[dict[str,
         ValueError: DeepSpeed does not have the plan's optimizer.
     """
     decided = plan.decisions
-    placed = dict.fromkeys(Place, 0)
-    for unit in plan.units():
-        for num_params, place in decided.placed_pieces(unit):
-            placed[place] += num_params
+    placed = decided.params_by_place(plan.units())
     total = sum(placed.values())
     away = total - placed[Place.GPU]
     fetched = any(unit.fetched for unit in decided.units.values())
