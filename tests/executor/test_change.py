@@ -1,5 +1,6 @@
 """Another plan in the middle of training: the same bits as without, and never more than one plan's memory."""
 
+import dataclasses
 import weakref
 
 import pytest
@@ -162,6 +163,29 @@ def test_what_cannot_begin_leaves_training_as_it_was(tmp_path):
 
     try:
         seen = train(task, model, optimizer, after_step=fail)
+        assert_same((seen, optimizer.session.full_parameters()), reference(task))
+    finally:
+        optimizer.session.close()
+
+
+@pytest.mark.parametrize("where", ["on the host", "streamed", "on drives"])
+def test_master_copies_are_split_and_joined_by_a_change(where, tmp_path):
+    ways = {
+        "on the host": uniform("host", "cpu", "recompute"),
+        "streamed": uniform("gpu", "stream"),
+        "on drives": uniform("host", "nvme"),
+    }
+    task = Task("gpt2", torch.bfloat16, iterations=4)
+    model, optimizer = prepare(task, decide(task, ways[where]))
+
+    def change(iteration):
+        if iteration in {1, 2}:  # and back
+            other = dataclasses.replace(task, splits=iteration == 1)
+            optimizer.switch_plan(*way(other, ways[where]), tmp_path)
+            assert any(task.splits for task in optimizer.session.schedule.tasks) == other.splits
+
+    try:
+        seen = train(task, model, optimizer, after_step=change)
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
     finally:
         optimizer.session.close()
