@@ -152,13 +152,13 @@ def limited_by_gemm_or_launch(tasks, effort):
     """Plan on a machine that everything is known of: products take 1 s at the base's rate, and issuing takes 0.5 s."""
     assert effort == "plan"
     base = of_machine(load_profile("a100-80"), "device-gemm")
-    for key, request, _ in tasks:
-        products_s = base / of_machine(request.hardware, "device-gemm")
+    for task in tasks:
+        products_s = base / of_machine(task.request.hardware, "device-gemm")
         lane = Lane.COMPUTE if products_s > 0.5 else Lane.LAUNCH
         found = figures(1.0, num_devices=1).model_copy(
             update={"iteration_s": max(products_s, 0.5), "critical_s": {lane: 1.0}}
         )
-        yield key, Result(status="fits", figures=found)
+        yield task.key, Result(status="fits", figures=found)
 
 
 def test_sensitivities_and_crossings_of_a_known_machine(tiny, tmp_path):
