@@ -18,9 +18,8 @@ from planner.models.config import ModelConfig
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.plan.unlike import make_unlike_plan
-from ullage.cli.arguments import UnreadableError, parse_bytes, seconds
 from ullage.cli.default_hardware import default_hardware
-from ullage.cli.options import CHECKPOINTS, Options, known_options
+from ullage.cli.options import CHECKPOINTS, Options, option_value
 from ullage.cli.remedies import Remedy, remedies_of
 from ullage.cli.request import unlike_request
 from ullage.output.progress import Report, search_words
@@ -140,19 +139,9 @@ def _options(model: Any, given: dict[str, Any]) -> Options:
     if unknown := sorted(set(given) - _OPTIONS - _OWN - {"gpus"}):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
     return Options(
-        model=model, **{"num_devices" if name == "gpus" else name: _read(name, value) for name, value in given.items()}
+        model=model,
+        **{"num_devices" if name == "gpus" else name: option_value(name, value) for name, value in given.items()},
     )
-
-
-def _read(name: str, value: Any) -> Any:
-    """Return the value of an option: sizes and times may be texts, as on the command line."""
-    option = known_options().get(name)
-    if not isinstance(value, str) or option is None or option.of.get("type") not in {parse_bytes, seconds}:
-        return value
-    try:
-        return option.read(value)
-    except UnreadableError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _warn_about_default() -> None:

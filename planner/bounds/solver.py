@@ -52,7 +52,6 @@ class Solver:
 
     def __init__(self, program: LinearProgram) -> None:
         import highspy  # noqa: PLC0415 - takes a fifth of a second to import, and not all commands plan
-        from highspy._core import _Highs  # noqa: PLC0415
 
         self.boxes: Boxes = program.boxes
         self._objective = program.objective
@@ -74,8 +73,13 @@ class Solver:
         matrix.index_ = np.array(list(map(columns.__getitem__, names)), np.int32)
         matrix.value_ = np.array(values)
 
-        # Not ``Highs``, which enables callbacks: from version 1.16 on, that prints a header to stdout.
-        self._highs = _Highs()
+        class Silent(highspy.Highs):
+            """Without callbacks: from version 1.16 on, enabling them prints a header to stdout."""
+
+            def enableCallbacks(self) -> None:  # noqa: N802 - the library's name
+                return
+
+        self._highs = Silent()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         for option, value in _WAYS[0].items():

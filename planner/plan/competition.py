@@ -137,8 +137,7 @@ def _compete(
     if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
         scorer = Scorer.of(rivals[0], deadline_s, whole=whole)
         best = search(rivals[0].setup, scorer, max_simulations, progress)
-        if deadline_s is not None:
-            best = _search_on(rivals[0], scorer, best, progress)
+        best = _search_on(rivals[0], scorer, best, progress)
         return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
     looking_until_s = _share(deadline_s, 2)
@@ -163,7 +162,7 @@ def _compete(
                 best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
             found.append((look, best))
     best_look, best = min(found, key=lambda item: item[1].order)
-    if deadline_s is not None and not best_look.is_pipeline:
+    if not best_look.is_pipeline:
         best_look.scorer.deadline_s = deadline_s
         best = _search_on(best_look.variant, best_look.scorer, best, progress)
     searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
@@ -180,8 +179,12 @@ def _share(deadline_s: float | None, parts: int) -> float | None:
 
 
 def _search_on(variant: Variant, scorer: Scorer, best: Candidate, progress: Progress | None) -> Candidate:
-    """Return the best plan after a search from the best one so far that ends at the deadline, or finds no more."""
-    return best if scorer.spent() else search(variant.setup, scorer, ENDLESS, progress, [best.decisions])
+    """Return the best plan after a search from the best one so far, if there is a deadline, until then."""
+    return (
+        best
+        if scorer.deadline_s is None or scorer.spent()
+        else search(variant.setup, scorer, ENDLESS, progress, [best.decisions])
+    )
 
 
 def _fastest_s(found: Sequence[tuple[_Look, Candidate]]) -> float:

@@ -20,6 +20,7 @@ from planner.choices.constraints import DIVIDED, TRAINED, Asked, check_values, d
 from planner.optimizers import OPTIMIZERS
 from planner.terms import DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
 from ullage.cli.arguments import (
+    UnreadableError,
     choice,
     fraction,
     input_shape,
@@ -270,6 +271,21 @@ def known_options() -> Mapping[str, Option]:
         dataclasses.fields(Options), key=lambda field: (_GROUPS.index(field.metadata["group"]), field.name not in own)
     )
     return {option.name: option for option in map(Option, fields)}
+
+
+def option_value(dest: str, value: Any) -> Any:
+    """Return the value of a keyword in Python: sizes and times may be texts, as on the command line.
+
+    Raises:
+        ValueError: a text means none.
+    """
+    option = known_options().get(dest)
+    if not isinstance(value, str) or option is None or option.of.get("type") not in {parse_bytes, seconds}:
+        return value
+    try:
+        return option.read(value)
+    except UnreadableError as error:
+        raise ValueError(f"{dest}: {error}") from None
 
 
 def add_options(parser: argparse.ArgumentParser, *, model_required: bool, checkpoints: bool = False) -> None:

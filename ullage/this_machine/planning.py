@@ -39,8 +39,8 @@ from ullage.calibrate.run import USABLE_SHARE
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
 from ullage.capture.records import DTYPES, strided
-from ullage.cli.arguments import parse_bytes
 from ullage.cli.default_hardware import machine_named
+from ullage.cli.options import option_value
 from ullage.output.progress import search_progress
 from ullage.rivals import make_plan
 from ullage.this_machine.checks import check_tokens, check_trainable
@@ -383,12 +383,7 @@ def machine_now(options: Options, free: tuple[int | None, int], num_ranks: int |
     if kind == "host" and num_ranks > profile.devices_per_node:
         profile = _divided(profile, num_ranks)
     most = device_bytes if device_bytes is not None else host_bytes // num_ranks - 1
-    wanted = options.get("device_memory")
-    if isinstance(wanted, str):
-        try:
-            wanted = parse_bytes(wanted)
-        except ValueError as error:
-            raise ValueError(f"device_memory: {error}") from error
+    wanted = option_value("device_memory", options.get("device_memory"))
     if wanted is not None:
         margin = FOR_LIBRARIES_BYTES if kind == "gpu" else 0
         if not margin < wanted <= most + margin:
