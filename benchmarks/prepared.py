@@ -38,6 +38,7 @@ _CHOSEN = (
     "precision",
     "optimizer",
     "clip",
+    "split_masters",
     "loss_tile_tokens",
     "layer_tile_tokens",
 )
@@ -63,8 +64,6 @@ def priced(plan: Plan, request: Request) -> Found | None:
         if sizes != {unit.name: unit.num_params for unit in setup.units} or plan.seq_len != request.seq_len:
             continue
         given = setup.given
-        if decisions.precision.master == "split":  # which a search chooses by itself
-            given = given.model_copy(update={"precision": given.precision.model_copy(update={"master": "split"})})
         if any(getattr(decisions, field) != getattr(given, field) for field in _CHOSEN):
             continue
         prediction = Scorer(setup.units, request.seq_len, own.cost).predict(decisions)

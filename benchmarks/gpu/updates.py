@@ -25,14 +25,14 @@ from benchmarks.origin import origin, write_result
 from executor.devices import cuda
 from executor.memory.pieces import as_state, state_buffers, state_tensors
 from executor.optimizer.table import ENTRIES, Rule
-from planner.decisions import Precision
+from planner.decisions import BF16, Precision
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 OUTPUT: Final = Path(__file__).parents[2] / "out" / "gpu" / "updates.json"
-MASTERS: Final[dict[str, Precision]] = {
-    "": Precision(weights="bf16"),
-    " split": Precision(weights="bf16", master="split"),
-    " rounded": Precision(weights="bf16", master="bf16"),
+MASTERS: Final[dict[str, tuple[Precision, bool]]] = {
+    "": (BF16, False),
+    " split": (BF16, True),
+    " rounded": (Precision(weights="bf16", master="bf16"), False),
 }
 
 
@@ -41,19 +41,21 @@ class Update:
 
     Args:
         optimizer: which one.
-        precision: with the form of the master copy.
+        precision: with the type of the master copy.
         num_params: of one gradient.
+        splits: whether the master copy is split.
     """
 
-    def __init__(self, optimizer: Optimizer, precision: Precision, num_params: int) -> None:
+    def __init__(self, optimizer: Optimizer, precision: Precision, num_params: int, *, splits: bool) -> None:
         entry = next(entry for entry in ENTRIES if entry.planned_as == optimizer)
         make: Any = entry.torch_class
         options = {"bf16_stochastic_round": True} if precision.rounds else {}
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16 if precision.rounds else torch.float32))
         self._rule: Rule = dataclasses.replace(entry.rule(make([parameter], **options).param_groups[0]), scale=0.5)
         self._precision, self._num_params, self._optimizer = precision, num_params, optimizer
+        self._splits = splits
         self._gradient = torch.randn(num_params, device="cuda", generator=self._generator()).bfloat16()
-        self.num_bytes = precision.update_bytes_per_param(optimizer, splits=precision.splits)
+        self.num_bytes = precision.update_bytes_per_param(optimizer, splits=splits)
 
     @staticmethod
     def _generator() -> torch.Generator:
@@ -61,7 +63,7 @@ class Update:
 
     def state(self) -> list[Any]:
         """Return new state: random masters, moments of 0, and where weights go."""
-        splits, master_bytes = self._precision.splits, self._precision.master_bytes
+        splits, master_bytes = self._splits, self._precision.master_bytes
         buffers = state_buffers(self._optimizer, master_bytes, splits=splits)
         num_bytes = sum(buffer.num_bytes(self._num_params) for buffer in buffers)
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
@@ -106,9 +108,8 @@ def first_seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - begin_s
 
 
-def measure(optimizer: Optimizer, precision: Precision, num_params: int, num_rounds: int) -> dict[str, Any]:
+def measure(update: Update, num_params: int, num_rounds: int) -> dict[str, Any]:
     """Return what both ways take for one form."""
-    update = Update(optimizer, precision, num_params)
     ways = {name: update.call(fuses=name == "kernel") for name in ("chain", "kernel")}
     first_s = {name: first_seconds(call) for name, (call, _) in ways.items()}
     states = [[value for part in state for value in _tensors(part)] for _, state in ways.values()]
@@ -146,10 +147,10 @@ def main() -> None:
         sys.exit("Triton is not installed, or cannot run here")
     rows: dict[str, Any] = {}
     for optimizer, row in OPTIMIZERS.items():
-        for suffix, precision in MASTERS.items():
+        for suffix, (precision, splits) in MASTERS.items():
             if row.fuses and (row.rounded or not precision.rounds):
-                name = optimizer + suffix
-                rows[name] = found = measure(optimizer, precision, args.num_params, args.rounds)
+                name, update = optimizer + suffix, Update(optimizer, precision, args.num_params, splits=splits)
+                rows[name] = found = measure(update, args.num_params, args.rounds)
                 rates = ", ".join(f"{way} {found[way]['gb_per_s']:.0f} GB/s" for way in ("chain", "kernel"))
                 print(f"{name}: {rates}, {found['speed_up']:.1f} times as fast, same bits: {found['same']}", flush=True)
     write_result(args.output, {**began, "num_params": args.num_params, "num_rounds": args.rounds, "rows": rows})

@@ -186,7 +186,7 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         form = state_buffers(kind, precision.master_bytes, splits=splits)
         slabs = [(tier, i) for i in range(len(form) - splits)] + [(tier, -1)] * splits
         if place is Place.NVME:  # the first slab has its weights
-            slabs = slabs[:1] if precision.weight_in_state and decided.params != "nvme" else []
+            slabs = slabs[:1] if decisions.weight_in_state and decided.params != "nvme" else []
         offsets = [taken[slab] for slab in slabs]
         if place is Place.GPU and precision.master_is_weight:
             offsets[0] = starts[index] - start

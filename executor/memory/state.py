@@ -93,7 +93,7 @@ class ModelState:
         kinds = (decisions.optimizer, OPTIMIZERS[decisions.optimizer].others or decisions.optimizer)
         self._forms = [
             max((state_buffers(kind, decisions.precision.master_bytes, splits=splits) for kind in kinds), key=len)
-            for splits in (False, decisions.precision.splits)
+            for splits in (False, decisions.split_masters is not None)
         ]
         self.master_copy = self._forms[0][0]
         written = tuple(written)
@@ -343,7 +343,7 @@ class ModelState:
             weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = resident if resident is not None and holding is Holding.SHARDED else weights[start : start + shard]
         served = None
-        if not (self._decisions.precision.weight_in_state or on_nvme):
+        if not (self._decisions.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
         landing = self.stored.landing.get(name, ()) if self.stored else ()
         rooms = self.stored.rooms if self.stored else {}
@@ -400,7 +400,7 @@ class ModelState:
             own: the rank's weights on the device, if that is the tier.
         """
         on_device = own is not None
-        form, splits = self._forms[not on_device], self._decisions.precision.splits and not on_device
+        form, splits = self._forms[not on_device], self._decisions.split_masters is not None and not on_device
         slabs = []
         for i, buffer in enumerate(form):
             held = [p for p in pieces if buffer is TIES or i < len(p.form) - splits]

@@ -65,7 +65,7 @@ class UpdateTasks:
         self._backend = backend
         self._team = team
         self._master_is_weight = decisions.precision.master_is_weight
-        self._weight_in_state = decisions.precision.weight_in_state
+        self._weight_in_state = decisions.weight_in_state
         self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
         self._rules: dict[int, Mapping[str, Rule]] = {}  # by iteration, then by parameter
         # Streamed pieces that are in a slot: the tensors of their state there, and their weights.

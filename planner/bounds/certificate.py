@@ -57,7 +57,7 @@ def certify(
     own: Variant,
     decisions: Decisions,
     iteration_s: float,
-    misfits: Mapping[int, Proof] = MappingProxyType({}),
+    misfits: Mapping[tuple[Choice, int], Proof] = MappingProxyType({}),
 ) -> Certificate:
     """Prove a lower bound on the iteration time of any schedule.
 
@@ -66,12 +66,12 @@ def certify(
         own: the plan's variant, one of them.
         decisions: the plan's decisions.
         iteration_s: the plan's predicted iteration time.
-        misfits: proofs for ZeRO stages of ``own`` that do not fit, if :func:`prove_misfits` has made them.
+        misfits: proofs for choices and ZeRO stages that do not fit, if :func:`prove_misfits` has made them.
     """
     limit_s, cost = _LIMIT * iteration_s, own.cost
 
-    def prove(setup: Setup) -> Proof:
-        return misfits.get(setup.given.zero_stage) or _prove(own, setup, limit_s)
+    def prove(setup: Setup, variant: Variant = own) -> Proof:
+        return misfits.get((variant.choice, setup.given.zero_stage)) or _prove(variant, setup, limit_s)
 
     placed = _placed(own.setup, cost, decisions, limit_s)
     with ThreadPoolExecutor(2) as pool:  # HiGHS solves one program while Python makes the next
@@ -86,7 +86,7 @@ def certify(
             continue
         for setup in rival.setup.stages():
             enough = computing_s(rival) >= bound_s
-            proof = _by_computing(rival, setup) if enough else _prove(rival, setup, limit_s)
+            proof = _by_computing(rival, setup) if enough else prove(setup, rival)
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
     # Proofs are exact, but the simulated time is rounded: it may be one digit below a bound that the plan attains.
@@ -101,16 +101,17 @@ def certify(
     )
 
 
-def prove_misfits(variant: Variant) -> dict[int, Proof]:
-    """Return a proof for every ZeRO stage but the last of a variant that does not fit, by stage.
+def prove_misfits(rivals: Sequence[Variant]) -> dict[tuple[Choice, int], Proof]:
+    """Return a proof for every ZeRO stage but the last of some variants that does not fit, by choice and stage.
 
     These proofs do not depend on a plan. So they can be made beside the search, on another core: HiGHS takes most of
-    the time and does not hold the interpreter. The last stage fits, or :func:`infeasible` would have said so.
+    the time and does not hold the interpreter. The last stage of one fits, or :func:`infeasible` would have said so.
     """
     proofs = {}
-    for setup in variant.setup.stages()[:-1]:
-        if proof := _does_not_fit(setup, memory_conditions(setup, variant.cost)):
-            proofs[setup.given.zero_stage] = proof
+    for variant in rivals:
+        for setup in variant.setup.stages()[:-1]:
+            if proof := _does_not_fit(setup, memory_conditions(setup, variant.cost)):
+                proofs[variant.choice, setup.given.zero_stage] = proof
     return proofs
 
 

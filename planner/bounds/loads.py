@@ -66,7 +66,7 @@ class Loads:
         if (lane, subgroup) not in self._updates:
             load: Load = defaultdict(Sum)
             # On a GPU, an update of what is resident there is cheaper.
-            splits = self.given.precision.splits and (lane is Lane.CPU or self.cost.profile.device.kind == "host")
+            off_device = lane is Lane.CPU or self.cost.profile.device.kind == "host"
             task = Task(
                 0,
                 lane,
@@ -75,7 +75,7 @@ class Loads:
                 num_bytes=subgroup.exchanged_bytes,
                 num_params=subgroup.num_params,
                 matrices=subgroup.matrices,
-                splits=splits,
+                splits=off_device and self.given.split_masters is not None,
             )
             self.charge(load, task, Sum(("", 1.0)))
             self._updates[lane, subgroup] = {key: amount[""] / subgroup.num_params for key, amount in load.items()}

@@ -56,7 +56,7 @@ def memory(on: Placement) -> tuple[list[Sum], Rings]:
         versions = on.given.num_state_versions
         state_bytes = versions * on.given.placed_state_bytes_per_param(unit) * shard
         nvme.plus(on.share(unit, Place.NVME), float(state_bytes))
-        if not on.given.precision.weight_in_state:
+        if not on.given.weight_in_state:
             nvme.plus(on.share(unit, "onnvme"), float(versions * on.weight_bytes * shard))
     for unit in (unit for unit in on.units if unit.frozen):
         for held, where in ((host, "host"), (nvme, "onnvme")):
@@ -194,7 +194,7 @@ def weights_or_gradients(on: Placement, unit: Unit) -> str:
     served, spilled, stored = (on.share(unit, place) for place in ("host", "spill", "onnvme"))
     gradients = on.leaves(unit).plus(spilled, -1.0)
     there = program.variable(f"{name}:there", 0.0, 2.0)
-    if not on.given.precision.weight_in_state:
+    if not on.given.weight_in_state:
         if on.repeats > 1:
             gradients.plus(served)
         weights = Sum((f"{name}:upload", 1.0)).plus(served)

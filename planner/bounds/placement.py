@@ -83,7 +83,7 @@ class Placement:
         # of streamed subgroups go to the host, unless they are resident.
         streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
         program.at_least(f"{name}: gradient stays", streamed, Sum((program.variable(f"{name}:stays"), 1.0)))
-        if away and not self.given.precision.weight_in_state:
+        if away and not self.given.weight_in_state:
             back = Sum((program.variable(f"{name}:back"), 1.0))
             program.at_least(f"{name}: new weights go back", back, Sum(("", -1.0)).plus(streamed).plus(away))
         return away

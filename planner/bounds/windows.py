@@ -194,7 +194,7 @@ def _storage_needs(on: Placement, ends: Sequence[int]) -> dict[Key, dict[int, Su
     and are read again for the forward.
     """
     device_bytes = float(capacities(on.cost)[Tier.GPU])
-    weight_bytes = 0 if on.given.precision.weight_in_state else on.weight_bytes
+    weight_bytes = 0 if on.given.weight_in_state else on.weight_bytes
     weights_share = weight_bytes / min(map(on.given.placed_state_bytes_per_param, on.units))  # the most of any unit
     amounts: dict[Resource, list[Sum]] = {Resource.NVME_READ: [], Resource.NVME_WRITE: []}
     for unit in on.units:

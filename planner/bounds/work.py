@@ -116,7 +116,7 @@ def _storage_work(on: Placement, total: Load, unit: Unit) -> None:
     """Add the reads and writes of a unit's parameters, gradients and state on NVMe in an iteration."""
     name, shard = unit.name, on.given.placed_params(unit)
     read, written = Resource.NVME_READ, Resource.NVME_WRITE
-    weights_written = 0 if on.given.precision.weight_in_state else on.weight_bytes
+    weights_written = 0 if on.given.weight_in_state else on.weight_bytes
     for what, num_bytes, directions in (
         (Place.NVME, on.given.placed_state_bytes_per_param(unit) * shard, (read, written)),
         ("spill", on.given.spilled_bytes_per_param * shard, (read, written)),

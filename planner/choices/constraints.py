@@ -166,6 +166,14 @@ class Constraints:
         flags=("--precision",),
         part="fp8-weights",
     )
+    split_masters: bool | None = described(
+        "whether fp32 master copies that are not resident on the device are kept as bf16 weights and remainders of 16 "
+        "bits: the same values, 2 bytes less per parameter (default: where that is faster)",
+        switch=True,
+        group=TRAINED,
+        flags=("--precision",),
+        part="split-masters",
+    )
     kernels: KernelRequest | None = described(
         "kernels that run beside products and attention: those of transformers, module by module (the default); "
         "compiled: of blocks and a loss that torch.compile has compiled, as execute then does; compiled-layers: of "

@@ -27,6 +27,9 @@ from planner.optimizers import OPTIMIZERS
 from planner.setup import Setup
 from planner.terms import COMPILED
 
+# If all state and activations take more than this share of a device's memory, it may be short of room.
+_SHORT = 0.75
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -61,7 +64,8 @@ def variants(request: Request) -> tuple[Variant, ...]:
     if request.kernels == "auto":
         found = tuple(option for choice in found for option in _with_kernels(request, choice))
     tiled = (option for choice in found for option in _tiled(request, choice))
-    return tuple(variant(request, option) for choice in tiled for option in _fetched(request, choice))
+    fetched = (option for choice in tiled for option in _fetched(request, choice))
+    return tuple(variant(request, option) for choice in fetched for option in _mastered(request, choice))
 
 
 def _with_collectives(request: Request, choice: Choice) -> Choice:
@@ -101,6 +105,29 @@ def _fetched(request: Request, choice: Choice) -> Iterator[Choice]:
         yield choice
     if can and wanted is not False:
         yield choice.model_copy(update={"fp8_weights": True})
+
+
+def _mastered(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Yield a choice with whole master copies, and with split ones.
+
+    [Note: Whole or split] Split master copies take two bytes less of memory and of links for each parameter, and more
+    of the host's cores. They have the same values. Without a wish, they are compared where the device may be short of
+    room: room is what lets copies and updates run beside its work.
+    """
+    wanted, can = request.split_masters, request.types.can_be_split
+    if not (wanted and can):
+        yield choice
+    if can and (wanted or (wanted is None and _share_of_memory(request, choice) > _SHORT)):
+        yield choice.model_copy(update={"split_masters": True})
+
+
+def _share_of_memory(request: Request, choice: Choice) -> float:
+    """Return the share of a device's memory that all state and activations take, evenly divided among ranks."""
+    types, layers = request.types, _units(request.model, request.batch(choice))
+    per_param = types.state_bytes_per_param(request.optimizer) + types.gradient_bytes
+    state_bytes = sum(unit.num_params for unit in layers) * per_param / choice.data_parallel
+    saved_bytes = sum(unit.num_tiles * unit.saved_bytes for unit in layers)
+    return (state_bytes + saved_bytes) / choice.pipeline_parallel / request.hardware.device.memory_bytes.value
 
 
 def _tiled(request: Request, choice: Choice) -> Iterator[Choice]:

@@ -70,6 +70,8 @@ class Decisions(Sharding):
             _check_pipeline(self)
         if self.fp8_weights:
             check_fp8_weights(self.precision, self.optimizer)
+        if self.split_masters:
+            check_split_masters(self.precision)
         for name, unit in self.units.items():
             if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
@@ -110,7 +112,7 @@ class Decisions(Sharding):
 
     def stored_weight_bytes(self, unit: str) -> int:
         """Return the bytes per parameter of a unit's weights on NVMe beside its state: 0 if they are in it."""
-        has_copy = self.units[unit].params == "nvme" and not self.precision.weight_in_state
+        has_copy = self.units[unit].params == "nvme" and not self.weight_in_state
         return self.precision.weight_bytes if has_copy else 0
 
     def fp8_of(self, unit: Unit) -> Fp8Weights | None:
@@ -140,7 +142,7 @@ class Decisions(Sharding):
         needed.
         """
         params = self.units[unit].params
-        if params == "nvme" or (self.precision.weight_in_state and place is not Place.NVME):
+        if params == "nvme" or (self.weight_in_state and place is not Place.NVME):
             return False
         return params == "host" or place in {Place.CPU, Place.NVME}
 
@@ -159,7 +161,7 @@ class Decisions(Sharding):
 
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
-        weights_go = self.units[unit].fetched and not self.precision.weight_in_state
+        weights_go = self.units[unit].fetched and not self.weight_in_state
         return self.flushes(unit, Place.STREAM) or weights_go
 
     def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
@@ -172,6 +174,19 @@ class Decisions(Sharding):
         for num_params, place in itertools.chain.from_iterable(map(self.placed_pieces, units)):
             placed[place] += num_params
         return placed
+
+
+def check_split_masters(precision: Precision) -> None:
+    """Check that master copies can be split.
+
+    Raises:
+        ValueError: they have no weight in bf16 beside them, or are in bf16 themselves.
+    """
+    if not precision.can_be_split:
+        raise ValueError(
+            f"split_masters needs weights in bf16 and master copies in fp32, not {precision.weights} and "
+            f"{precision.master or 'fp32'}; leave split_masters out"
+        )
 
 
 def check_fp8_weights(precision: Precision, optimizer: Optimizer) -> None:

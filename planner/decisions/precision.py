@@ -20,16 +20,14 @@ class Precision(Frozen):
 
     Attributes:
         weights: the type of weights, gradients and activations.
-        master: the form of the master copy; ``None`` is fp32. ``split`` has the values of
-            fp32: wherever it is not resident on the device, it is the weight in bf16 and a remainder of 16 bits, see
-            [Note: Split masters] in :mod:`executor.optimizer.split`. A master copy in bf16 is the weight itself. Our
-            executor has it for optimizers that round it stochastically.
+        master: the type of the master copy; ``None`` is fp32. One in bf16 is the weight itself. Our executor has it for
+            optimizers that round it stochastically.
         products: the type of the two matrices of products in linear layers of hidden layers, as torchao's
             ``Float8Linear`` computes them; ``None`` is that of weights. All other types stay.
     """
 
     weights: Literal["bf16", "fp32"]
-    master: Literal["bf16", "split"] | None = None
+    master: Literal["bf16"] | None = None
     products: Literal["fp8"] | None = None
 
     @model_validator(mode="after")
@@ -64,30 +62,14 @@ class Precision(Frozen):
         return self.master == "bf16"
 
     @property
-    def splits(self) -> bool:
-        """Whether the master copy is split where it is not resident on the device."""
-        return self.master == "split"
-
-    @property
-    def split(self) -> Self:
-        """The same values, with master copies split if they can be."""
-        can = self.weights == "bf16" and not self.master
-        return self.model_copy(update={"master": "split"}) if can else self
-
-    @property
-    def whole(self) -> Self:
-        """The same values, with whole master copies, as other engines have them."""
-        return self.model_copy(update={"master": None}) if self.splits else self
+    def can_be_split(self) -> bool:
+        """Whether a master copy can be kept as a weight and a remainder of 16 bits, by our executor."""
+        return self.weights == "bf16" and not self.master
 
     @property
     def master_is_weight(self) -> bool:
         """Whether the optimizer's master copy is the weight itself, if both are in one place."""
         return self.master_bytes == self.weight_bytes
-
-    @property
-    def weight_in_state(self) -> bool:
-        """Whether the weight is a part of state that is not resident on the device."""
-        return self.master_is_weight or self.splits
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Return an optimizer's row, with the costs of rounding the master copy if it is bf16."""

@@ -39,6 +39,11 @@ class Sharding(Choice):
         """Bytes of state per parameter that a resident weight saves, because it may be the master copy itself."""
         return self.precision.weight_bytes if self.precision.master_is_weight else 0
 
+    @property
+    def weight_in_state(self) -> bool:
+        """Whether the weight is a part of state that is not resident on the device."""
+        return self.precision.master_is_weight or self.split_masters is not None
+
     def replicas(self, unit: Unit) -> int:
         """Return the number of ranks with the same part of a unit. They reduce its gradient, and shard it in ZeRO."""
         return self.data_parallel // unit.parts(self) if self.data_parallel > 1 else 1
@@ -100,7 +105,7 @@ class Sharding(Choice):
 
     def splits(self, place: Place) -> bool:
         """Return whether master copies that are updated in a place are split."""
-        return self.precision.splits and place is not Place.GPU
+        return self.split_masters is not None and place is not Place.GPU
 
     def state_bytes(self, subgroup: Subgroup, place: Place) -> int:
         """Return the bytes of a subgroup's optimizer state where it is updated, the master copy included."""

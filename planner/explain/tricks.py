@@ -166,8 +166,7 @@ def _with_less_resident(bench: Bench) -> Iterator[Decisions]:
 
 def _wide_state(bench: Bench) -> Iterator[Decisions]:
     if wide := OPTIMIZERS[bench.decisions.optimizer].wide:
-        splits = bench.decisions.precision.splits
-        precision = bench.decisions.precision.model_copy(update={"master": "split" if splits else None})
+        precision = bench.decisions.precision.model_copy(update={"master": None})
         for other in _with_less_resident(bench):
             yield changed(other, optimizer=wide, precision=precision)
 
@@ -255,6 +254,7 @@ TRICKS: tuple[Trick, ...] = (
         "ring", "keys pass among ranks of a sequence", "they exchange tokens for heads", _without("context_exchange")
     ),
     Trick("through-host", "collectives go through the host", "over the fabric", _options(collectives=None)),
+    Trick("split-masters", "master copies as weights and remainders", "whole, in fp32", _without("split_masters")),
     Trick("narrow-state", "optimizer state in fewer bytes", "all of it in fp32", _wide_state),
     Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
     Trick(

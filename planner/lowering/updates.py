@@ -183,7 +183,7 @@ def _streamed(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
     unit.changes.append(store)
     if not unit.amounts.fetched:
         return [update]  # the new weights are written in place
-    if not decisions.precision.weight_in_state:
+    if not decisions.weight_in_state:
         store.num_bytes += weight_bytes * num_params
     return [store]
 

@@ -38,6 +38,8 @@ class Choice(Frozen):
             :mod:`planner.lowering.compute`; ``None``: all of the micro-batch.
         fp8_weights: weights of products in fp8 are fetched from the host, and gathered, in fp8; see [Note: Weights in
             fp8] in :mod:`planner.decisions.fp8`. ``None``: in the type of weights.
+        split_masters: fp32 master copies are split where they are not resident on the device: the weight in bf16 and a
+            remainder of 16 bits, see [Note: Split masters] in :mod:`executor.optimizer.split`. ``None``: whole.
         collectives: ``host``: data-parallel ranks of a machine gather weights and sum gradients through host memory
             that they share, see [Note: Through the host] in :mod:`executor.devices.host_exchange`. ``None``: over the
             fabric between devices.
@@ -60,6 +62,7 @@ class Choice(Frozen):
     layer_tile_tokens: Count | None = None
     segment_tile_sequences: Count | None = None
     fp8_weights: Literal[True] | None = None
+    split_masters: Literal[True] | None = None
     collectives: Literal["host"] | None = None
     kernels: KernelChoice | None = None
     micro_batch: Count = 1

@@ -19,7 +19,7 @@ from planner.bounds.program import NEVER_S
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.choices.variants import Variant
-from planner.decisions import Choice, Decisions
+from planner.decisions import Choice, Decisions, Place
 from planner.placements import resident
 from planner.search import (
     ENDLESS,
@@ -46,7 +46,10 @@ _ALIKE: Final = {
     "layer_tile_tokens": None,
     "segment_tile_sequences": None,
     "fp8_weights": None,
+    "split_masters": None,
 }
+# What does nothing for a plan that moves no such weights, or has no such state.
+_MOVED: Final = ("split_masters", "fp8_weights")
 # A choice is skipped if its bound is less than this much faster.
 _WORTH = 1e-2
 # A plan is searched for again if its whole iteration takes so much more or less than it was scored.
@@ -63,7 +66,7 @@ class Found:
         rivals: all variants.
         searched: the variants that got a full search, but for pipelines.
         num_simulations: number of simulated schedules, for all variants.
-        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
+        misfits: proofs for choices and ZeRO stages that do not fit, if they were begun beside the search.
     """
 
     own: Variant
@@ -71,7 +74,7 @@ class Found:
     rivals: Sequence[Variant]
     searched: tuple[Variant, ...]
     num_simulations: int
-    misfits: Future[dict[int, Proof]] | None = None
+    misfits: Future[dict[tuple[Choice, int], Proof]] | None = None
 
     @property
     def decisions(self) -> Decisions:
@@ -193,21 +196,29 @@ def _fastest_s(found: Sequence[tuple[_Look, Candidate]]) -> float:
 
 
 def _finalists(looks: Sequence[_Look]) -> list[_Look]:
-    """Return what gets a full search of choices in order: the first kind's best, and the best of the next kinds."""
+    """Return what gets a full search of choices in order: of the first kind, and the best of the next kinds.
+
+    Of the first kind, this is the best one and those with the lowest bounds: looks are too short to compare the others.
+    """
     alike: dict[Choice, list[_Look]] = {}
     for look in looks:
         alike.setdefault(look.variant.choice.model_copy(update=_ALIKE), []).append(look)
-    (first, *others) = alike.values()
-    return [*first[:_MOST_ALIKE], *(other[0] for other in others[:_MOST_OTHERS])]
+    ((best, *next_best), *others) = alike.values()
+    hopeful = sorted(next_best, key=lambda look: look.bound_s)[: _MOST_ALIKE - 1]
+    return [best, *hopeful, *(other[0] for other in others[:_MOST_OTHERS])]
 
 
 def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tuple[Variant, Candidate]:
-    """Return the same plan without fetches in fp8 if it has none; it is a plan of another choice."""
-    if not any(map(best.decisions.moves_fp8, winner.setup.units)):
-        without = {"fp8_weights": None}
-        for rival in rivals:
-            if rival.choice == winner.choice.model_copy(update=without):
-                return rival, dataclasses.replace(best, decisions=best.decisions.model_copy(update=without))
+    """Return the same plan without fetches in fp8 or split master copies if it has none: a plan of another choice."""
+    decisions = best.decisions
+    in_use = {
+        "fp8_weights": any(map(decisions.moves_fp8, winner.setup.units)),
+        "split_masters": any(set(unit.update) - {Place.GPU} for unit in decisions.units.values()),
+    }
+    without = {field: None for field in _MOVED if not in_use[field]}
+    for rival in rivals:
+        if rival.choice == winner.choice.model_copy(update=without):
+            return rival, dataclasses.replace(best, decisions=decisions.model_copy(update=without))
     return winner, best
 
 
@@ -238,8 +249,8 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
 
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Candidate]]) -> list[Decisions]:
-    """Return the best decisions of choices that differ from this one only in tiles, or in how weights are fetched."""
-    own = look.variant.choice.tiles | {"fp8_weights": look.variant.choice.fp8_weights}
+    """Return the best decisions of choices that are alike but for tiles, fetches, or the form of master copies."""
+    own = {field: getattr(look.variant.choice, field) for field in _ALIKE}
     return [
         best.decisions.model_copy(update=own)
         for other, best in found

@@ -17,15 +17,13 @@ from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
 from planner.plan.competition import Found, closest, compete
 from planner.plan.document import EngineRow, Plan, describe, gigabytes
-from planner.schedule.tasks import Lane, Tier
+from planner.schedule.tasks import Tier
 from planner.search import Progress, Scorer, no_garbage_collection
 from planner.simulate.prediction import capacities
 from planner.simulate.uncertainty import with_interval
 
-# A device that waits for this share of an iteration, while this share of a memory is used, may be short of room.
-_WAITS, _FULL = 0.04, 0.9
-# Master copies are split where that is so much faster.
-_WORTH = 1e-2
+# Of more variants, most need no proof that they do not fit.
+_MOST_MISFITS = 4
 # Remedies for a tier that is too small, cheapest first.
 _REMEDIES = {
     Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
@@ -78,48 +76,12 @@ def find(
     """Search for the best plan; arguments and errors are those of :func:`make_plan`.
 
     With a ``pool``, proofs for the certificate that need no plan are made there during the search.
-
-    [Note: Whole or split] Split master copies take two bytes less of memory and of links for each parameter, and more
-    of the host's cores. They have the same values. Plans with them are searched for too if nothing fits with whole
-    ones, or if the device waits while a memory is full: room is what lets copies and updates run beside its work.
     """
-    split = request.types.split
-    if split == request.types:
-        return _find(request, max_simulations, progress, budget_s, pool)
-    each_s = None if budget_s is None else budget_s / 2
-    in_halves = dataclasses.replace(request, precision=split)
-    try:
-        found = _find(request, max_simulations, progress, each_s, pool)
-    except InfeasibleError:
-        return _find(in_halves, max_simulations, progress, each_s, pool)
-    if max_simulations == 1 or not _is_short_of_room(found):
-        return found
-    try:
-        other = _find(in_halves, max_simulations, progress, each_s, pool)
-    except InfeasibleError:
-        return found
-    return other if other.best.iteration_s < found.best.iteration_s * (1 - _WORTH) else found
-
-
-def _is_short_of_room(found: Found) -> bool:
-    """Return whether a memory is full while the device waits for much of an iteration."""
-    best = found.best
-    waits = best.busy_s.get(Lane.COMPUTE, 0.0) < (1 - _WAITS) * best.iteration_s
-    return waits and found.own.choice.pipeline_parallel == 1 and max(best.filled.values(), default=0.0) > _FULL
-
-
-def _find(
-    request: Request,
-    max_simulations: int | None,
-    progress: Progress | None,
-    budget_s: float | None,
-    pool: Executor | None,
-) -> Found:
     rivals = variants(request)
     if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(*_closest(rivals, proofs), proofs)
-    # A new variant, because a cost model caches prices, and threads must not share the cache.
-    misfits = pool.submit(prove_misfits, variants(request)[0]) if pool and len(rivals) == 1 else None
+    # New variants, because a cost model caches prices, and threads must not share the cache.
+    misfits = pool.submit(prove_misfits, variants(request)) if pool and len(rivals) <= _MOST_MISFITS else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, max_simulations, progress, deadline_s)
     if missing_bytes := found.best.missing_bytes:

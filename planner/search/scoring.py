@@ -298,6 +298,7 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
 def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
     arrays = schedule.arrays
-    update_bytes = decisions.precision.update_bytes_per_param(decisions.optimizer, splits=decisions.precision.splits)
+    splits = decisions.split_masters is not None
+    update_bytes = decisions.precision.update_bytes_per_param(decisions.optimizer, splits=splits)
     moved_bytes, num_updated = arrays.moved
     return moved_bytes + round(update_bytes * num_updated)

@@ -54,9 +54,8 @@ def test_the_fastest_by_the_new_profile_is_taken(
 
 def test_a_plan_whose_search_chose_split_master_copies_is_known_again() -> None:
     wanted = request(load_profile("h100").with_device_memory(180_000_000))
-    precision = wanted.types.model_copy(update={"master": "split"})
-    plan = make_plan(dataclasses.replace(wanted, precision=precision), max_simulations=40)
-    assert plan.decisions.precision.master == "split"
+    plan = make_plan(dataclasses.replace(wanted, split_masters=True), max_simulations=40)
+    assert plan.decisions.split_masters
     found = prepared.priced(plan, wanted)
     assert found is not None
     assert found.prediction.iteration_s == pytest.approx(plan.prediction.iteration_s)

@@ -350,8 +350,7 @@ PLANNED_AS |= {name: name.removesuffix("-rounded") for name in OPTIMIZERS if nam
 def precision_of(task: Task) -> Precision:
     rounded = task.dtype is torch.bfloat16 and task.optimizer.endswith("-rounded")
     products = "fp8" if task.products == "fp8" else None
-    found = Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None, products=products)
-    return found.split if task.splits else found
+    return Precision(weights=PRECISION[task.dtype], master="bf16" if rounded else None, products=products)
 
 
 def decide(task: Task, choose, **settings) -> Decisions:
@@ -363,6 +362,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
     settings["optimizer"] = PLANNED_AS.get(task.optimizer, task.optimizer)
     settings["clip"] = settings.get("clip", task.max_norm is not None)
     settings["precision"] = precision_of(task)
+    settings["split_masters"] = True if task.splits and settings["precision"].can_be_split else None
     empty = Decisions(policy="test", units={}, subgroup_params=subgroup_params, **settings)
     chosen = {}
     for number, unit in enumerate(units_of(task, empty)):

@@ -16,6 +16,7 @@ from test_bounds import check
 from hwprofiles.profile import NarrowUpdate
 from hwprofiles.quantity import Provenance, Quantity
 from planner.choices.request import Request
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Place, Precision, Sharding
 from planner.decisions.precision import SPLIT_OPERATOR_BYTES
@@ -31,8 +32,8 @@ from ullage.rivals import make_plan
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
 NARROW = (*ONE_BUFFER, "adamw-bf16", "adamw-8bit")
-SPLIT = BF16.split
 ROUNDED = Precision(weights="bf16", master="bf16")
+WHOLE, SPLIT, NARROW_MASTER = {}, {"split_masters": True}, {"precision": ROUNDED}  # forms of master copies
 MOVED = {"adamw-bf16": 20, "adamw-8bit": 16 + 16 / 256}  # bytes of an update per parameter
 HELD = {"adamw": 12, **dict.fromkeys(NARROW, 8), "adamw-8bit": 6 + 8 / 256}  # bytes of state per parameter
 
@@ -97,17 +98,21 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
 @pytest.mark.parametrize(
-    ("optimizer", "precision"),
-    [*((name, BF16) for name in NARROW), *((name, ROUNDED) for name in MOVED), ("adamw", SPLIT), ("lion", SPLIT)],
+    ("optimizer", "form"),
+    [
+        *((name, WHOLE) for name in NARROW),
+        *((name, NARROW_MASTER) for name in MOVED),
+        *((name, SPLIT) for name in ("adamw", "lion")),
+    ],
 )
-def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, precision, place, params):
+def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, form, place, params):
     """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
     units = small_units("demo-llama", 6)
     profile = machine(flop_per_s=1e16, issue_s=1e-9, cpu_params_per_s=1e12, gpu_params_per_s=1e13)
     for clip in (True, False):
         starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
         options = {"clip": clip, "subgroup_params": 1_000_000, "num_state_slots": 3, "num_nvme_slots": 12, **starts}
-        options |= {"optimizer": optimizer, "precision": precision}
+        options |= {"optimizer": optimizer, **form}
         check(units, decide(units, place, params=params, **options), profile)
 
 
@@ -130,7 +135,7 @@ def test_a_master_copy_in_bf16_takes_two_bytes_less_and_the_place_of_weights(opt
         return
     units = small_units()
     total = sum(unit.num_params for unit in units)
-    wide, rounded = (held(units, place, params, optimizer, precision) for precision in (BF16, ROUNDED))
+    wide, rounded = (held(units, place, params, optimizer, form) for form in (WHOLE, NARROW_MASTER))
     tier = {Place.GPU: Tier.GPU, Place.NVME: Tier.NVME}.get(place, Tier.HOST)
     versions = 2 if tier is Tier.NVME else 1
     on_device = 2 * (place is Place.GPU)  # there the weight is the master copy
@@ -140,9 +145,9 @@ def test_a_master_copy_in_bf16_takes_two_bytes_less_and_the_place_of_weights(opt
     assert wide[Tier.HOST][MemoryClass.PARAMETERS] - rounded[Tier.HOST][MemoryClass.PARAMETERS] == copies
 
 
-def held(units, place, params, optimizer, precision, num_micro_batches=1):
+def held(units, place, params, optimizer, form, num_micro_batches=1):
     """Return the bytes of state, parameters and gradients by tier."""
-    settings = {"params": params, "optimizer": optimizer, "precision": precision}
+    settings = {"params": params, "optimizer": optimizer, **form}
     decisions = decide(units, place, **settings, num_micro_batches=num_micro_batches)
     classes = (MemoryClass.OPTIMIZER, MemoryClass.PARAMETERS, MemoryClass.GRADIENTS)
     sizes = {tier: dict.fromkeys(classes, 0) for tier in Tier}
@@ -160,8 +165,7 @@ def test_split_masters_take_the_place_of_weights_on_the_host(optimizer, params, 
     units = small_units()
     sizes = [unit.num_params for unit in units]
     whole, split = (
-        held(units, Place.CPU, params, optimizer, precision, num_micro_batches)[Tier.HOST]
-        for precision in (BF16, SPLIT)
+        held(units, Place.CPU, params, optimizer, form, num_micro_batches)[Tier.HOST] for form in (WHOLE, SPLIT)
     )
     ties = sum(2 * -(-size // 256) for size in sizes)
     assert split[MemoryClass.OPTIMIZER] - whole[MemoryClass.OPTIMIZER] == ties
@@ -170,7 +174,7 @@ def test_split_masters_take_the_place_of_weights_on_the_host(optimizer, params, 
     assert split[MemoryClass.GRADIENTS] == 2 * sum(sizes)
     in_place = num_micro_batches == 1 or params == "gpu"
     assert whole[MemoryClass.GRADIENTS] == (0 if in_place else 2 * sum(sizes))
-    assert SPLIT.update_bytes_per_param(optimizer, splits=True) == MOVED[optimizer] - 2
+    assert BF16.update_bytes_per_param(optimizer, splits=True) == MOVED[optimizer] - 2
 
 
 @pytest.mark.parametrize("place", [Place.CPU, Place.STREAM, Place.GPU])
@@ -180,14 +184,14 @@ def test_an_update_of_split_masters_takes_the_time_of_what_it_moves(place, kind,
     device = profile.device.model_copy(update={"kind": kind, "fuses_updates": fuses})
     profile = profile.model_copy(update={"device": device})
 
-    def prices_of(precision):
-        decisions = decide(units, place, precision=precision)
+    def prices_of(form):
+        decisions = decide(units, place, **form)
         schedule, cost = lower(units, decisions, asynchronous=True), CostModel.of(profile, units, decisions)
         return [cost.price(task).duration_s for task in schedule.tasks if task.op is Op.UPDATE]
 
     operators = SPLIT_OPERATOR_BYTES if place is Place.STREAM and kind == "gpu" and not fuses else 0
     moved = 28 if place is Place.GPU else 26 + operators
-    for split, whole in zip(prices_of(SPLIT), prices_of(BF16), strict=True):
+    for split, whole in zip(prices_of(SPLIT), prices_of(WHOLE), strict=True):
         assert split == pytest.approx(whole * moved / 28)
 
 
@@ -197,7 +201,7 @@ def test_split_masters_take_no_more_anywhere(place, params):
     if (params == "host" and place is Place.GPU) or (params == "nvme" and place is not Place.NVME):
         return
     units = small_units()
-    whole, split = (held(units, place, params, "adamw", precision) for precision in (BF16, SPLIT))
+    whole, split = (held(units, place, params, "adamw", form) for form in (WHOLE, SPLIT))
     for tier in Tier:
         versions = 2 if tier is Tier.NVME else 1
         ties = versions * sum(2 * -(-unit.num_params // 256) for unit in units)
@@ -286,8 +290,8 @@ def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_
 ):
     units, given_machine = small_units(), machine(cpu_params_per_s=1e10)
     optimizer, rounded, _ = name.removesuffix("-split").partition("-rounded")
-    precision = SPLIT if name.endswith("-split") else ROUNDED if rounded else BF16
-    decisions = decide(units, Place(place), optimizer=optimizer, precision=precision)
+    form = SPLIT if name.endswith("-split") else NARROW_MASTER if rounded else WHOLE
+    decisions = decide(units, Place(place), optimizer=optimizer, **form)
     device = {"kind": "host", "num_cores": num_cores} if place == "gpu" else {}
 
     def cost_with(core_s):
@@ -303,9 +307,9 @@ def test_a_measured_time_per_core_replaces_the_constant_and_no_update_is_faster_
     for task in updates:
         memory_s = memory.price(task).duration_s
         assert memory_s > 0
-        arithmetic_s = task.num_params * core_s / num_cores if task.splits or precision is not SPLIT else 0.0
+        arithmetic_s = task.num_params * core_s / num_cores if task.splits or form is not SPLIT else 0.0
         assert cost.price(task).duration_s == pytest.approx(max(memory_s, arithmetic_s))
-        assert task.splits == (precision is SPLIT and place == "cpu")  # what is resident is whole
+        assert task.splits == (form is SPLIT and place == "cpu")  # what is resident is whole
     assert not any("per parameter and core" in warning for warning in cost.warnings)
 
 
@@ -360,15 +364,19 @@ def test_other_optimizers_keep_no_master_copy_in_bf16(optimizer):
 @pytest.mark.parametrize("name", ["adamw", "lion", "rounded"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
     assert plans[name].request.optimizer == plans[name].decisions.optimizer
-    assert plans[name].request.precision == plans[name].decisions.precision.whole
+    assert plans[name].request.precision == plans[name].decisions.precision
     verified = verify(plans[name])
     assert verified.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
 
 
 def test_master_copies_are_split_where_weights_are_in_bf16_and_their_values_in_fp32():
-    assert SPLIT.master == "split"
-    assert SPLIT.whole == BF16
-    for precision in (FP32, ROUNDED, SPLIT):
-        assert precision.split == precision
-    with pytest.raises(ValueError, match="master split needs weights in bf16, not fp32; change one"):
-        Precision(weights="fp32", master="split")
+    units = small_units()
+    assert decide(units, Place.CPU, **SPLIT).splits(Place.CPU)
+    for precision, words in ((FP32, "not fp32 and fp32"), (ROUNDED, "not bf16 and bf16")):
+        with pytest.raises(
+            ValueError, match=f"weights in bf16 and master copies in fp32, {words}; leave split_masters out"
+        ):
+            decide(units, Place.CPU, precision=precision, **SPLIT)
+        asked = Request(resolve_model("demo-llama"), machine(gpu_bytes=1e8), seq_len=128, optimizer="adamw-8bit")
+        asked = dataclasses.replace(asked, precision=precision)
+        assert not any(each.choice.split_masters for each in variants(asked))

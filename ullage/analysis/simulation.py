@@ -34,7 +34,8 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Itera
     decisions = plan.decisions
     if engine != OURS or setting is not None:
         tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
-        rivals = variants(dataclasses.replace(chosen_request(plan), **tiles))  # whole logits, and tiles of them
+        asked = dataclasses.replace(chosen_request(plan), **tiles, split_masters=False)
+        rivals = variants(asked)  # whole logits, and tiles of them
         decisions = decided(engine, setting, rivals)
     name, units = engine if setting is None else f"{engine} {setting}", plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)

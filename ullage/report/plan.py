@@ -469,7 +469,7 @@ def mfu(plan: Plan) -> float:
 def gap_words(plan: Plan) -> tuple[str, str]:
     """Return the maximum gap between a plan and the best schedule, and the bound with the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
-    split = ", with split master copies," if plan.decisions.precision.splits else ""
+    split = ", with split master copies," if plan.constraints.split_masters else ""
     return (
         f"within {percent(certificate.gap(iteration_s))}",
         (

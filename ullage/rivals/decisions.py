@@ -267,7 +267,7 @@ class RivalDecisions(Decisions):
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         if self.gradient_path is GradientPath.ON_DEVICE:
-            return self.units[unit].fetched and not self.precision.weight_in_state
+            return self.units[unit].fetched and not self.weight_in_state
         return super().weights_pass(unit)
 
 

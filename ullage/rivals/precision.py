@@ -43,9 +43,9 @@ class RivalPrecision(Precision):
         return 2 if self.state else super().master_bytes
 
     @property
-    def split(self) -> Self:
-        """The same: only our executor splits master copies."""
-        return self
+    def can_be_split(self) -> bool:
+        """No: only our executor splits master copies."""
+        return False
 
     def can_be_kept(self, optimizer: Optimizer) -> bool:
         """Return whether our executor can keep what an optimizer needs in these types."""

@@ -38,7 +38,7 @@ def _beside(found: Found) -> tuple[EngineRow, ...]:
 
 def engine_rows(request: Request) -> Iterator[EngineRow]:
     """Yield a row for every engine policy, each as soon as it is known, also where no plan fits."""
-    rivals = variants(dataclasses.replace(request, segment_tile_sequences=None))
+    rivals = variants(dataclasses.replace(request, segment_tile_sequences=None, split_masters=False))
     for name, found in _compared(_plainest(rivals)).items():
         yield _row(name, *found)
 
@@ -46,11 +46,14 @@ def engine_rows(request: Request) -> Iterator[EngineRow]:
 def engines_beside(found: Found) -> dict[str, tuple[Variant, Candidate]]:
     """Return by name the best candidate of every engine policy, and its variant.
 
-    Each has the choices that were searched for the plan, because its user could tune degrees and batch sizes too; if
-    these are pipelines, which engines that offload do not have, the one that most resembles their defaults.
+    Each has the choices that were searched for the plan, and whole logits, because its user could tune degrees and
+    batch sizes too; if these are pipelines, which engines that offload do not have, the one that most resembles their
+    defaults.
     """
-    tuned = dict.fromkeys(choice for each in found.searched for choice in _in_depth(each.choice))
     known = {rival.choice: rival for rival in found.rivals}
+    chosen = [each.choice.model_copy(update={"split_masters": None}) for each in found.searched]
+    chosen += filter(known.get, [each.model_copy(update={"loss_tile_tokens": None}) for each in chosen])
+    tuned = dict.fromkeys(choice for each in chosen for choice in _in_depth(each))
     searched = tuple(known.get(choice) or variant(found.own.request, choice) for choice in tuned)
     return _compared(searched or _plainest(found.rivals))
 

@@ -24,7 +24,6 @@ from training import (
     decide,
     delay,
     grouped,
-    precision_of,
     prepare,
     reference,
     uniform,
@@ -115,13 +114,12 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     if data.draw(st.booleans()):  # the same plan again, or another one of the same model
         again, last, _ = run(task, decisions, folder, start=start)
     else:
-        model_units, whole = decide(task, mixed).units, dataclasses.replace(task, splits=False)
-        forms = precision_of(whole), precision_of(whole).split
+        splits = data.draw(st.booleans()) and decisions.precision.can_be_split
         others = others.model_copy(
             update={
-                "units": model_units,
+                "units": decide(task, mixed).units,
                 "subgroup_params": 3000,
-                "precision": data.draw(st.sampled_from([decisions.precision, *forms])),
+                "split_masters": True if splits else None,
                 "num_micro_batches": decisions.num_micro_batches,
                 "clip": decisions.clip,
                 "update_start": decisions.update_start,

@@ -188,7 +188,7 @@ def test_sums_on_the_device_are_updated_there(changes: dict[str, Any], message: 
 
 def test_state_in_bf16_is_beside_weights_in_bf16() -> None:
     assert not _BF16.can_be_kept("adamw")
-    for other in ({"weights": "fp32"}, {"weights": "bf16", "master": "split"}):
+    for other in ({"weights": "fp32"}, {"weights": "bf16", "master": "bf16"}):
         with pytest.raises(ValueError, match="state bf16 needs weights in bf16 and its own master copies"):
             RivalPrecision(**other, state="bf16")
 
