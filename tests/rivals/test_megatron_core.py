@@ -220,7 +220,7 @@ def test_gradients_of_their_own_type_stay_on_the_device() -> None:
     unit = {"unit": UnitDecision(params="gpu", activations="keep", update=(Place.CPU,))}
     with pytest.raises(ValidationError, match="gradients in fp32 stay on the device, but an update is on 'cpu'"):
         RivalDecisions(policy="test", precision=FP32_GRADIENTS, units=unit)
-    assert FP32_GRADIENTS.split == FP32_GRADIENTS
+    assert not FP32_GRADIENTS.can_be_split
     assert not FP32_GRADIENTS.can_be_kept("adamw")
 
 
