@@ -1,6 +1,6 @@
 """Calibration between the ranks that ``torchrun`` has started.
 
-[Note: All devices at once] Training computes on all devices of a machine at once, and then each is slower than alone:
+Training computes on all devices of a machine at once, and then each is slower than alone:
 cores share a cache and the bandwidth of DRAM, GPUs share power and cooling. So all ranks measure their devices at the
 same time, step by step.
 """
@@ -27,7 +27,7 @@ def calibrate_ranks(options: CalibrationOptions, progress: Progress) -> Hardware
     """Measure devices that all compute, and collectives, over the ranks that ``torchrun`` started.
 
     Args:
-        options: ``only`` has the parts to measure, ``device``, ``fabric`` or both; see [Note: All devices at once].
+        options: ``only`` has the parts to measure, ``device``, ``fabric`` or both.
             ``base`` is a profile of this machine with as many GPUs as there are ranks on a node.
         progress: see :func:`ullage.calibrate.run.calibrate`; called on rank 0.
 
