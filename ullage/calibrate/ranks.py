@@ -1,8 +1,7 @@
 """Calibration between the ranks that ``torchrun`` has started.
 
-Training computes on all devices of a machine at once, and then each is slower than alone:
-cores share a cache and the bandwidth of DRAM, GPUs share power and cooling. So all ranks measure their devices at the
-same time, step by step.
+Training computes on all devices of a machine at once, and then each is slower than alone: cores share a cache and the
+bandwidth of DRAM, GPUs share power and cooling. So all ranks measure their devices at the same time, step by step.
 """
 
 import dataclasses
