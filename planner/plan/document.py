@@ -266,6 +266,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if any(map(decisions.moves_fp8, units)):
         parts.append("weights fetched in fp8")
+    parts += ["master copies split"] if decisions.split_masters else []
     tiles = {"loss": decisions.loss_tile_tokens, "layers": decisions.layer_tile_tokens}
     parts += [f"{name} in tiles of {tokens} tokens" for name, tokens in tiles.items() if tokens]
     if (sequences := decisions.segment_tile_sequences) is not None:

@@ -469,7 +469,8 @@ def mfu(plan: Plan) -> float:
 def gap_words(plan: Plan) -> tuple[str, str]:
     """Return the maximum gap between a plan and the best schedule, and the bound with the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
-    split = ", with split master copies," if plan.constraints.split_masters else ""
+    forms = {True: ", with split master copies,", False: ", with whole master copies,", None: ""}
+    split = forms[plan.constraints.split_masters]
     return (
         f"within {percent(certificate.gap(iteration_s))}",
         (

@@ -219,6 +219,7 @@ def test_master_copies_are_split_where_a_memory_is_full_and_that_is_faster() -> 
     whole = make_plan(dataclasses.replace(asked, split_masters=False), 60)
     plan = make_plan(asked, 60)
     assert plan.decisions.split_masters
+    assert "master copies split" in str(plan)
     assert plan.prediction.iteration_s < 0.9 * whole.prediction.iteration_s
     assert {proof.choice.split_masters for proof in plan.certificate.proofs} == {None, True}
     verify(plan)
