@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from executor.checkpoint.files.system_calls import CheckpointError
-from executor.checkpoint.files.urls import UrlFile, UrlPath
+from executor.checkpoint.files.urls import UrlPath
 from executor.direct_io import BLOCK_BYTES, alignment_bytes, in_blocks
 
 Folder = Path | UrlPath
@@ -74,7 +74,7 @@ class LocalFile:
         os.close(self._fd)
 
 
-OpenFile = LocalFile | UrlFile
+OpenFile = LocalFile | UrlPath
 
 
 def fill(file: OpenFile, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
@@ -122,7 +122,7 @@ def open_file(folder: Folder, path: str) -> OpenFile:
     Raises:
         OSError: there is no such file, or it cannot be reached.
     """
-    return UrlFile(folder / path) if isinstance(folder, UrlPath) else LocalFile(folder, path)
+    return (folder / path).opened() if isinstance(folder, UrlPath) else LocalFile(folder, path)
 
 
 def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:

@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Any, Final, Self, final
+from typing import Any, ClassVar, Self, final
 
 from executor.checkpoint.files.system_calls import CheckpointError
 
@@ -40,11 +40,15 @@ class UrlPath:
         url: the URL with its protocol, as in ``s3://bucket/folder``.
         system: the ``fsspec`` file system.
         path: path within the file system.
+        num_bytes: length of the file, once it is :meth:`opened`.
+        alignment_bytes: 1, because values are copied into memory.
     """
 
     url: str
     system: Any = dataclasses.field(compare=False, repr=False)
     path: str
+    num_bytes: int = dataclasses.field(default=0, compare=False, repr=False)
+    alignment_bytes: ClassVar = 1
 
     @classmethod
     def at(cls, url: str) -> Self:
@@ -82,6 +86,27 @@ class UrlPath:
         with reaching(self):
             content: bytes = self.system.cat_file(self.path)
             return content
+
+    def opened(self) -> "UrlPath":
+        """Return the file with its length, to be read in ranges."""
+        with reaching(self):
+            self.system.invalidate_cache()
+            return dataclasses.replace(self, num_bytes=int(self.system.size(self.path)))
+
+    def read(self, parts: Sequence[memoryview], offset: int) -> int:
+        """See :class:`executor.checkpoint.files.opening.LocalFile`."""
+        end = min(offset + sum(map(len, parts)), self.num_bytes)
+        with reaching(self):
+            found = memoryview(self.system.cat_file(self.path, start=offset, end=end))
+        done = 0
+        for part in parts:
+            values = found[done : done + len(part)]
+            part[: len(values)] = values
+            done += len(values)
+        return done
+
+    def close(self) -> None:
+        """Do nothing, because every range is a separate request."""
 
     def files(self) -> list[str]:
         """Return the paths of all files in this folder and its subfolders."""
@@ -122,36 +147,3 @@ class UrlPath:
         """Remove a file that may be gone already."""
         with reaching(self), contextlib.suppress(FileNotFoundError):
             self.system.rm_file(self.path)
-
-
-@final
-class UrlFile:
-    """A file at a URL, read in ranges.
-
-    Attributes:
-        num_bytes: length of the file.
-        alignment_bytes: 1, because values are copied into memory.
-    """
-
-    alignment_bytes: Final = 1
-
-    def __init__(self, path: UrlPath) -> None:
-        self._path = path
-        with reaching(path):
-            path.system.invalidate_cache()
-            self.num_bytes = int(path.system.size(path.path))
-
-    def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """See :class:`executor.checkpoint.files.opening.LocalFile`."""
-        end = min(offset + sum(map(len, parts)), self.num_bytes)
-        with reaching(self._path):
-            found = memoryview(self._path.system.cat_file(self._path.path, start=offset, end=end))
-        done = 0
-        for part in parts:
-            values = found[done : done + len(part)]
-            part[: len(values)] = values
-            done += len(values)
-        return done
-
-    def close(self) -> None:
-        """Do nothing, because every range is a separate request."""
