@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.opening import Folder, UrlPath, reaching
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.urls import UrlPath, reaching
 from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
