@@ -95,7 +95,8 @@ class ScheduleCollectives:
 
     def reduce(self, unit: UnitState, micro_batch: int) -> None:
         """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
-        values, present = unit.buckets.pop(micro_batch, None) or _empty_bucket(unit)
+        bucket = unit.buckets.pop(micro_batch, None)
+        values, present = bucket or _empty_bucket(unit)
         for parameter in unit.parameters:
             if parameter.name not in present:
                 values[parameter.start : parameter.stop].zero_()

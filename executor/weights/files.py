@@ -114,11 +114,12 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         path = self.folder / file
         try:
             # It checks the header, and the file's length against it.
-            mapped = self._mapped[file] = safe_open(path, "pt")
+            mapped: Any = safe_open(path, "pt")
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing; copy all files of the model again") from error
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged, or is not a safetensors file ({error}); copy it again") from error
+        self._mapped[file] = mapped
         for name in mapped.keys():  # noqa: SIM118 - it is no dictionary
             found = mapped.get_slice(name)
             if (dtype := DTYPES.get(kind := found.get_dtype())) is None:
