@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
 from planner.checkpoints.choosing import choose_checkpoints
-from planner.checkpoints.nesting import CheckpointsError
+from planner.checkpoints.interval import CheckpointsError
 from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Choice

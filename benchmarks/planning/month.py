@@ -20,8 +20,7 @@ from rich.progress import track
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.checkpoints.choosing import choose_checkpoints
-from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import nest
+from planner.checkpoints.interval import Protection, nest
 from planner.checkpoints.trial import Trial
 from planner.choices.request import Request
 from planner.models import resolve_model

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
-from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.files.writer import lower_thread_priority
 from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.peers import owned
@@ -82,11 +82,10 @@ class NodePlaces:
             case "copy":
                 self._copy(level, order)
             case "complete":
-                self.local(level).complete_copy(order["name"], *self._copies.pop(order["name"]))
+                self.local(level).complete(order["name"], *self._copies.pop(order["name"]))
             case "abandon":
-                manifest, _ = self._copies.pop(order["name"], (None, ()))
-                if manifest is not None:
-                    self.local(level).abandon_copy(order["name"], manifest)
+                if self._copies.pop(order["name"], None) is not None:
+                    self.local(level).abandon(order["name"])
             case other:
                 raise AssertionError(other)
         return None
@@ -266,14 +265,14 @@ class DividedPlace(Place):
         """See :class:`Place`. Only all nodes together copy to their folders, by an order."""
         raise AssertionError(f"{name}: {source.folder} is not of nodes")
 
-    def complete_copy(self, name: str, manifest: Manifest) -> Folder:
+    def complete(self, name: str, manifest: Manifest) -> Folder:
         """See :class:`Place`."""
         self._here.ask(self._level, {"do": "complete", "name": name})
         return self.folder(manifest.step)
 
-    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+    def abandon(self, name: str) -> None:
         """See :class:`Place`."""
-        self.local.abandon_copy(name, manifest)
+        self.local.abandon(name)
         with contextlib.suppress(CheckpointError):
             self._here.give(self._level, {"do": "abandon", "name": name})
 

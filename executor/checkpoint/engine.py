@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Flusher, Lease, lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, Lease, ShardWriter, lower_thread_priority
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
 from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorRecord, tensors_of
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.peers import Agreement, Transfer, owned
-from executor.checkpoint.places.folder import Draft, FolderPlace, joined_folder
+from executor.checkpoint.places.folder import FolderPlace, joined_folder, write_file
 from executor.checkpoint.source import MODEL_FOLDER, OPTIMIZER_FOLDER, Key, Source, _path, boxes_of, files_of, runs_of
 
 if TYPE_CHECKING:
@@ -258,23 +257,21 @@ class CheckpointEngine:
         if capture.is_open:
             return
         patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else _PATIENCE_S)
-        capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
+        capture.draft, capture.writers = self._in_time.do(
+            lambda: self._opened(capture.step), lambda opened: self._abandon(*opened), patience_s
+        )
         capture.is_open = True
 
-    def _opened(self, step: int) -> "_Opened":
+    def _opened(self, step: int) -> tuple[Path | None, dict[str, ShardWriter]]:
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
         draft = self._place.begin(step, folders, self._nonce) if self._makes_folder else None
-        folder = (
-            joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
-            if draft is None
-            else draft.folder
-        )
+        folder = draft or joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():
                 writers[path] = ShardWriter(self._flusher, folder, path, made)
         except OSError:
-            _abandon((draft, writers))
+            self._abandon(draft, writers)
             raise
         return draft, writers
 
@@ -313,7 +310,7 @@ class CheckpointEngine:
             path = self._finish(capture)
         except OSError as error:
             capture.error = error
-            _abandon((capture.draft, capture.writers))
+            self._abandon(capture.draft, capture.writers)
             self._tell(capture)
         with self._lock:
             if capture not in self._open_ones:
@@ -333,39 +330,34 @@ class CheckpointEngine:
             return None
         records = self._copied(capture.draft, manifest)
         capture.agreement.copied()
-        path = capture.draft.commit(manifest, records)
+        path = self._place.complete(capture.draft.name, manifest, records)
         capture.agreement.end()
         return None if self._peers.rank else path
 
-    def _copied(self, draft: Draft, manifest: Manifest) -> list[FileRecord] | None:
+    def _copied(self, draft: Path, manifest: Manifest) -> list[FileRecord] | None:
         """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
         if not self._is_divided:
             return None
-        peers, here = self._peers, Checkpoint(draft.folder, manifest)
+        peers, here = self._peers, Checkpoint(draft, manifest)
         count = len(peers.nodes)
         files = [owned(peers, node, manifest) for node in range(count)]
         ring = [Transfer(node, (node + 1) % count, record) for node in range(count) for record in files[node]]
-        peers.exchange(ring, here.chunks, draft.write)
+        peers.exchange(ring, here.chunks, functools.partial(write_file, self._place.files, draft))
         return files[peers.node] + files[peers.node - 1]
 
     @functools.cached_property
     def _tensors(self) -> dict[str, TensorRecord]:
         return tensors_of(list(self._layouts.values()))
 
+    def _abandon(self, draft: Path | None, writers: Mapping[str, ShardWriter]) -> None:
+        for writer in writers.values():
+            writer.abandon()
+        if draft is not None:
+            self._place.abandon(draft.name)
+
     def _tell(self, capture: "_Capture") -> None:
         """Tell the other ranks that this one has failed: they need not wait."""
         capture.agreement.fail(str(capture.error))
-
-
-_Opened = tuple[Draft | None, dict[str, ShardWriter]]
-
-
-def _abandon(opened: _Opened) -> None:
-    draft, writers = opened
-    for writer in writers.values():
-        writer.abandon()
-    if draft is not None:
-        draft.abandon()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -376,7 +368,7 @@ class _Capture:
     agreement: Agreement
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
-    draft: Draft | None = None  # on the rank that completes the folder
+    draft: Path | None = None  # the folder, on the rank that completes it
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     is_open: bool = False  # whether the rank's files are made; it may have none
     error: OSError | None = None

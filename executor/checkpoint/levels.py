@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from executor.checkpoint.divided import DividedPlace, NodePlaces
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.lock import run_lock
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.writer import lower_thread_priority
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.locating import is_remote, place_at

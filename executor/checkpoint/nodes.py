@@ -11,9 +11,9 @@ from typing import Final, final
 import numpy as np
 import torch
 
-from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import waiting
+from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.manifest import FileRecord
 from executor.checkpoint.peers import Transfer
 from executor.direct_io import pages

@@ -1,6 +1,6 @@
 """The other ranks of a run, as threads that save checkpoints reach them: texts between ranks, files between nodes.
 
-[Note: Parts] Every rank writes its own files, and sends rank 0 a list of them, its part. Rank 0 makes one manifest of
+Every rank writes its own files, and sends rank 0 a list of them, its part. Rank 0 makes one manifest of
 all parts. Texts pass through the store in which the ranks met. So the background threads need no collectives of ranks,
 which could interfere with the collectives of training.
 
@@ -39,7 +39,7 @@ def owned(peers: "Nodes", node: int, manifest: Manifest) -> list[FileRecord]:
 
 @final
 class Agreement:
-    """One checkpoint of several ranks: from their parts to one manifest; see [Note: Parts].
+    """One checkpoint of several ranks: from their parts to one manifest.
 
     Args:
         peers: all ranks.

@@ -24,7 +24,7 @@ from typing import Final, final
 
 import torch
 
-from executor.checkpoint.files.flusher import lower_thread_priority
+from executor.checkpoint.files.writer import lower_thread_priority
 from executor.devices.backend import Backend, Event
 from executor.devices.room import Room
 from executor.distributed.watchdog import LANE_THREAD, RankError

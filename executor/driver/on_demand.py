@@ -149,8 +149,8 @@ class OnDemand:
                 parameter.arrived = NEVER
                 parameter.step -= 1
                 self._held[unit.name].pop(parameter.name, None)
-                for bucket in unit.buckets.values():
-                    bucket.present.discard(parameter.name)
+                for _, present in unit.buckets.values():
+                    present.discard(parameter.name)
                 for part in parameter.staying:
                     unit.device_gradients.pop((parameter.name, part.piece.index), None)
 

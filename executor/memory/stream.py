@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.layout import Dtype
 from executor.checkpoint.format.reader import ReadRequest
 from executor.checkpoint.source import MASTER

@@ -108,17 +108,11 @@ class FlatGradient(NamedTuple):
         return self.values[part.start - self.start : part.stop - self.start]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradientBucket:
-    """This rank's gradient of a unit, before the ranks reduce it.
+GradientBucket = tuple[torch.Tensor, set[str]]
+"""This rank's gradient of a unit, ``[padded]``, before the ranks reduce it, and the names of the parameters in it.
 
-    Attributes:
-        values: ``[padded]``. Only the values of parameters that are ``present`` are defined.
-        present: names of the parameters whose gradients have been added.
-    """
-
-    values: torch.Tensor
-    present: set[str]
+Other values are not defined.
+"""
 
 
 def _cached(view: Callable[["UnitState", _Of], _View]) -> Callable[["UnitState", _Of], _View]:

@@ -12,14 +12,13 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.bf16 import MASK, noise_at, noise_key
+from executor.optimizer.bf16 import MASK, noise_at, noise_key, noise_of_weight
 from executor.optimizer.passes import (
     HostStep,
     as_float32,
     check_params,
     float32s,
-    store_master,
-    store_moment,
+    store_rounded,
     store_weight,
 )
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
@@ -117,9 +116,9 @@ def _update(
             noise = noise_at(
                 np.uint32(first + np.uint32(i)), key
             )  # the compiler leaves it out where nothing is rounded
-            store_moment(ms, i, m, np.uint32(noise & _LOW))
-            store_moment(vs, i, v, np.uint32(noise >> _SHIFT16))
-            store_master(ps, i, p, noise)
+            store_rounded(ms, i, m, np.uint32(noise & _LOW))
+            store_rounded(vs, i, v, np.uint32(noise >> _SHIFT16))
+            store_rounded(ps, i, p, noise_of_weight(noise))
             store_weight(weight_out, gs, i, p)
         close_chunk(master, chunk, values)
 

@@ -14,7 +14,7 @@ from numba import njit
 
 from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced, seeds_of
 from executor.optimizer.adamw_bf16 import round_weights_into
-from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at
+from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at, noise_of_weight
 from executor.optimizer.blocks import (
     LEAST_SCALE,
     SCALES,
@@ -27,7 +27,7 @@ from executor.optimizer.blocks import (
     encode_signed,
     encode_unsigned,
 )
-from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_master, store_weight
+from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_rounded, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
@@ -69,7 +69,8 @@ def _update(
                 m_most = max(m_most, np.uint32(bits_of_float32(m) & _MAGNITUDE))
                 v_most = max(v_most, np.uint32(bits_of_float32(v) & _MAGNITUDE))
                 ms[i], vs[i] = m, v
-                store_master(ps, begin + i, p, noise_at(np.uint32(position + np.uint32(i)), key))
+                noise = noise_of_weight(noise_at(np.uint32(position + np.uint32(i)), key))
+                store_rounded(ps, begin + i, p, noise)
                 store_weight(weight_out, gs, begin + i, p)
             m_scales[block], v_scales[block] = float32_of_bits(m_most), float32_of_bits(v_most)
             encode_signed(ms, _ONE / float32_of_bits(max(m_most, _LEAST_BITS)), m_codes)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by, noise_of_weight
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16, float32_to_bf16_by
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
@@ -54,7 +54,7 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with the result of ``kernel_args``; see also [Note: Chunks] in :mod:`executor.optimizer.split`.
+            with the result of ``kernel_args``; see also :func:`executor.optimizer.split.chunks`.
         buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
@@ -239,39 +239,20 @@ def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
     raise NotImplementedError
 
 
-def store_master(master: Any, i: int, weight: Any, noise: Any) -> None:
-    """Write a new weight to the master copy: as it is to float32, or rounded stochastically to bf16 bits.
-
-    Kernels only, as above. ``noise`` is of the position.
-    """
+def store_rounded(target: Any, i: int, value: Any, noise: Any) -> None:
+    """Write a value: as it is to float32, or rounded to bf16 bits by 16 random bits. Kernels only, as above."""
     raise NotImplementedError
 
 
-def store_moment(moments: Any, i: int, moment: Any, noise: Any) -> None:
-    """Write a new moment: as it is to float32, or rounded to bf16 bits by 16 random bits. Kernels only, as above."""
-    raise NotImplementedError
+@overload(store_rounded)
+def _store_rounded(target: Any, i: Any, value: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
+    def plain(target: Any, i: Any, value: Any, noise: Any) -> None:  # noqa: ARG001
+        target[i] = value
 
+    def rounded(target: Any, i: Any, value: Any, noise: Any) -> None:
+        target[i] = float32_to_bf16_by(value, noise)
 
-@overload(store_moment)
-def _store_moment(moments: Any, i: Any, moment: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
-    def plain(moments: Any, i: Any, moment: Any, noise: Any) -> None:  # noqa: ARG001
-        moments[i] = moment
-
-    def rounded(moments: Any, i: Any, moment: Any, noise: Any) -> None:
-        moments[i] = float32_to_bf16_by(moment, noise)
-
-    return rounded if moments.dtype == types.uint16 else plain
-
-
-@overload(store_master)
-def _store_master(master: Any, i: Any, weight: Any, noise: Any) -> Any:  # noqa: ARG001 - as it is called
-    def plain(master: Any, i: Any, weight: Any, noise: Any) -> None:  # noqa: ARG001
-        master[i] = weight
-
-    def rounded(master: Any, i: Any, weight: Any, noise: Any) -> None:
-        master[i] = float32_to_bf16_by(weight, noise_of_weight(noise))
-
-    return rounded if master.dtype == types.uint16 else plain
+    return rounded if target.dtype == types.uint16 else plain
 
 
 @overload(store_weight)

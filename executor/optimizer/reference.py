@@ -18,32 +18,7 @@ ROUNDS: Final = "bf16_stochastic_round"
 """The key of a group for whether its weights in bf16 are rounded stochastically, and are their own master copies."""
 
 
-class _ByParameter(torch.optim.Optimizer):
-    """An optimizer that updates one parameter after another, by :meth:`_update`."""
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
-        """Update a parameter that has a gradient.
-
-        Args:
-            parameter: one of the group's.
-            group: its hyper-parameters.
-            number: of the parameter in the optimizer.
-        """
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; return the result of ``closure``, which computes gradients again."""
-        loss = _loss_of(closure)
-        numbers = itertools.count()
-        for group in self.param_groups:
-            for parameter, number in zip(group["params"], numbers, strict=False):
-                if parameter.grad is not None:
-                    self._update(parameter, group, number)
-        return loss
-
-
-class _NarrowAdamW(_ByParameter):
+class _NarrowAdamW(torch.optim.Optimizer):
     """AdamW with narrow moments.
 
     Attributes:
@@ -68,6 +43,11 @@ class _NarrowAdamW(_ByParameter):
         AdamWParams(lr, *betas, eps, weight_decay)  # which checks them
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         super().__init__(params, {**numbers, ROUNDS: bf16_stochastic_round})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; return the result of ``closure``, which computes gradients again."""
+        return _step_each(self, closure, self._update)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
@@ -132,7 +112,7 @@ class AdamW8bit(_NarrowAdamW):
 
 
 @final
-class Lion(_ByParameter):
+class Lion(torch.optim.Optimizer):
     """Evolved sign momentum (Chen et al., *Symbolic discovery of optimization algorithms*, arXiv:2302.06675).
 
     Every weight moves by ``lr``, in the direction of the sign of an average of gradients, so ``lr`` is about a tenth of
@@ -157,6 +137,11 @@ class Lion(_ByParameter):
     ) -> None:
         LionParams(lr, *betas, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; return the result of ``closure``, which computes gradients again."""
+        return _step_each(self, closure, self._update)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], number: int) -> None:  # noqa: ARG002 - as above
         state = self.state[parameter]
@@ -216,6 +201,21 @@ class Muon(torch.optim.Optimizer):
             part.param_groups = [group for group in self.param_groups if bool(group["use_muon"]) is is_muon]
             part.step()
         return loss
+
+
+def _step_each(
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], float] | None,
+    update: Callable[[torch.Tensor, dict[str, Any], int], None],
+) -> float | None:
+    """Update each parameter that has a gradient, given its group and its number in the optimizer."""
+    loss = _loss_of(closure)
+    numbers = itertools.count()
+    for group in optimizer.param_groups:
+        for parameter, number in zip(group["params"], numbers, strict=False):
+            if parameter.grad is not None:
+                update(parameter, group, number)
+    return loss
 
 
 def _loss_of(closure: Callable[[], float] | None) -> float | None:

@@ -114,7 +114,7 @@ def _cut_buffers(buffers: Any, start: Any, stop: Any, num_params: Any) -> Any:  
 def chunks(master: Any) -> Any:
     """Return where the chunks of a master copy begin, for :func:`open_chunk`. Kernels only.
 
-    [Note: Chunks] A kernel opens one chunk of the master copy after another, updates its masters as float32, and closes
+    A kernel opens one chunk of the master copy after another, updates its masters as float32, and closes
     it. So split masters pass through a core's cache, and are whole only there. A master copy that is not split is one
     chunk, of the very memory. To a kernel, a split one is a tuple: :meth:`SplitMaster.halves` and the range that is
     updated, of which buffers and gradient are.

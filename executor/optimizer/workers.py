@@ -34,24 +34,10 @@ def pieces(num_items: int, num_pieces: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
 
 
-class _Job:
-    """One call of :meth:`WorkerTeam.run`, under way in so many pieces."""
+_End = Callable[[int, BaseException | None], None]
+"""Called when a piece has ended, with where it starts and its failure."""
 
-    def __init__(self, num_pieces: int) -> None:
-        self._num_pieces, self._ended = num_pieces, itertools.count(1)
-        self._is_done = threading.Lock()
-        self._is_done.acquire()  # until the last piece ends
-        self.failures: list[tuple[int, BaseException]] = []  # with where the piece starts
-
-    def end_piece(self) -> None:
-        if next(self._ended) == self._num_pieces:
-            self._is_done.release()
-
-    def wait(self) -> None:
-        self._is_done.acquire()
-
-
-_Pieces = queue.SimpleQueue[tuple[PieceFunction, int, int, _Job] | None]
+_Pieces = queue.SimpleQueue[tuple[PieceFunction, int, int, _End] | None]
 
 
 def _work(waiting: _Pieces, inside: threading.local, core: int | None) -> None:
@@ -60,14 +46,15 @@ def _work(waiting: _Pieces, inside: threading.local, core: int | None) -> None:
     if core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})  # 0 is the calling thread
     while (piece := waiting.get()) is not None:
-        function, start, stop, job = piece
+        function, start, stop, end = piece
+        failure: BaseException | None = None
         try:
             function(start, stop)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the job raises it
-            job.failures.append((start, error))
-        del piece, function  # which refer to the memory of the job
-        job.end_piece()
-        del job
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            failure = error
+        del piece, function  # which refer to the memory of whoever waits
+        end(start, failure)
+        del end, failure
 
 
 def _end(waiting: _Pieces, num_threads: int) -> None:
@@ -127,12 +114,21 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
             return
         if not (cuts := pieces(num_items, self.num_threads)):
             return
-        job = _Job(len(cuts))
+        num_ended, is_done = itertools.count(1), threading.Lock()
+        failures: list[tuple[int, BaseException]] = []
+        is_done.acquire()  # until the last piece ends
+
+        def end(start: int, failure: BaseException | None) -> None:
+            if failure is not None:
+                failures.append((start, failure))
+            if next(num_ended) == len(cuts):
+                is_done.release()
+
         for start, stop in cuts:
-            self._queue.put((function, start, stop, job))
-        job.wait()
-        if job.failures:
-            raise min(job.failures, key=operator.itemgetter(0))[1]
+            self._queue.put((function, start, stop, end))
+        is_done.acquire()
+        if failures:
+            raise min(failures, key=operator.itemgetter(0))[1]
 
     def close(self) -> None:
         """Wait for running pieces and end the threads. Closing twice is allowed."""

@@ -73,14 +73,15 @@ class ScheduleCollectives:
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
         """Add a gradient to its unit's bucket, in the thread that runs backward."""
         due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
-        if (bucket := unit.buckets.get(due)) is None:
-            bucket = unit.buckets[due] = _empty_bucket(unit)
-        held = bucket.values[parameter.start : parameter.stop]
-        if parameter.name in bucket.present:
+        if due not in unit.buckets:
+            unit.buckets[due] = _empty_bucket(unit)
+        values, present = unit.buckets[due]
+        held = values[parameter.start : parameter.stop]
+        if parameter.name in present:
             held.add_(flat)
         else:
             held.copy_(flat)
-            bucket.present.add(parameter.name)
+            present.add(parameter.name)
 
     def reduce_rest(self, doing: str) -> None:
         """Reduce the gradients that arrived after their unit's last reduction, on any rank. Ranks call it together.
@@ -94,21 +95,22 @@ class ScheduleCollectives:
 
     def reduce(self, unit: UnitState, micro_batch: int) -> None:
         """Reduce-scatter or all-reduce a unit's gradient, and keep the part that this rank updates."""
-        bucket = unit.buckets.pop(micro_batch, None) or _empty_bucket(unit)
+        bucket = unit.buckets.pop(micro_batch, None)
+        values, present = bucket or _empty_bucket(unit)
         for parameter in unit.parameters:
-            if parameter.name not in bucket.present:
-                bucket.values[parameter.start : parameter.stop].zero_()
+            if parameter.name not in present:
+                values[parameter.start : parameter.stop].zero_()
         for start, stop in unit.pads():
-            bucket.values[start:stop].zero_()
-        self._backend.scale(bucket.values, self.mean_factor)
-        mean = bucket.values
+            values[start:stop].zero_()
+        self._backend.scale(values, self.mean_factor)
+        mean = values
         assert unit.group is not None
         if self._shards:
             mean = self._backend.scratch(len(unit.own_weights), mean.dtype)
-            unit.group.reduce_scatter(mean, bucket.values)
+            unit.group.reduce_scatter(mean, values)
         else:
             unit.group.all_reduce(mean)
-        self._backend.record_stream(bucket.values)
+        self._backend.record_stream(values)
         gradient = FlatGradient(mean, unit.start)
         copy = any(piece.leaves for piece in unit.pieces)
         for parameter in unit.parameters:
@@ -184,4 +186,4 @@ class ScheduleCollectives:
 
 
 def _empty_bucket(unit: UnitState) -> GradientBucket:
-    return GradientBucket(torch.empty_like(unit.device_weights), set())
+    return torch.empty_like(unit.device_weights), set()

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from executor.checkpoint.engine import CheckpointEngine
-from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.layout import Dtype
 from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend

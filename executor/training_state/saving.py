@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from executor.checkpoint.divided import DividedPlace
 from executor.checkpoint.engine import CheckpointEngine, Outcome
-from executor.checkpoint.files.flusher import Flusher
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
+from executor.checkpoint.files.writer import Flusher
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level, Levels

@@ -1,7 +1,6 @@
 """Reads memory-mapped safetensors files, so that only the values that are being copied take host memory."""
 
 import contextlib
-import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Final, final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from executor.direct_io import forget_pages
 from executor.memory.stream import DTYPES
 from hwprofiles.files import read_json
 
@@ -70,13 +70,13 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.shapes: dict[str, torch.Tensor] = {}
-        self._places: dict[str, tuple[str, int]] = {}  # file of each tensor, and its first byte there
-        self._mapped: dict[str, mmap.mmap] = {}
+        self._files: dict[str, str] = {}  # by tensor
+        self._mapped: dict[str, Any] = {}  # by file
         self.is_adapter = not (folder / INDEX).exists() and (folder / ADAPTER).exists()
         listed = _listed(folder)
         for file in sorted(set(listed.values())) if listed else [_only_file(folder)]:
             self._open(file)
-        if missing := sorted(name for name, file in listed.items() if self._places.get(name, ("",))[0] != file):
+        if missing := sorted(name for name, file in listed.items() if self._files.get(name) != file):
             raise ValueError(
                 f"{folder / INDEX} lists {missing[0]} in {listed[missing[0]]}, but it is not there; copy both files "
                 "again"
@@ -85,19 +85,15 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor as a view of its file. Values are read when they are used."""
-        (file, start), like = self._places[name], self.shapes[name]
-        if not like.numel():
-            return torch.empty_like(like, device="cpu")
-        flat = torch.frombuffer(self._map(file), dtype=like.dtype, count=like.numel(), offset=start)
-        return flat.view(like.shape)
+        values: torch.Tensor = self._mapped[self._files[name]].get_tensor(name)
+        return values
 
     def forget(self, name: str) -> None:
         """Free the memory of a tensor's values. If they are used again, they are read again."""
-        file, start = self._places[name]
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        num_bytes = start - first + self.shapes[name].nbytes
-        if num_bytes > start - first:
-            self._map(file).madvise(mmap.MADV_DONTNEED, first, num_bytes)
+        values = self[name]
+        before = values.data_ptr() % mmap.PAGESIZE
+        if values.nbytes:
+            forget_pages(values.data_ptr() - before, before + values.nbytes)
 
     def chunks(self, name: str, values: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield a view of a tensor in flat parts of at most :data:`CHUNK_BYTES`, or one row, and forget each part."""
@@ -109,43 +105,32 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
 
     def close(self) -> None:
         """Unmap the files. A file that still has views is unmapped with its last view."""
-        for mapped in self._mapped.values():
-            with contextlib.suppress(BufferError):  # the file still has views
-                mapped.close()
         self._mapped.clear()
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._mapped:
-            with (self.folder / file).open("rb") as opened:  # private: torch needs writable memory
-                self._mapped[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._mapped[file]
-
     def _open(self, file: str) -> None:
         path = self.folder / file
         try:
-            with safe_open(path, "pt"):  # checks the header, and the file's length against it
-                pass
-            with path.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header: dict[str, Any] = json.loads(opened.read(length))
+            # It checks the header, and the file's length against it.
+            mapped: Any = safe_open(path, "pt")
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing; copy all files of the model again") from error
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged, or is not a safetensors file ({error}); copy it again") from error
-        header.pop("__metadata__", None)
-        for name, record in header.items():
-            if (dtype := DTYPES.get(record["dtype"])) is None:
+        self._mapped[file] = mapped
+        for name in mapped.keys():  # noqa: SIM118 - it is no dictionary
+            found = mapped.get_slice(name)
+            if (dtype := DTYPES.get(kind := found.get_dtype())) is None:
                 raise ValueError(
-                    f"{path}: {name} has type {record['dtype']}, but weights are {', '.join(sorted(DTYPES))}; convert "
+                    f"{path}: {name} has type {kind}, but weights are {', '.join(sorted(DTYPES))}; convert "
                     "the model to bf16 first, or if it is quantized load it with from_pretrained before prepare()"
                 )
             if name in self.shapes:
-                raise ValueError(f"{path}: {name} is in {self._places[name][0]} too; leave one of the files")
-            self.shapes[name] = torch.empty(record["shape"], dtype=dtype, device="meta")
-            self._places[name] = file, 8 + length + record["data_offsets"][0]
+                raise ValueError(f"{path}: {name} is in {self._files[name]} too; leave one of the files")
+            self.shapes[name] = torch.empty(found.get_shape(), dtype=dtype, device="meta")
+            self._files[name] = file
 
 
 def _listed(folder: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ Every set of levels that survives all failures is tried. Training writes the fas
 set; a background thread fills each slower level from the one above. On several nodes, memory and drives also have what
 the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.peers`), so they survive the loss of a node.
 Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says what
-each level costs and how long it takes, and :mod:`planner.checkpoints.nesting` finds the intervals. If checkpoints come
+each level costs and how long it takes, and :mod:`planner.checkpoints.interval` finds the intervals. If checkpoints come
 so close that they overlap, the interval and its neighbours are simulated with overlaps, and the one with the least
 waste wins.
 """
@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from planner.checkpoints.costs import hash_bytes_per_s, storage_of
-from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import CheckpointsError, Nested, check, nest
+from planner.checkpoints.interval import CheckpointsError, Nested, Protection, check, nest
 from planner.checkpoints.policy import CHUNK_BYTES, EXTRA_CHECKPOINTS, LEAST_BUFFER_BYTES
-from planner.checkpoints.trial import Measured, Trial
+from planner.checkpoints.trial import Trial
 from planner.plan.checkpoints import Bound, CheckpointLevel, CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
@@ -191,7 +190,7 @@ class _Choice:
                 measured = self._saved(level, every)
                 if self._is_copied(levels):
                     copied = self._trial.promoted(level, level)
-                    measured = Measured(measured.cost_s + copied.cost_s, measured.latency_s + copied.latency_s)
+                    measured = Protection(measured.cost_s + copied.cost_s, measured.latency_s + copied.latency_s)
                 drained_s = measured.latency_s - measured.cost_s  # training waits for the rest
             else:
                 measured = self._trial.promoted(levels[position - 1], level)
@@ -205,7 +204,7 @@ class _Choice:
             found.append(Protection(measured.cost_s, latency_s, restart_s, rate, is_copied and level == "pfs", least_s))
         return found
 
-    def _saved(self, level: Level, every: int | None) -> Measured:
+    def _saved(self, level: Level, every: int | None) -> Protection:
         alone = self._trial.saved(level, self._buffer_bytes)
         if every is None or every * self._iteration_s >= alone.latency_s:
             return alone  # each checkpoint is written before the next one begins

@@ -1,10 +1,13 @@
 """How often to checkpoint: the expected loss of work against the cost of checkpoints.
 
+Intervals of several levels are those that waste least, each a multiple of the next faster one.
+
 All times are in seconds. ``cost_s`` is what one checkpoint adds to the critical path, not how long it takes to be
 written: the *latency* delays what a failure can fall back to, and does not move the optimum.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 Values = float | npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
+# The first numbers to try for each level: all small ones, then some at equal ratios. Waste is flat near its minimum,
+# and the best is then improved step by step.
+_FIRST_TRIED, _MULTIPLES_TRIED = 160, 48
+_FAR: Final = 4  # times the optimum of one level: longer intervals gain nothing
 _NEXT_TO_NOTHING: Final = 1e-300  # instead of zero progress, so that formulas of slower levels stay finite
 
 
@@ -39,7 +47,7 @@ class Protection:
     """The cost of one level of checkpoints, and the failures from which it recovers.
 
     Attributes:
-        cost_s: time that one checkpoint at this level adds to training.
+        cost_s: time that one checkpoint at this level adds to training, interference included.
         latency_s: time until a checkpoint is safe at this level.
         restart_s: time from a failure until training goes on from this level.
         failures_per_s: rate of the failures that this level survives and no faster level in use does.
@@ -50,8 +58,8 @@ class Protection:
 
     cost_s: float
     latency_s: float
-    restart_s: float
-    failures_per_s: float
+    restart_s: float = 0.0
+    failures_per_s: float = 0.0
     is_of_several: bool = False
     least_s: float = 0.0
 
@@ -107,3 +115,149 @@ def most_lost_s(levels: Sequence[Protection], work_s: Sequence[Values]) -> Value
             added = overhead(levels[: number + 1], work_s[: number + 1])
             longest = np.maximum(longest, between_s * (1 + added) + level.latency_s)
     return longest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nested:
+    """Intervals, and the waste that follows from them.
+
+    Attributes:
+        every: iterations between two checkpoints of each level, fastest first; each a multiple of the one before.
+        waste, overhead, most_lost_s: see :func:`expected_waste`, :func:`overhead` and :func:`most_lost_s`.
+    """
+
+    every: tuple[int, ...]
+    waste: float
+    overhead: float
+    most_lost_s: float
+
+
+class CheckpointsError(ValueError):
+    """Checkpoints cannot be made within the limits: names the limit that binds, and a remedy.
+
+    Attributes:
+        least_overhead: if no interval keeps both limits, the least within that of lost work; ``None`` if there is none.
+        least_lost_s: likewise, the least work that is lost within the limit of overhead.
+    """
+
+    def __init__(self, message: str, least_overhead: float | None = None, least_lost_s: float | None = None) -> None:
+        super().__init__(message)
+        self.least_overhead = least_overhead
+        self.least_lost_s = least_lost_s
+
+
+def nest(
+    levels: Sequence[Protection], iteration_s: float, max_overhead: float | None = None, max_lost_s: float | None = None
+) -> Nested:
+    """Return the intervals that waste least.
+
+    Args:
+        levels: fastest first; some failures need the last one.
+        iteration_s: of training without checkpoints.
+        max_overhead: limit of :func:`overhead`; ``None``: none.
+        max_lost_s: limit of :func:`most_lost_s`; ``None``: none.
+
+    Raises:
+        CheckpointsError: no intervals are within the limits.
+    """
+    limits = max_overhead, max_lost_s
+    found = _best(levels, _first_tried(levels, iteration_s, *limits), iteration_s, *limits)
+    while (better := _best(levels, _around(found.every), iteration_s, *limits)).every != found.every:
+        found = better
+    return found
+
+
+def check(
+    levels: Sequence[Protection],
+    every: tuple[int, ...],
+    iteration_s: float,
+    max_overhead: float | None = None,
+    max_lost_s: float | None = None,
+) -> Nested:
+    """Return the waste that follows from given intervals; see :func:`nest`.
+
+    Raises:
+        CheckpointsError: they are not within the limits.
+    """
+    return _best(levels, tuple(np.array([n]) for n in every), iteration_s, max_overhead, max_lost_s)
+
+
+def _best(
+    levels: Sequence[Protection],
+    tried: tuple[Counts, ...],
+    iteration_s: float,
+    max_overhead: float | None,
+    max_lost_s: float | None,
+) -> Nested:
+    """Return the intervals that waste least of those that are tried, and what follows from them."""
+    assert levels[-1].failures_per_s > 0, "a level that no failure needs is of no use"
+    work_s: list[Values] = [counts * np.float64(iteration_s) for counts in tried]
+    least = _least_counts(levels, iteration_s)
+    allowed = np.logical_and.reduce([counts >= fewest for counts, fewest in zip(tried, least, strict=True)])
+    added, lost_s = (np.broadcast_to(of(levels, work_s), tried[0].shape) for of in (overhead, most_lost_s))
+    few = allowed & _within(added, max_overhead)
+    little = allowed & _within(lost_s, max_lost_s)
+    if not (few & little).any():
+        message = "no interval between checkpoints keeps both its limit of overhead and that of lost work"
+        raise CheckpointsError(message, _least(added, little), _least(lost_s, few))
+    wasted = np.where(few & little, expected_waste(levels, work_s), np.inf)
+    found = int(np.argmin(wasted))
+    every = tuple(int(counts[found]) for counts in tried)
+    return Nested(every, float(wasted[found]), float(added[found]), float(lost_s[found]))
+
+
+def _least_counts(levels: Sequence[Protection], iteration_s: float) -> list[int]:
+    """Return the fewest iterations between two checkpoints of each level."""
+    return [max(math.ceil(level.least_s / iteration_s - 1e-9), 1) for level in levels]
+
+
+def _first_tried(
+    levels: Sequence[Protection], iteration_s: float, max_overhead: float | None, max_lost_s: float | None
+) -> tuple[Counts, ...]:
+    """Return the first intervals to try: those of the fastest level, times multiples for each slower one."""
+    least = _least_counts(levels, iteration_s)
+    cost_s = sum(level.cost_s for level in levels)
+    most_s = [count * iteration_s for count in least]  # far beyond the optimum, and long enough for a low overhead
+    if cost_s > 0:
+        most_s += [_FAR * daly_s(cost_s, 1 / each.failures_per_s) for each in levels if each.failures_per_s]
+        if max_overhead:
+            most_s.append(_FAR * cost_s / max_overhead)
+    most = math.ceil(max(most_s) / iteration_s)
+    at_limits = [least[0]]  # near which one level alone reaches a limit
+    for level in levels:
+        if max_lost_s is not None:
+            at_limits.append(math.floor((max_lost_s - level.latency_s - level.cost_s) / iteration_s))
+        if max_overhead:
+            at_limits.append(math.ceil(level.cost_s / max_overhead / iteration_s))
+    first = np.union1d(_thinned(least[0], most, _FIRST_TRIED), [n for n in at_limits if n >= least[0]])
+    multiples = _thinned(1, -(-most // least[0]), _MULTIPLES_TRIED)
+    return _cumulated(np.meshgrid(first, *[multiples] * (len(levels) - 1), indexing="ij"))
+
+
+def _around(every: tuple[int, ...]) -> tuple[Counts, ...]:
+    """Return neighbours of intervals: each number changed by one, or by a few percent, or by another ratio."""
+    tried = []
+    for n in (every[0], *(b // a for a, b in itertools.pairwise(every))):
+        near = {n, n - 1, n + 1, n - n // 16, n + n // 16, n // 2, n * 2}
+        tried.append(np.array(sorted(i for i in near if i >= 1)))
+    return _cumulated(np.meshgrid(*tried, indexing="ij"))
+
+
+def _within(values: npt.NDArray[np.float64], limit: float | None) -> npt.NDArray[np.bool_]:
+    return values <= (math.inf if limit is None else limit * (1 + 1e-9))
+
+
+def _thinned(least: int, most: int, count: int) -> Counts:
+    """Return at most about ``count`` whole numbers from ``least`` to ``most``; all of them if there are no more."""
+    if most - least < count:
+        return np.arange(least, most + 1)
+    return np.unique(np.round(np.geomspace(least, most, count)).astype(np.int64))
+
+
+def _cumulated(multiples: Sequence[Counts]) -> tuple[Counts, ...]:
+    """Return flat arrays of the intervals of all levels, from the first level's interval and the multiples."""
+    return tuple(np.multiply.accumulate([counts.ravel() for counts in multiples]))
+
+
+def _least(values: npt.NDArray[np.float64], mask: npt.NDArray[np.bool_]) -> float | None:
+    return float(values[mask].min()) if mask.any() else None

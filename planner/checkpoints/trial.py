@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from planner.checkpoints.costs import CheckpointCosts, Store
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.interval import Protection
 from planner.checkpoints.lowering import (
     MakeSaver,
     Run,
@@ -102,19 +103,6 @@ _IN_A_ROW = 3
 _WRITING_LANES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """Simulated times of one checkpoint, in seconds.
-
-    Attributes:
-        cost_s: time that it added to training, interference included.
-        latency_s: time until it was written.
-    """
-
-    cost_s: float
-    latency_s: float
-
-
 class Trial:
     """Simulations of a plan's training, with and without checkpoints.
 
@@ -150,8 +138,8 @@ class Trial:
         self.num_copies = min(self.num_nodes, 2)
         self.node_bytes = max(sum(saved[layout.stage(rank)] for rank in ranks) for ranks in layout.nodes())
         self.all_bytes = sum(saved) * layout.num_ranks // len(saved)
-        self._saved: dict[tuple[Level, int, int | None], Measured] = {}
-        self._promoted: dict[tuple[Level, Level], Measured] = {}
+        self._saved: dict[tuple[Level, int, int | None], Protection] = {}
+        self._promoted: dict[tuple[Level, Level], Protection] = {}
         self._plain: dict[int, float] = {}
 
     @property
@@ -166,8 +154,8 @@ class Trial:
             return capacities(self.cost)[tier]
         return self._memory[tier].capacity_bytes - self._memory[tier].peak_bytes
 
-    def saved(self, level: Level, buffer_bytes: int, every: int | None = None) -> Measured:
-        """Return the times of a checkpoint.
+    def saved(self, level: Level, buffer_bytes: int, every: int | None = None) -> Protection:
+        """Return the cost of a checkpoint, and how long it takes to be written.
 
         Args:
             level: where it goes.
@@ -192,11 +180,11 @@ class Trial:
                 number = _WARM_UP + every * _IN_A_ROW - 1
                 read = self._simulated(self._checkpoints(make, number, every), costs)
                 added_s = max(read.training_s - self._plain_s(number), 0.0)
-                self._saved[key] = Measured(added_s / _IN_A_ROW, max(read.latency_s))
+                self._saved[key] = Protection(added_s / _IN_A_ROW, max(read.latency_s))
         return self._saved[key]
 
-    def alone(self, make: MakeSaver, costs: CheckpointCosts, num_writers: int, more_s: float = 0.0) -> Measured:
-        """Return the times of one checkpoint that has finished before the next one begins.
+    def alone(self, make: MakeSaver, costs: CheckpointCosts, num_writers: int, more_s: float = 0.0) -> Protection:
+        """Return cost and latency of one checkpoint that has finished before the next one begins.
 
         Args:
             make: makes each stage's saver.
@@ -204,11 +192,11 @@ class Trial:
             num_writers: threads that write.
             more_s: a first estimate of the time that it takes beside writing.
         """
-        about_s = costs.store.write(self.shard_bytes, num_writers).duration_s + more_s
+        about_s = costs.write(self.shard_bytes, num_writers).duration_s + more_s
         return self._settled(lambda number: self._checkpoints(make, number, number), costs, about_s)
 
-    def promoted(self, above: Level, level: Level) -> Measured:
-        """Return the times of the promotion of a checkpoint to a slower level, or of its copy for the next node.
+    def promoted(self, above: Level, level: Level) -> Protection:
+        """Return cost and latency of the promotion of a checkpoint to a slower level, or of its copy for the next node.
 
         Args:
             above: where it is.
@@ -219,11 +207,11 @@ class Trial:
         """
         if (above, level) not in self._promoted:
             threads = 1 / self.cost.ranks_per_node
-            stores = (Store(self.cost, above).read, Store(self.cost, level).write, Store(self.cost, level).read)
-            copies = self.num_copies if above != level != "pfs" else 1  # each node promotes what it has
-            about_s = copies * sum(way(self.shard_bytes, threads).duration_s for way in stores)
-            build = functools.partial(with_promotion, self._taken, [copies * num_bytes for num_bytes in self._by_stage])
             costs = CheckpointCosts(self.cost, level, above)
+            ways = (CheckpointCosts(self.cost, above).read, costs.write, costs.read)
+            copies = self.num_copies if above != level != "pfs" else 1  # each node promotes what it has
+            about_s = copies * sum(way(self.shard_bytes, threads).duration_s for way in ways)
+            build = functools.partial(with_promotion, self._taken, [copies * num_bytes for num_bytes in self._by_stage])
             self._promoted[above, level] = self._settled(lambda n: build(num_iterations=n), costs, about_s)
         return self._promoted[above, level]
 
@@ -235,7 +223,7 @@ class Trial:
 
     def restored_s(self, level: Level) -> float:
         """Return the seconds in which all ranks read a checkpoint."""
-        return Store(self.cost, level).read(self.shard_bytes, NUM_THREADS).duration_s
+        return CheckpointCosts(self.cost, level).read(self.shard_bytes, NUM_THREADS).duration_s
 
     def _share_read(self, costs: CheckpointCosts, every: int | None) -> float:
         """Return the fraction of each checkpoint that is read again; less than 1 if checkpoints are close."""
@@ -248,7 +236,7 @@ class Trial:
             self._taken, self.state, make, num_iterations=num_iterations, every=every, first=_WARM_UP
         )
 
-    def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Measured:
+    def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Protection:
         """Simulate longer and longer runs with one checkpoint, until it is finished before the run ends.
 
         ``about_s`` is a first estimate of its time. If it takes too long for a simulation, its cost is extrapolated
@@ -267,7 +255,7 @@ class Trial:
         slowed_s = max(added_s - blocked_s, 0.0)
         if rest_s < busy_s:
             slowed_s *= busy_s / (busy_s - rest_s)
-        return Measured(min(added_s, blocked_s) + slowed_s, latency_s)
+        return Protection(min(added_s, blocked_s) + slowed_s, latency_s)
 
     def _simulated(self, made: Run, costs: CheckpointCosts) -> RunTimes:
         return times(made, run(made.schedule, costs.prices(made, self._prices), costs.capacities(), 1))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import FileLayout, TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import FileRecord, Manifest, tensors_of
 from executor.checkpoint.format.reader import ReadRequest
@@ -51,16 +50,16 @@ def save(store: FolderPlace, step: int, files: Files | None = None) -> Path:
     with Flusher(files or store.files, ring_of(3, CHUNK_BYTES), num_threads=1, patience_s=20) as flusher:
         try:
             for folder in FOLDERS:
-                writer = ShardWriter(flusher, draft.folder, f"{folder}/values.safetensors", layout(entries(folder)))
+                writer = ShardWriter(flusher, draft, f"{folder}/values.safetensors", layout(entries(folder)))
                 writers.append(writer)
                 for entry in writer.layout.entries:
                     writer.append(values(entry.name, step).view(np.uint8))
             written = [(writer.layout, writer.finish()) for writer in writers]
-            return draft.commit(Manifest.of(step, [part_of(written)], {"seed": step}))
+            return store.complete(draft.name, Manifest.of(step, [part_of(written)], {"seed": step}))
         except BaseException:
             for writer in writers:
                 writer.abandon()
-            draft.abandon()
+            store.abandon(draft.name)
             raise
 
 

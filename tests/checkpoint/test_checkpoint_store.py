@@ -77,8 +77,8 @@ def test_what_a_dead_writer_left_is_swept_and_a_living_writer_is_left_alone(tmp_
     process.join()
     assert len(list(store.root.glob("tmp-*"))) == 2
     store.prune()
-    assert list(store.root.glob("tmp-*")) == [living.folder]
-    living.abandon()
+    assert list(store.root.glob("tmp-*")) == [living]
+    store.abandon(living.name)
     assert not list(store.root.iterdir())
 
 

@@ -12,9 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.direct_io import BLOCK_BYTES
 
@@ -89,7 +88,7 @@ def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files
 def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
     with Flusher(Files(), ring_of(2, CHUNK_BYTES), num_threads=2, patience_s=300) as flusher:
         memory, before, writer, leases = leased(flusher, tmp_path)
-        flusher.wait(writer._file)
+        flusher.wait(writer)
         assert all(np.shares_memory(lease.data, memory) for lease in leases)
         flusher.end_leases(leases, may_copy=True)
         memory[:] = 255
@@ -229,7 +228,7 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
         writer = writer_of(flusher, tmp_path, len(runs) * len(runs[0]) // 4)
         before = np.concatenate(runs)
         leases = [writer.lease(run) for run in runs]
-        monkeypatch.setattr("executor.checkpoint.files.flusher.np.copyto", copies)
+        monkeypatch.setattr("executor.checkpoint.files.writer.np.copyto", copies)
         haste = {"may_copy": True}
         settling = [
             threading.Thread(target=flusher.end_leases, args=(leases[i],), kwargs=haste) for i in range(num_copied)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from saving import part_of
 
 from executor.checkpoint.files import opening
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import DamagedError, Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format import reader
 from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
@@ -32,18 +31,19 @@ VALUES = {name: np.random.default_rng(i).random(size, np.float32) for i, (name, 
 
 
 def write(root, chunk_bytes, order=ORDER):
-    draft = FolderPlace(root).begin(1)
+    place = FolderPlace(root)
+    draft = place.begin(1)
     written = []
     with Flusher(Files(), ring_of(3, chunk_bytes)) as flusher:
         for path, names in order:
             made = layout(
                 tuple(TensorBox(n, "F32", (SIZES[n],), b) for n in names for b in boxes((SIZES[n],), 0, SIZES[n]))
             )
-            writer = ShardWriter(flusher, draft.folder, path, made)
+            writer = ShardWriter(flusher, draft, path, made)
             for name in names:
                 writer.append(VALUES[name].view(np.uint8))
             written.append((made, writer.finish()))
-    return draft.commit(Manifest.of(1, [part_of(written)], {}))
+    return place.complete(draft.name, Manifest.of(1, [part_of(written)], {}))
 
 
 @pytest.fixture(scope="module")

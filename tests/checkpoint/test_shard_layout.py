@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from saving import part_of
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
@@ -53,12 +52,12 @@ def write(store, step, shards):
             written = []
             for index, held in by_file.items():
                 made = layout(tuple(entry for entry, _ in held))
-                writer = ShardWriter(flusher, draft.folder, f"model/rank-{rank}-{index}.safetensors", made)
+                writer = ShardWriter(flusher, draft, f"model/rank-{rank}-{index}.safetensors", made)
                 for _, values in held:
                     writer.append(values.numpy().view(np.uint8))
                 written.append((made, writer.finish()))
             parts.append(part_of(written))
-        return draft.commit(Manifest.of(step, parts, {}))
+        return store.complete(draft.name, Manifest.of(step, parts, {}))
 
 
 TENSORS = {"w": torch.randn(13, 7), "experts": torch.randn(3, 5, 4), "b": torch.randn(11)}

@@ -6,9 +6,8 @@ from safetensors import safe_open
 from saving import part_of, save, step_of
 
 import executor.checkpoint.files.writer
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import TensorBox, boxes, layout
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
@@ -42,9 +41,9 @@ def test_what_another_plan_had_besides_goes(tmp_path):
     made = layout((TensorBox("x", "F32", (5000,), next(boxes((5000,), 0, 5000))),))
     draft = store.begin(4, ("model", "more"))
     with Flusher(Files(), ring_of(3, 4096)) as flusher:
-        writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
+        writer = ShardWriter(flusher, draft, "model/values.safetensors", made)
         writer.append(np.arange(5000, dtype=np.float32).view(np.uint8))
-        path = draft.commit(Manifest.of(4, [part_of([(made, writer.finish())])], {}))
+        path = store.complete(draft.name, Manifest.of(4, [part_of([(made, writer.finish())])], {}))
     assert sorted(p.name for p in path.rglob("*") if p.is_file()) == ["manifest.json", "values.safetensors"]
     with Checkpoint(path) as checkpoint:
         checkpoint.verify()
@@ -59,17 +58,17 @@ def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, m
     store = FolderPlace(tmp_path / "store")
     retire(store, 1, 2, 3)
     draft = store.begin(4, ("model", "optimizer"))
-    old = draft.folder / "model/values.safetensors"
+    old = draft / "model/values.safetensors"
     with safe_open(old, "np") as file:
         shape = tuple(file.get_slice("w").get_shape())
     made = layout((TensorBox("w", "F32", shape, next(boxes(shape, 0, int(np.prod(shape))))),))
     with Flusher(Files(), ring_of(3, 4096)) as flusher:
-        writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
+        writer = ShardWriter(flusher, draft, "model/values.safetensors", made)
         with pytest.raises(Exception, match=r"[Hh]eader"), safe_open(old, "np"):
             pass
         assert old.read_bytes()[:8] == bytes(8), "the header's length: none, whatever the file's length is"
         writer.abandon()
-    draft.abandon()
+    store.abandon(draft.name)
     assert step_of(store) == 3
     assert {path.name for path in store.root.iterdir()} == {"step-00000002", "step-00000003"}
 

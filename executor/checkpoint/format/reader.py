@@ -10,6 +10,7 @@ it was read into, so the caller gets exactly the values that were checked.
 import contextlib
 import dataclasses
 import itertools
+import operator
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +20,9 @@ from typing import Final, final
 import numpy as np
 import xxhash
 
-from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.files.opening import Folder, OpenFile, fill, open_file, read_whole
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
+from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
@@ -31,6 +32,10 @@ MAX_MANIFEST_BYTES: Final = 1 << 30  # the manifest of a thousand ranks has a te
 
 _WORTH_A_THREAD_BYTES: Final = 1 << 20
 _LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter ranges are copied, because a call takes at most 1,024 ranges
+
+
+_Target = tuple[int, Buffer]
+"""Where a part begins in a chunk, and the memory for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
 
     def __init__(self, folder: Folder, manifest: Manifest | None = None) -> None:
         self.folder = folder
-        self._readers: _Readers | None = None
+        self._pool: ThreadPoolExecutor | None = None  # the calling thread reads too
+        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()  # one for each thread
         self.manifest = manifest or _manifest(folder)
 
     @property
@@ -122,16 +128,16 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
                 chunk_bytes, done = self.manifest.files[file].chunk_bytes, 0
                 while done < len(out):
                     chunk, at = divmod(offset + done, chunk_bytes)
-                    target = _Target(at, out[done : done + chunk_bytes - at])
-                    chunks.setdefault(file, {}).setdefault(chunk, []).append(target)
-                    done += len(target.out)
+                    part = out[done : done + chunk_bytes - at]
+                    chunks.setdefault(file, {}).setdefault(chunk, []).append((at, part))
+                    done += len(part)
         self._read(chunks)
 
     def close(self) -> None:
         """End the threads and free their buffers. Closing twice is allowed."""
-        if self._readers is not None:
-            self._readers.close()
-            self._readers = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool, self._buffers = None, queue.SimpleQueue()
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
@@ -156,58 +162,31 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
                 out = wanted.out[(begin - start) * item_bytes : (end - start) * item_bytes]
                 yield fragment.file, fragment.offset + (begin - fragment.start) * item_bytes, out
 
-    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]") -> None:
+    def _read(self, chunks: dict[int, dict[int, list[_Target]]]) -> None:
         tasks = [
             (opened, index, of_file[index])
             for file, of_file in sorted(chunks.items())
             for opened in [_File(self.folder, self.manifest.files[file], len(of_file))]
             for index in sorted(of_file)
         ]
-        if tasks:
-            if self._readers is None:
-                self._readers = _Readers(max(in_blocks(f.buffer_bytes) for f in self.manifest.files))
-            self._readers.run(tasks)
+        if not tasks:
+            return
+        buffer_bytes = max(in_blocks(record.buffer_bytes) for record in self.manifest.files)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(NUM_THREADS - 1, "checkpoint read")
+            for _ in range(NUM_THREADS):
+                self._buffers.put(pages(buffer_bytes))
+        num_threads = min(NUM_THREADS, len(tasks), 1 + len(tasks) * buffer_bytes // _WORTH_A_THREAD_BYTES)
+        try:
+            self._load(self._pool, tasks, num_threads)
+        finally:
+            for file in {id(file): file for file, _, _ in tasks}.values():
+                file.close()
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Target:
-    """Memory for a part of a chunk. The part begins at offset ``at`` in the chunk."""
-
-    at: int
-    out: Buffer
-
-    @property
-    def stop(self) -> int:
-        return self.at + len(self.out)
-
-    def part(self, first: int, last: int) -> Buffer:
-        """Return the memory for a range of the chunk."""
-        return self.out[first - self.at : last - self.at]
-
-    def direct(self, alignment_bytes: int) -> tuple[int, int]:
-        """Return the range of whole blocks of the chunk that can be read straight into place. It may be empty."""
-        first = in_blocks(self.at)
-        last = self.stop // BLOCK_BYTES * BLOCK_BYTES
-        is_aligned = (self.out.ctypes.data - self.at) % alignment_bytes == 0
-        return (first, last) if is_aligned and last - first >= _LEAST_DIRECT_BYTES else (0, 0)
-
-
-_Task = tuple["_File", int, list[_Target]]
-
-
-@final
-class _Readers:
-    """Threads that read chunks, each with a buffer. The calling thread is one of them."""
-
-    def __init__(self, buffer_bytes: int) -> None:
-        self._buffer_bytes = buffer_bytes
-        self._pool = ThreadPoolExecutor(NUM_THREADS - 1, "checkpoint read")
-        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        for _ in range(NUM_THREADS):
-            self._buffers.put(pages(buffer_bytes))
-
-    def run(self, tasks: Sequence[_Task]) -> None:
-        """Read chunks in this order; raise the first failure in this order."""
+    def _load(
+        self, pool: ThreadPoolExecutor, tasks: Sequence[tuple["_File", int, list[_Target]]], num_threads: int
+    ) -> None:
+        """Read chunks in this order, in so many threads; raise the first failure in this order."""
         numbers = iter(range(len(tasks)))  # its next() is atomic
         failures: dict[int, Exception] = {}
 
@@ -225,23 +204,15 @@ class _Readers:
             finally:
                 self._buffers.put(buffer)
 
+        jobs = [pool.submit(work) for _ in range(num_threads - 1)]
         try:
-            worth = len(tasks) * self._buffer_bytes // _WORTH_A_THREAD_BYTES
-            jobs = [self._pool.submit(work) for _ in range(min(NUM_THREADS, len(tasks), 1 + worth) - 1)]
-            try:
-                work()
-            finally:
-                wait(jobs)
-            for job in jobs:
-                job.result()
+            work()
         finally:
-            for file in {id(file): file for file, _, _ in tasks}.values():
-                file.close()
+            wait(jobs)
+        for job in jobs:
+            job.result()
         if failures:
             raise failures[min(failures)]
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
 
 class _File:
@@ -315,16 +286,19 @@ def _cut(
     Parts are the requests' memory if possible, with parts of ``buffer`` between them.
     """
     parts, copies, end = [], [], 0
-    ordered = sorted(targets, key=lambda target: target.at)
-    disjoint = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two requests overlap
-    for target in ordered:
-        first, last = target.direct(alignment_bytes) if disjoint else (0, 0)
-        if first < last:
-            parts += [buffer[end:first], target.part(first, last)]
+    ordered = sorted(targets, key=operator.itemgetter(0))
+    disjoint = all(at + len(out) <= after for (at, out), (after, _) in itertools.pairwise(ordered))  # else two overlap
+    for at, out in ordered:
+        stop = at + len(out)
+        # Whole blocks are read straight into place, if that is aligned.
+        first, last = in_blocks(at), stop // BLOCK_BYTES * BLOCK_BYTES
+        is_aligned = (out.ctypes.data - at) % alignment_bytes == 0
+        if disjoint and is_aligned and last - first >= _LEAST_DIRECT_BYTES:
+            parts += [buffer[end:first], out[first - at : last - at]]
             end = last
         else:
-            first = last = target.stop
-        copies += [(target.part(a, b), buffer[a:b]) for a, b in ((target.at, first), (last, target.stop)) if a < b]
+            first = last = stop
+        copies += [(out[a - at : b - at], buffer[a:b]) for a, b in ((at, first), (last, stop)) if a < b]
     return [part for part in (*parts, buffer[end:]) if len(part)], copies
 
 

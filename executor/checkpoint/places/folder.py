@@ -25,11 +25,10 @@ from typing import Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files, remove_tree, write_all
 from executor.checkpoint.files.timeouts import waiting
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Buffer, Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import FileLayout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
@@ -47,118 +46,6 @@ _MOUNTS: Final = Path("/proc/self/mounts")
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
-@final
-class Draft:
-    """A checkpoint that is being written, in a folder that readers ignore.
-
-    Attributes:
-        step: step of the checkpoint.
-        folder: folder of its files.
-    """
-
-    def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str], nonce: str = "") -> None:
-        self.step = step
-        self._root = root
-        self._files = files
-        self._folders = tuple(folders)
-        self._lock = -1
-        self.folder = draft_folder(root, step, nonce or secrets.token_hex(4))
-        try:
-            self._is_reused = self._takes_spare()
-            for again in itertools.count():
-                if again or not self._is_reused:
-                    with contextlib.suppress(*((FileExistsError,) if again else ())):
-                        files.make_folder(self.folder)
-                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # removed before it was locked
-                    self._lock = _locked(self.folder)
-                    break
-            for name in self._folders:
-                if not (self.folder / name).is_dir():
-                    files.make_folder(self.folder / name)
-        except OSError as error:
-            self.abandon()
-            raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
-
-    def _takes_spare(self) -> bool:
-        """Reuse the files of an old checkpoint, if there is one; see [Note: Spares]."""
-        for spare in _spares(self._root):
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                self._files.rename(spare, self.folder)
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.remove(self.folder / MANIFEST_NAME)
-                return True
-        return False
-
-    def _clear(self, records: Sequence[FileRecord]) -> None:
-        """Remove files of the reused old checkpoint that the new one does not have."""
-        known = {MANIFEST_NAME, *(record.path for record in records)}
-        for path in self.folder.rglob("*") if self._is_reused else ():
-            if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
-                self._files.remove(path)
-
-    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Write a copy of a file; see :func:`write_file`."""
-        write_file(self._files, self.folder, record, chunks)
-
-    def commit(self, manifest: Manifest, records: Sequence[FileRecord] | None = None) -> Path:
-        """Complete the checkpoint after all other files, and make it durable; return its folder.
-
-        Args:
-            manifest: of the checkpoint.
-            records: the files that are in this folder, if it has not all of them.
-
-        Raises:
-            CheckpointError: a file cannot be written, or a whole checkpoint of this step exists. The checkpoint does
-                not count as written.
-        """
-        final_path = self._root / checkpoint_name(self.step)
-        try:
-            self._clear(manifest.files if records is None else records)
-            self._write(manifest.to_json())
-            for folder in (*(self.folder / name for name in self._folders), self.folder):
-                self._files.sync_folder(folder)
-            self._rename(final_path)
-            self._files.sync_folder(self._root)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: {error.strerror}; this checkpoint is abandoned") from error
-        finally:
-            self._unlock()
-        return final_path
-
-    def abandon(self) -> None:
-        """Remove what has been written. Abandoning twice is allowed."""
-        with contextlib.suppress(OSError):
-            remove_tree(self._files, self.folder)
-        self._unlock()
-
-    def _write(self, text: bytes) -> None:
-        fd = self._files.create(self.folder / MANIFEST_NAME)
-        try:
-            write_all(self._files, fd, memoryview(text), 0)
-            self._files.sync(fd)
-        finally:
-            self._files.close(fd)
-
-    def _rename(self, path: Path) -> None:
-        try:
-            self._files.rename(self.folder, path)
-        except OSError as error:
-            if error.errno not in _TAKEN:
-                raise
-            with contextlib.suppress(DamagedError):
-                Checkpoint(path).verify_in_turn()
-                raise CheckpointError(in_use(path)) from error
-            _rename_and_remove(self._files, path)
-            self._files.rename(self.folder, path)
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
 def joined_folder(
     root: Path,
     step: int,
@@ -167,7 +54,7 @@ def joined_folder(
     patience_s: float,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> Path:
-    """Return the folder of the draft that rank 0 has begun, for another rank; see [Note: Parts].
+    """Return the folder of the draft that rank 0 has begun, for another rank.
 
     Raises:
         CheckpointError: rank 0 has not begun the checkpoint in time.
@@ -226,7 +113,7 @@ class FolderPlace(Place):
         super().__init__(str(root))
         self.root = root
         self.files = files or Files()
-        self._drafts: dict[str, Draft] = {}  # of copies, by the names of their folders
+        self._locks: dict[str, int] = {}  # descriptors, of what is being written, by the names of folders
         if not root.is_dir():
             try:
                 root.parent.mkdir(parents=True, exist_ok=True)
@@ -238,40 +125,119 @@ class FolderPlace(Place):
             if not root.is_dir():
                 raise CheckpointError(f"{root} is not a folder; give a folder for checkpoints")
 
-    def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
-        """Begin the checkpoint of a step, with subfolders ``folders``. Other ranks find it by the ``nonce``.
+    def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Path:
+        """Begin the checkpoint of a step; return its folder, which readers ignore until :meth:`complete`.
+
+        Args:
+            step: of the checkpoint.
+            folders: subfolders to make.
+            nonce: by which other ranks find the folder.
 
         Raises:
             CheckpointError: the folder cannot be written.
         """
-        return Draft(self.files, self.root, step, folders, nonce)
+        folder = draft_folder(self.root, step, nonce or secrets.token_hex(4))
+        try:
+            is_reused = self._takes_spare(folder)
+            for again in itertools.count():
+                if again or not is_reused:
+                    with contextlib.suppress(*((FileExistsError,) if again else ())):
+                        self.files.make_folder(folder)
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # removed before it was locked
+                    self._locks[folder.name] = _locked(folder)
+                    break
+            for name in folders:
+                if not (folder / name).is_dir():
+                    self.files.make_folder(folder / name)
+        except OSError as error:
+            self.abandon(folder.name)
+            raise CheckpointError(f"{folder}: {error.strerror}; choose another folder for checkpoints") from error
+        return folder
+
+    def _takes_spare(self, folder: Path) -> bool:
+        """Reuse the files of an old checkpoint, if there is one; see [Note: Spares]."""
+        for spare in _spares(self.root):
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                self.files.rename(spare, folder)
+                with contextlib.suppress(FileNotFoundError):
+                    self.files.remove(folder / MANIFEST_NAME)
+                return True
+        return False
 
     def begin_copy(self, manifest: Manifest, nonce: str = "") -> str:
         """See :class:`Place`."""
-        draft = self.begin(manifest.step, _folders_of(manifest), nonce)
-        self._drafts[draft.folder.name] = draft
-        return draft.folder.name
+        return self.begin(manifest.step, _folders_of(manifest), nonce).name
 
     def copy(self, name: str, source: Checkpoint, records: Sequence[FileRecord], check: Callable[[], None]) -> None:
         """See :class:`Place`."""
         manifest, folder = source.manifest, self.root / name
-        if name not in self._drafts:  # another node has begun it
+        if name not in self._locks:  # another node has begun it
             nonce = name.rpartition("-")[2]
             folder = joined_folder(self.root, manifest.step, _folders_of(manifest), nonce, _JOINED_S)
         for record in records:
             write_file(self.files, folder, record, source.chunks(record, check))
         Checkpoint(folder, manifest).verify_in_turn(check, records)
 
-    def complete_copy(self, name: str, manifest: Manifest, records: Sequence[FileRecord] | None = None) -> Path:
-        """See :class:`Place`. If the folder has not all files, ``records`` are those that it has."""
-        path = self._drafts[name].commit(manifest, records)
-        del self._drafts[name]
+    def complete(self, name: str, manifest: Manifest, records: Sequence[FileRecord] | None = None) -> Path:
+        """See :class:`Place`. If the folder has not all files, ``records`` are those that it has.
+
+        Raises:
+            CheckpointError: a file cannot be written, or a whole checkpoint of this step exists. The checkpoint does
+                not count as written.
+        """
+        folder, path = self.root / name, self.folder(manifest.step)
+        try:
+            self._clear(folder, manifest.files if records is None else records)
+            self._write_manifest(folder, manifest)
+            for inner in sorted(inner for inner in folder.rglob("*") if inner.is_dir()):
+                self.files.sync_folder(inner)
+            self.files.sync_folder(folder)
+            self._rename(folder, path)
+            self.files.sync_folder(self.root)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}; this checkpoint is abandoned") from error
+        finally:
+            self._unlock(name)
         return path
 
-    def abandon_copy(self, name: str, manifest: Manifest) -> None:  # noqa: ARG002 - all of the folder goes
-        """See :class:`Place`."""
-        if (draft := self._drafts.pop(name, None)) is not None:
-            draft.abandon()
+    def abandon(self, name: str) -> None:
+        """See :class:`Place`. Abandoning twice is allowed."""
+        with contextlib.suppress(OSError):
+            remove_tree(self.files, self.root / name)
+        self._unlock(name)
+
+    def _unlock(self, name: str) -> None:
+        if (lock := self._locks.pop(name, None)) is not None:
+            os.close(lock)
+
+    def _clear(self, folder: Path, records: Sequence[FileRecord]) -> None:
+        """Remove files of a reused old checkpoint that the new one does not have."""
+        known = {MANIFEST_NAME, *(record.path for record in records)}
+        for path in folder.rglob("*"):
+            if not path.is_dir() and str(path.relative_to(folder)) not in known:
+                self.files.remove(path)
+
+    def _write_manifest(self, folder: Path, manifest: Manifest) -> None:
+        fd = self.files.create(folder / MANIFEST_NAME)
+        try:
+            write_all(self.files, fd, memoryview(manifest.to_json()), 0)
+            self.files.sync(fd)
+        finally:
+            self.files.close(fd)
+
+    def _rename(self, folder: Path, path: Path) -> None:
+        try:
+            self.files.rename(folder, path)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            with contextlib.suppress(DamagedError):
+                Checkpoint(path).verify_in_turn()
+                raise CheckpointError(in_use(path)) from error
+            _rename_and_remove(self.files, path)
+            self.files.rename(folder, path)
 
     def add(self, folder: Path, manifest: Manifest, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Add a missing file to a checkpoint, of which this folder may have no other file yet.
@@ -284,7 +250,7 @@ class FolderPlace(Place):
         if folder.is_dir() and not _is_of(folder, manifest):
             self.remove(folder)
         if not folder.is_dir():
-            self.complete_copy(self.begin_copy(manifest), manifest, ())
+            self.complete(self.begin_copy(manifest), manifest, ())
         write_file(self.files, folder, record, chunks)
 
     def folder(self, step: int, nonce: int = 0) -> Path:

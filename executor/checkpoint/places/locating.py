@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from executor.checkpoint.files.flusher import Buffer
-from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.opening import Folder, UrlPath, reaching
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.urls import UrlPath, reaching
+from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.folder import FolderPlace
@@ -55,7 +54,7 @@ class UrlPlace(Place):
             _upload(self.root / name / record.path, record.num_bytes, source.chunks(record, check))
         Checkpoint(self.root / name, source.manifest).verify_in_turn(check, records)
 
-    def complete_copy(self, name: str, manifest: Manifest) -> UrlPath:
+    def complete(self, name: str, manifest: Manifest) -> UrlPath:
         """See :class:`Place`."""
         path = self.root / name / MANIFEST_NAME
         with reaching(path):
@@ -64,11 +63,10 @@ class UrlPlace(Place):
             raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")
         return self.root / name
 
-    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+    def abandon(self, name: str) -> None:
         """See :class:`Place`."""
-        for path in (MANIFEST_NAME, *(record.path for record in manifest.files)):
-            with contextlib.suppress(CheckpointError):  # retention removes it later
-                (self.root / name / path).remove()
+        with contextlib.suppress(CheckpointError):  # retention removes it later
+            self.remove(self.root / name)
 
     def remove(self, folder: Folder) -> None:
         """See :class:`Place`."""

@@ -99,14 +99,14 @@ class Place(abc.ABC):
                 self.copy(name, source, manifest.files, check)
             else:
                 copy(name)
-            return self.complete_copy(name, manifest)
+            return self.complete(name, manifest)
         except BaseException:
-            self.abandon_copy(name, manifest)
+            self.abandon(name)
             raise
 
     @abc.abstractmethod
     def begin_copy(self, manifest: Manifest) -> str:
-        """Begin a copy of a checkpoint, which readers ignore until :meth:`complete_copy`; return its name.
+        """Begin a copy of a checkpoint, which readers ignore until :meth:`complete`; return its name.
 
         Raises:
             CheckpointError: the place cannot be written. So do the next two methods.
@@ -117,11 +117,11 @@ class Place(abc.ABC):
         """Copy some files of a checkpoint and verify the copies. Another node may have begun it, and complete it."""
 
     @abc.abstractmethod
-    def complete_copy(self, name: str, manifest: Manifest) -> Folder:
+    def complete(self, name: str, manifest: Manifest) -> Folder:
         """Make a copy of all files durable and visible to readers; return its folder."""
 
     @abc.abstractmethod
-    def abandon_copy(self, name: str, manifest: Manifest) -> None:
+    def abandon(self, name: str) -> None:
         """Remove what was copied. This never raises."""
 
     def _check_whole(self, folder: Folder, check: Callable[[], None]) -> None:

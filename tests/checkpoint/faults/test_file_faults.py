@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from saving import CountingFiles, FailingFiles, entries, save, step_of, values
 
-from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, Files
-from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.files.writer import Flusher, ShardWriter, ring_of
 from executor.checkpoint.format.layout import layout
 from executor.checkpoint.places.folder import FolderPlace
 

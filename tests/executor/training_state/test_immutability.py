@@ -23,8 +23,8 @@ from training import Task, assert_same, batches, decide, delay, grouped, prepare
 import executor.tasks.snapshots
 import planner.lowering
 from executor.checkpoint.engine import CheckpointEngine
-from executor.checkpoint.files.flusher import Flusher
 from executor.checkpoint.files.system_calls import DamagedError, Files
+from executor.checkpoint.files.writer import Flusher
 from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.levels import Level
 from executor.tasks.snapshots import Snapshots

@@ -16,8 +16,7 @@ from hwprofiles.quantity import CurvePoint
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError
 from planner.checkpoints.choosing import choose_checkpoints
-from planner.checkpoints.interval import Protection
-from planner.checkpoints.nesting import CheckpointsError, nest
+from planner.checkpoints.interval import CheckpointsError, Protection, nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, NUM_THREADS
 from planner.checkpoints.trial import Trial
 from planner.choices.request import Request

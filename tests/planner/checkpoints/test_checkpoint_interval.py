@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.checkpoints.interval import (
+    CheckpointsError,
     Protection,
     daly_s,
     expected_waste,
     most_lost_s,
+    nest,
     overhead,
 )
-from planner.checkpoints.nesting import CheckpointsError, nest
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 seconds = st.floats(0.01, 1e5)

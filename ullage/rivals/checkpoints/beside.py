@@ -5,10 +5,9 @@ import functools
 from collections.abc import Iterator
 
 from planner.checkpoints.choosing import NOT_WORTH_IT, choose_checkpoints
-from planner.checkpoints.interval import Protection
+from planner.checkpoints.interval import Protection, nest
 from planner.checkpoints.lowering import coarse
-from planner.checkpoints.nesting import nest
-from planner.checkpoints.trial import Measured, Trial
+from planner.checkpoints.trial import Trial
 from planner.plan.checkpoints import CheckpointPlan, CheckpointRequest, EngineCheckpoints
 from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
@@ -70,8 +69,8 @@ def _row(name: str, policy: CheckpointPolicy, made: CheckpointPlan, trial: Trial
     return min(found, key=lambda each: (each.waste, each.name))
 
 
-def saved_by(trial: Trial, policy: CheckpointPolicy, level: Level) -> Measured:
-    """Return the times of one checkpoint of another engine, which may use all free host memory.
+def saved_by(trial: Trial, policy: CheckpointPolicy, level: Level) -> Protection:
+    """Return cost and latency of one checkpoint of another engine, which may use all free host memory.
 
     Raises:
         ValueError: the profile lacks the level, or something that the engine needs.

@@ -45,7 +45,7 @@ class EngineCosts(CheckpointCosts):
     def _written(self, num_bytes: int) -> Price:
         """Price a write: the slower of the store and of what prepares the bytes."""
         policy, writers = self._policy, self._policy.num_writers
-        stored = self.store.write(num_bytes, writers)
+        stored = self.write(num_bytes, writers)
         duration_s = stored.duration_s
         if policy.serialises:
             duration_s = max(duration_s, num_bytes / (writers * self._rate("serialise_bytes_per_s")))
