@@ -123,7 +123,8 @@ class Choice(Frozen):
         spread += ", zero bubble" if self.pipeline_order else ""
         spread += " (a ring)" if self.context_exchange else ""
         spread += ", collectives through the host" if self.collectives else ""
-        return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
+        split = ", master copies split" if self.split_masters else ""
+        return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}{split}"
 
 
 def _contradictions(choice: Choice) -> Iterator[str]:

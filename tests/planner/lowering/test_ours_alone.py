@@ -17,7 +17,7 @@ import planner.lowering as package
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
-from planner.decisions import BF16, FP32, Decisions, Place, Precision, Sharding
+from planner.decisions import FP32, Decisions, Place, Precision, Sharding
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.lowering.stages import sharing_stages
@@ -60,7 +60,7 @@ def of_other_types() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     bf16 = {"precision": Precision(weights="bf16", master="bf16"), "optimizer": "adamw-bf16"}
     for options in ({"optimizer": "muon"}, {"optimizer": "adamw-8bit"}, bf16, {"precision": FP32}):
         yield units, decide(units, Place.STREAM, subgroup_params=1_000_000, **options)
-    yield units, decide(units, Place.CPU, precision=BF16.split, params="host")
+    yield units, decide(units, Place.CPU, split_masters=True, params="host")
     eight = {"precision": Precision(weights="bf16", products="fp8"), "fp8_weights": True}
     for params in ("gpu", "host"):
         yield in_fp8, decide(in_fp8, params=params, zero_stage=3, data_parallel=2, **eight)
