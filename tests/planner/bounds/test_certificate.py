@@ -100,7 +100,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: proof(d)["multipliers"].update({"luck": 1.0}),
         "'luck', which is no condition",
     ),
-    "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of 8 choices.* there is none for .*, master copies split, ZeRO-3"),
+    "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of 8 choices"),
     "a bound of placement": (lambda d: d["certificate"].update(placement_bound_s=1e3), "placement_bound_s"),
     "a bound of the order": (
         lambda d: d["certificate"].update(order_bound_s=d["prediction"]["iteration_s"] * 1.01),
