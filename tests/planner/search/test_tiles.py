@@ -9,7 +9,7 @@ from torch import nn
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.tiles import tile_of
-from planner.choices.variants import variants
+from planner.choices.variants import Variant, variants
 from planner.explain.bench import Bench
 from planner.explain.tricks import TRICKS, without
 from planner.graph import Batch, build_graph, units
@@ -29,7 +29,12 @@ REQUEST = Request(MODEL, load_profile("rtx-4090"), seq_len=2048, micro_batch=1)
 
 
 def tiles(request: Request) -> list[int | None]:
-    return [variant.choice.loss_tile_tokens for variant in variants(request)]
+    return [variant.choice.loss_tile_tokens for variant in whole(request)]
+
+
+def whole(request: Request) -> tuple[Variant, ...]:
+    """Return the variants with whole master copies."""
+    return variants(dataclasses.replace(request, split_masters=False))
 
 
 @pytest.mark.parametrize(("micro_batch", "is_tiled"), [(1, True), (2, True), (4, True)])
@@ -88,14 +93,14 @@ def test_a_long_sequence_fits_with_tiles_alone() -> None:
 
 
 def layer_tiles(request: Request) -> list[int | None]:
-    return [variant.choice.layer_tile_tokens for variant in variants(request)]
+    return [variant.choice.layer_tile_tokens for variant in whole(request)]
 
 
 LONG = Request(resolve_model("llama-3-8b"), load_profile("h100"), seq_len=65536, micro_batch=1)
 
 
 def test_layers_in_tiles_are_compared_if_one_takes_a_fifth_of_the_device() -> None:
-    assert [tuple(variant.choice.tiles.values()) for variant in variants(LONG)] == [
+    assert [tuple(variant.choice.tiles.values()) for variant in whole(LONG)] == [
         (None, None, None),
         (4096, None, None),
         (2048, 16384, None),  # attention takes more than a smaller tile saves
