@@ -178,6 +178,24 @@ def test_a_process_takes_more_of_a_device_than_its_tensors(peak: Callable[..., f
     assert peak(measured=measured) - peak() == FOR_LIBRARIES_BYTES
 
 
+@pytest.mark.parametrize(
+    ("hardware", "kernels", "devices", "num_mib"),
+    [
+        ("a800-80", "transformers", 8, 1024),
+        ("rtx-4090x8", "transformers", 8, 484),
+        ("rtx-4090x8", "megatron-core", 8, 1024),
+        ("a800-80", "megatron-core", 1, 1024),
+        ("a800-80", "megatron-core", 8, 1024 + 2 * 688),
+    ],
+)
+def test_a_process_holds_more_the_more_its_libraries_have(
+    hardware: str, kernels: str, devices: int, num_mib: int
+) -> None:
+    """A context on GeForce is small, and each communicator of Megatron has buffers where there is NVLink."""
+    case = TrainingCase.model_validate(SMALL | {"kernels": kernels, "devices": devices})
+    assert case.beside_tensors_bytes(load_profile(hardware)) == num_mib << 20
+
+
 @pytest.mark.parametrize("lora", [None, "rank=8"])
 def test_without_its_fused_head_ligers_loss_takes_the_place_of_whole_logits(
     peak: Callable[..., float], lora: str | None
@@ -240,6 +258,17 @@ def test_deepspeed_holds_whole_parameters_only_while_they_are_used() -> None:
     assert held[0].last < backward.index < held[1].first
 
 
+def test_fsdp_holds_no_whole_parameters_in_its_step() -> None:
+    run = {"engine": "fsdp", "zero_stage": 3, "devices": 8, "micro_batch": 1, "seq_len": 64}
+    case = TrainingCase.model_validate(SMALL | run)
+    setup, decisions = case.decided(load_profile(case.hardware))
+    schedule = lower(setup.units, decisions, asynchronous=True)
+    whole = [buffer for buffer in schedule.buffers if buffer.label.endswith(" whole")]
+    assert {buffer.label for buffer in whole} >= {f"{unit.name} whole" for unit in setup.units if unit.num_weights}
+    assert max(buffer.last for buffer in whole) < min(task.index for task in schedule.tasks if task.op is Op.UPDATE)
+    assert not any(buffer.label.startswith("slot ") for buffer in schedule.buffers)
+
+
 def test_whole_gradients_that_add_up_are_reduced_once_and_held() -> None:
     """``no_sync`` of FSDP: weights are gathered for each micro-batch, gradients reduced with the last one."""
     run = {"engine": "fsdp", "zero_stage": 3, "devices": 8, "num_micro_batches": 4, "micro_batch": 1, "seq_len": 64}
@@ -275,6 +304,17 @@ def test_sums_in_fp16_are_faster_on_geforce_cards_alone() -> None:
         before, after = (quantities(p) for p in (load_profile(name), with_fp16_sums(load_profile(name))))
         assert number(after["device.gemm.bf16"]) == pytest.approx(ratio * number(before["device.gemm.bf16"]))
         assert number(after["device.attention.bf16"]) == number(before["device.attention.bf16"])
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "ratio"), [("rtx-4090x8", 2, 1.65), ("rtx-4090x8", 8, 1), ("a800-80", 2, 1)]
+)
+def test_two_devices_share_host_memory_with_no_others(name: str, devices: int, ratio: float) -> None:
+    """Where there is NVLink, they do not exchange through it."""
+    profile = load_profile(name)
+    machine = TrainingCase.model_validate(SMALL | {"devices": devices}).machine_of(profile)
+    rate = number(quantities(profile)["intra_node.bytes_per_s"])
+    assert number(quantities(machine)["intra_node.bytes_per_s"]) == pytest.approx(ratio * rate, rel=0.01)
 
 
 def test_attention_of_other_years_has_its_share_of_the_rate() -> None:

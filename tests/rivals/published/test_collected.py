@@ -152,6 +152,21 @@ def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
         predicted(case)
 
 
+def test_sequences_grow_into_what_a_process_leaves_of_the_device(monkeypatch):
+    """An RTX 4090 has 23.6 GiB, of which a process takes 484 MiB."""
+    case = next(case for case in READ.values() if isinstance(case, CapacityCase))
+    sizes = set()
+
+    def fits(_self, machine, length):
+        sizes.add(machine.device.memory_bytes.value)
+        return length <= 1
+
+    monkeypatch.setattr(CapacityCase, "_fits", fits)
+    predicted(case)
+    (num_bytes,) = sizes
+    assert num_bytes == pytest.approx(23.6 * 2**30 - (484 << 20))
+
+
 def predicted(case: CapacityCase) -> float:
     return case.predict(load_profile(case.hardware)).values[Metric.LONGEST]
 

@@ -2,6 +2,7 @@
 
 from hwprofiles.profile import HardwareProfile
 from ullage.rivals.cases.base import Case, CaseError, Metric, Number, Outcome
+from ullage.rivals.cases.process import with_room_for_tensors
 from ullage.rivals.cases.training import TrainingCase, simulated
 
 STEP_TOKENS = 1024
@@ -30,7 +31,7 @@ class CapacityCase(Case):
 
     def _predict(self, profile: HardwareProfile) -> Outcome:
         """Find the longest sequence that fits, by bisection."""
-        machine = self.run.machine_of(profile)
+        machine = with_room_for_tensors(self.run.machine_of(profile), self.run.beside_tensors_bytes(profile))
         low, high = 0, self.longest
         while high <= _MOST and self._fits(machine, high):
             low, high = high, 2 * high

@@ -48,15 +48,17 @@ def with_attention(profile: HardwareProfile, kernel: AttentionKernel) -> Hardwar
     return replace(profile, rates, Provenance(origin="assumed", source=f"{profile.name} with {kernel}"))
 
 
-# GeForce cards add up products of fp16 in fp16 twice as fast as in fp32, other cards as fast (NVIDIA Ada GPU
-# Architecture, appendix A: RTX 4090 with 330.3 and 165.2 TFLOP/s).
-_GEFORCE: Final = re.compile(r"RTX [3-5]0\d\d")
+GEFORCE: Final = re.compile(r"RTX [3-5]0\d\d")
+"""Names of GeForce cards."""
+
+# They add up products of fp16 in fp16 twice as fast as in fp32, other cards as fast (NVIDIA Ada GPU Architecture,
+# appendix A: RTX 4090 with 330.3 and 165.2 TFLOP/s).
 _FP16_SUMS: Final = 2.0
 
 
 def with_fp16_sums(profile: HardwareProfile) -> HardwareProfile:
     """Return a machine whose products are as fast as those of fp16 that are added up in fp16."""
-    if not _GEFORCE.match(profile.device.name):
+    if not GEFORCE.match(profile.device.name):
         return profile
     rates = {
         path: number(item) * _FP16_SUMS
@@ -65,3 +67,17 @@ def with_fp16_sums(profile: HardwareProfile) -> HardwareProfile:
     }
     source = f"{profile.name} x {_FP16_SUMS:g}: sums in fp16, NVIDIA Ada GPU Architecture, appendix A"
     return replace(profile, rates, Provenance(origin="assumed", source=source))
+
+
+# All-reduces of 1 to 256 MiB between two RTX 3090 of one host (github.com/NVIDIA/nccl/pull/2366).
+_PAIR_BYTES_PER_S: Final = 3.816e9
+
+
+def with_pair(profile: HardwareProfile) -> HardwareProfile:
+    """Return a machine with two devices that exchange through host memory, which they share with no others."""
+    if profile.intra_node is None or not profile.intra_node.via_host_link:
+        return profile
+    source = "two RTX 3090 of one host, github.com/NVIDIA/nccl/pull/2366"
+    return replace(
+        profile, {"intra_node.bytes_per_s": _PAIR_BYTES_PER_S}, Provenance(origin="published", source=source)
+    )

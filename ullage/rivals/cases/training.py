@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.files import write_whole
 from hwprofiles.paths import replace
-from hwprofiles.profile import FOR_LIBRARIES_BYTES, HardwareProfile
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from planner.choices.request import batch_of
 from planner.costs.model import CostModel, total_flop
@@ -37,7 +37,8 @@ from planner.simulate.prediction import always_held, capacities, memory_peaks
 from planner.terms import KernelChoice
 from ullage.rivals.best import best_of_engine
 from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, shortages
-from ullage.rivals.cases.rates import AttentionKernel, with_attention, with_fp16_sums
+from ullage.rivals.cases.process import beside_tensors_bytes
+from ullage.rivals.cases.rates import AttentionKernel, with_attention, with_fp16_sums, with_pair
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
 from ullage.rivals.engines.deciding import gpu_only
@@ -299,7 +300,7 @@ class TrainingCase(Case):
             rate = total_flop(setup.units, decisions) / outcome.values[Metric.ITERATION]
             outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.COMPUTE_RATE: rate})
         if "peak_gpu_process_gib" in self.measured:
-            peak_bytes = outcome.values[Metric.PEAK_GPU] + FOR_LIBRARIES_BYTES
+            peak_bytes = outcome.values[Metric.PEAK_GPU] + self.beside_tensors_bytes(profile)
             outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.PEAK_GPU: peak_bytes})
         # The placement of an engine that searches depends on the machine.
         return dataclasses.replace(outcome, iteration_s=None) if self._searches else outcome
@@ -307,6 +308,10 @@ class TrainingCase(Case):
     @property
     def _searches(self) -> bool:
         return self.engine == "ratel" or (self.engine == "streaming" and self.kernels == "dataflow")
+
+    def beside_tensors_bytes(self, profile: HardwareProfile) -> int:
+        """Return the bytes that a process of the run holds of a device beside its tensors."""
+        return beside_tensors_bytes(profile, self.devices, megatron=self.kernels in {"megatron-lm", "megatron-core"})
 
     def machine_of(self, profile: HardwareProfile) -> HardwareProfile:
         """Return what the run had of a machine: its memory, its drives, and the rate of its attention kernel.
@@ -348,12 +353,14 @@ class TrainingCase(Case):
         return profile.model_copy(update={"nvme": nvme.striped(self.ssds)})
 
     def _with_rates(self, profile: HardwareProfile) -> HardwareProfile:
-        """Return a machine with the rates of the run's link, attention kernel and products."""
+        """Return a machine with the rates of the run's links, attention kernel and products."""
         if self.link_gb_s:
             measured = {_LINK[way]: rate * 1e9 for way, rate in self.link_gb_s.items()}
             profile = replace(profile, measured, Provenance(origin="published", source=self.source))
         if self.attention and self.attention != "unfused":
             profile = with_attention(profile, self.attention)
+        if self.devices == 2:
+            profile = with_pair(profile)
         return with_fp16_sums(profile) if self.fp16_sums else profile
 
     def setup(self, profile: HardwareProfile) -> Setup:

@@ -41,8 +41,8 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
 
 def _change_held(decisions: RivalDecisions, program: Program) -> None:
     """Change what is held as ours would be."""
-    if decisions.max_live_params is not None:
-        _hold_while_used(program, decisions.max_live_params)
+    if decisions.max_live_params is not None or decisions.shards_masters:
+        _hold_while_used(program, decisions.max_live_params or 0)
     if decisions.gradient_path is GradientPath.ON_DEVICE:
         _shorten_state_slots(program)
     if decisions.recompute_block:
@@ -76,7 +76,8 @@ def _hold_while_used(program: Program, max_live_params: int) -> None:
     DeepSpeed allocates them when it fetches them, and frees them behind their module. It fetches ahead until
     ``max_live_parameters`` are there, and then the module that is reached (``partitioned_param_coordinator.py``,
     ``fetch_sub_module`` and ``release_sub_module``): up to that, layers take the room of an embedding that is not in
-    use.
+    use. FSDP frees what it has gathered behind each layer, and has nothing whole in its step
+    (``torch/distributed/fsdp/_runtime_utils.py::_reshard``).
     """
     weight_bytes = program.decisions.precision.weight_bytes
     slots = assign_slots(program)
