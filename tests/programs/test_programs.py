@@ -28,7 +28,10 @@ TRIED = {
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
-    "optimizers": ("own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later"),
+    "optimizers": (
+        "own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later",
+        "several_optimizers_in_one",
+    ),
 }
 # fmt: on
 
