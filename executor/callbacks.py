@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -31,6 +32,9 @@ class ModuleCallbacks(Protocol):
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
 
+    def on_transformed(self, reads: bool) -> None:
+        """A transform of ``torch.func`` runs a module with gradients; ``reads``: with weights of the model's own."""
+
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have: ``why``, in words."""
 
@@ -43,8 +47,11 @@ class ModuleCallbacks(Protocol):
         It is 0 outside of tiles.
         """
 
-    def on_call(self) -> None:
-        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`."""
+    def on_call(self, *, is_followed: bool) -> None:
+        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`.
+
+        Hooks do not follow a call that :func:`is_transformed`.
+        """
 
     def on_call_end(self) -> None:
         """Such a call has ended, or failed."""
@@ -97,6 +104,14 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - needs a while
 
     return temporarily_clear_interpreter_stack()
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see."""
+    if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return False
+    running = torch._C._functorch.get_interpreter_stack() or ()
+    return torch.is_grad_enabled() or any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
 
 
 def in_backward() -> bool:

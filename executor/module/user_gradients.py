@@ -3,7 +3,7 @@
 Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, final
 
 import torch
@@ -94,7 +94,7 @@ class UserGradients:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            self._zeroed -= (arrived := self._arrived(iteration))
+            self._zeroed -= (arrived := self.arrived(iteration))
             for name in arrived | self._stale | self._zeroed:  # gradients may have passed through a frozen model
                 if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
@@ -233,14 +233,14 @@ class UserGradients:
     def dropped(self, iteration: int) -> frozenset[str]:
         """Return the parameters whose gradients were dropped, as ``zero_grad()`` does."""
         with unguarded():
-            now = (name for name in self._arrived(iteration) if self._num_added and self._wholes[name].grad is None)
+            now = (name for name in self.arrived(iteration) if self._num_added and self._wholes[name].grad is None)
             return frozenset(self._dropped_early.union(now))
 
     def are_gone(self, iteration: int) -> bool:
         """Return whether no gradient has come in an iteration, or all were dropped."""
         if self.replaced():
             return False
-        arrived = self._arrived(iteration)
+        arrived = self.arrived(iteration)
         return (not arrived or self._waits) and arrived <= self.dropped(iteration)
 
     def drop_all(self) -> None:
@@ -249,10 +249,18 @@ class UserGradients:
 
     def drop_arrived(self, iteration: int) -> None:
         """Drop the gradients of a backward that an exception has ended."""
-        self._dropped_early |= self._arrived(iteration)
+        self._dropped_early |= self.arrived(iteration)
 
-    def _arrived(self, iteration: int) -> set[str]:
+    def arrived(self, iteration: int) -> set[str]:
+        """Return the parameters of which a gradient has come in an iteration."""
         return {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
+
+    def show_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Set ``grad`` to what so far is the gradient of a parameter. Autograd adds to it, and hooks see that."""
+        with unguarded():
+            for name, values in sums.items():
+                self._wholes[name].grad = values
+                self._kept.pop(name, None)
 
     def reopen(self, dropped: frozenset[str]) -> None:
         """Forget norms, because more is added to the gradients that were not dropped. Scale these before."""
@@ -316,7 +324,7 @@ class UserGradients:
             GradientError: a gradient was dropped after its update had begun.
         """
         with unguarded():
-            for name in [name for name in self._arrived(iteration) if self._wholes[name].grad is None]:
+            for name in [name for name in self.arrived(iteration) if self._wholes[name].grad is None]:
                 for part in self._parts[name]:
                     if part.arrived == iteration:
                         self._drop(part)

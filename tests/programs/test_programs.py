@@ -11,7 +11,8 @@ TRIED = {
     "edits": (
         "loss_scaling", "gradient_surgery", "hooks_on_accumulated_gradients", "distance_to_initial_weights",
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
-        "derivatives_along_a_direction", "gradients_of_zero", "thawed_before_backward", "masked_gradients",
+        "derivatives_along_a_direction", "derivatives_of_the_model", "gradients_of_single_samples", "gradients_of_zero",
+        "thawed_before_backward", "masked_gradients",
         "penalty_on_gradients", "parts_evaluated_and_written", "forwards_replaced_later", "autocast_around_forward",
         "compressed_activations",
     ),
