@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
@@ -145,20 +144,21 @@ def nodes(*roots: Any, seen: set[Any] | None = None) -> Iterator[Any]:
         left += following
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
+def tensors_of(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yield the tensors among what a module is called with or returns.
 
-    They may be inside tuples, lists, mappings, namespaces and dataclasses, and inside classes made from these.
+    They may be inside tuples, lists, mappings and dataclasses, and to this ``depth`` in attributes of other objects, as
+    of ``torch.distributions``. Key-value caches are left out: they hold what modules inside have returned.
     """
     for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping | list | tuple):
-            yield from tensors_of(list(leaf.values() if isinstance(leaf, Mapping) else leaf))
-        elif isinstance(leaf, types.SimpleNamespace):
-            yield from tensors_of(vars(leaf))
+            yield from tensors_of(list(leaf.values() if isinstance(leaf, Mapping) else leaf), depth)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], depth)
+        elif depth and hasattr(leaf, "__dict__") and not (callable(leaf) or is_cache(leaf)):
+            yield from tensors_of(list(vars(leaf).values()), depth - 1)
 
 
 def fused_attention(output: Any) -> tuple[str, ...]:

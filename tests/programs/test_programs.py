@@ -7,7 +7,7 @@ from run_programs import CPU, outcome, trained
 
 # fmt: off
 TRIED = {
-    "loops": ("r_drop", "gradual_unfreezing"),
+    "loops": ("r_drop", "gradual_unfreezing", "reinforce"),
     "edits": (
         "loss_scaling", "gradient_surgery", "hooks_on_accumulated_gradients", "distance_to_initial_weights",
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
