@@ -15,6 +15,7 @@ projects, and the third one is large, as of those that clip.
 import contextlib
 import dataclasses
 import inspect
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
@@ -294,7 +295,8 @@ def bare(
 def _left_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Return a context for trials of an optimizer's step, in which no step updates the optimizer's own parameters.
 
-    Inside it, they have no gradients, and another optimizer, which this one drives, raises a ValueError.
+    Inside it, they have no gradients, and another optimizer, which this one drives, raises a ValueError. Afterwards,
+    generators draw what they would have drawn.
     """
 
     def refuse(stepped: torch.optim.Optimizer, *_given: object) -> None:
@@ -303,13 +305,18 @@ def _left_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
+    numpy_random: Any = np.random
+    drawn = random.getstate(), numpy_random.get_state()
     handle = register_optimizer_step_pre_hook(refuse)
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         handle.remove()
+        random.setstate(drawn[0])
+        numpy_random.set_state(drawn[1])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
