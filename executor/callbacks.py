@@ -49,7 +49,7 @@ class ModuleCallbacks(Protocol):
     def on_call(self, *, is_followed: bool) -> None:
         """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`.
 
-        Hooks do not follow a call that :func:`is_transformed`.
+        If :func:`is_transformed`, hooks do not follow it.
         """
 
     def on_call_end(self) -> None:
@@ -74,6 +74,10 @@ class ModuleCallbacks(Protocol):
     @property
     def call(self) -> int:
         """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether hooks follow what runs now. They do inside transforms that the model's own forward runs."""
 
     @property
     def micro_batch(self) -> int:

@@ -80,6 +80,7 @@ class IterationDriver:
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
+        self._is_followed = True  # the outermost one
         self._has_run_back = False  # a backward has ended in this iteration
         self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
@@ -358,6 +359,11 @@ class IterationDriver:
         return self.progress.call
 
     @property
+    def follows(self) -> bool:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        return self._is_followed if self._depth else not is_transformed()
+
+    @property
     def micro_batch(self) -> int:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         return self.progress.micro_batch
@@ -375,6 +381,8 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         self._depth += 1
         own_checkpoints.enter(1)
+        if self._depth == 1:
+            self._is_followed = is_followed
         if self._depth > 1 or in_backward() or not is_followed:
             return
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
@@ -413,7 +421,7 @@ class IterationDriver:
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
-        if is_transformed():
+        if not self.follows:
             return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between

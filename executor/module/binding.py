@@ -332,7 +332,7 @@ def _hooks(
     def before(module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        if is_transformed():
+        if not callbacks.follows:
             reads = any(isinstance(weight, nn.Parameter) for weight in module.parameters())
             with outside_transforms():
                 callbacks.on_transformed(reads)
@@ -343,7 +343,7 @@ def _hooks(
     arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if is_transformed():
+        if not callbacks.follows:
             return
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
@@ -364,7 +364,7 @@ def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
     """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward() and not is_transformed():
+        if torch.is_grad_enabled() and not in_backward() and callbacks.follows:
             # Logits in tiles, of a class of their own, are not computed yet.
             made = [leaf for leaf in tensors_of(output) if type(leaf) is torch.Tensor]
             hook_outputs(made, callbacks.on_output)
@@ -495,7 +495,7 @@ def _recompute(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        is_followed = not (has_ended or is_transformed())  # if it has ended, a wrapper of the user's still calls it
+        is_followed = not has_ended and callbacks.follows  # if it has ended, a wrapper of the user's still calls it
         if not (is_followed and torch.is_grad_enabled()):
             if is_followed and callbacks.trains:
                 callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
