@@ -73,6 +73,7 @@ class UserGradients:
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
         self._shows = False  # whether the loop sees these, as between two backwards
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero: to it more is added
+        self._own: dict[str, torch.Tensor] = {}  # gradients that the loop has set, to whose memory autograd adds
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def use(self, names: Iterable[str]) -> None:
@@ -89,6 +90,8 @@ class UserGradients:
         self._kept.clear()
         self._stale.clear()
         self._dropped = False
+        with unguarded():
+            self._own = {name: own for name, own in self._own.items() if self._wholes[name].grad is not None}
 
     def expose(self, iteration: int, micro_batch: int) -> None:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
@@ -100,6 +103,9 @@ class UserGradients:
                     self._wholes[name].grad = self._graphs[name]
                 else:
                     self._stand_in(name)
+            for name in arrived & self._own.keys():
+                self._own[name].copy_(self._edit().gradient(name))
+                self._wholes[name].grad = self._own[name]
             self._shows = True
 
     def see(self, name: str, gradient: torch.Tensor) -> None:
@@ -196,6 +202,7 @@ class UserGradients:
                 if self._wholes[name].grad is not None:
                     self._replace(name, values)
             for name, values in self.replaced().items():
+                self._own[name] = values
                 self._replace(name, values)
                 self._stand_in(name)
                 if name in self._graphs:
@@ -328,6 +335,9 @@ class UserGradients:
                 for part in self._parts[name]:
                     if part.arrived == iteration:
                         self._drop(part)
+            for name, own in self._own.items():
+                if isinstance(self._wholes[name].grad, OffloadedGradient):
+                    self._wholes[name].grad = own
             self._num_added = 0
             self._open.clear()
             self._graphs.clear()

@@ -9,7 +9,8 @@ from run_programs import CPU, outcome, trained
 TRIED = {
     "loops": ("r_drop", "gradual_unfreezing", "reinforce"),
     "edits": (
-        "loss_scaling", "gradient_surgery", "hooks_on_accumulated_gradients", "distance_to_initial_weights",
+        "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
+        "distance_to_initial_weights",
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
         "derivatives_along_a_direction", "derivatives_of_the_model", "gradients_of_single_samples", "gradients_of_zero",
         "thawed_before_backward", "masked_gradients",

@@ -66,6 +66,27 @@ def loss_scaling(ullage) -> Trained:
 
 
 @program
+def gradients_in_one_buffer(ullage) -> Trained:
+    """Gradients are views of one buffer, as Megatron has them, which is scaled, and set to zero but for one step."""
+    model, optimizer = made(ullage)
+    parameters = of_trained_part(model)
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        losses += [loss.item(), buffer.norm().item()]
+        buffer.mul_(0.5 / losses[-1])
+        optimizer.step()
+        if step != 1:
+            buffer.zero_()
+    return losses, model
+
+
+@program
 def gradients_of_rows(ullage) -> Trained:
     """The gradients of some rows are set to zero, through views."""
     model, optimizer = made(ullage)
