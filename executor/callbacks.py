@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import itertools
 import re
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -31,6 +31,9 @@ class ModuleCallbacks(Protocol):
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
 
+    def on_transformed(self, reads: bool) -> None:
+        """A transform of ``torch.func`` runs a module with gradients; ``reads``: with weights of the model's own."""
+
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have: ``why``, in words."""
 
@@ -43,8 +46,11 @@ class ModuleCallbacks(Protocol):
         It is 0 outside of tiles.
         """
 
-    def on_call(self) -> None:
-        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`."""
+    def on_call(self, *, is_followed: bool) -> None:
+        """The user's step calls the model, or a part of it, see [Note: Steps] in :mod:`ullage.capture.partitioning`.
+
+        If :func:`is_transformed`, hooks do not follow it.
+        """
 
     def on_call_end(self) -> None:
         """Such a call has ended, or failed."""
@@ -68,6 +74,10 @@ class ModuleCallbacks(Protocol):
     @property
     def call(self) -> int:
         """The call of the user's step that runs now, or whose backward does; 1 outside of planned calls."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether hooks follow what runs now. They do inside transforms that the model's own forward runs."""
 
     @property
     def micro_batch(self) -> int:
@@ -97,6 +107,14 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - needs a while
 
     return temporarily_clear_interpreter_stack()
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see."""
+    if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return False
+    running = torch._C._functorch.get_interpreter_stack() or ()
+    return torch.is_grad_enabled() or any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
 
 
 def in_backward() -> bool:
@@ -130,20 +148,21 @@ def nodes(*roots: Any, seen: set[Any] | None = None) -> Iterator[Any]:
         left += following
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
+def tensors_of(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yield the tensors among what a module is called with or returns.
 
-    They may be inside tuples, lists, mappings, namespaces and dataclasses, and inside classes made from these.
+    They may be inside tuples, lists, mappings and dataclasses, and to this ``depth`` in attributes of other objects, as
+    of ``torch.distributions``. Key-value caches are left out: they hold what modules inside have returned.
     """
     for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping | list | tuple):
-            yield from tensors_of(list(leaf.values() if isinstance(leaf, Mapping) else leaf))
-        elif isinstance(leaf, types.SimpleNamespace):
-            yield from tensors_of(vars(leaf))
+            yield from tensors_of(list(leaf.values() if isinstance(leaf, Mapping) else leaf), depth)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+            yield from tensors_of([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], depth)
+        elif depth and hasattr(leaf, "__dict__") and not (callable(leaf) or is_cache(leaf)):
+            yield from tensors_of(list(vars(leaf).values()), depth - 1)
 
 
 def fused_attention(output: Any) -> tuple[str, ...]:

@@ -101,6 +101,12 @@ class Collector:
         if parameter.shard.leaf is parameter.shard.whole:
             self._see(parameter.shard.name, gradient)
 
+    def hooked(self) -> list[str]:
+        """Return the parameters of one process whose gradients hooks of the user's see as soon as they are added up."""
+        own = [] if self._runtime.ranks is not None else self._runtime.state.shards().values()
+        hooks = ((shard, shard.leaf._post_accumulate_grad_hooks) for shard in own if shard.leaf is shard.whole)
+        return [shard.name for shard, of_shard in hooks if of_shard is not None and len(of_shard) > 1]
+
     def _is_hooked(self, leaf: torch.Tensor) -> bool:
         """Return whether hooks of the user's have seen a gradient, and check what they have done to the parameter."""
         if is_hooked := len(leaf._post_accumulate_grad_hooks) > 1:
@@ -122,8 +128,8 @@ class Collector:
             if hooked and parameter.arrived == loop.iteration:
                 raise GradientError(
                     f"a hook on {parameter.name} (register_post_accumulate_grad_hook) has seen the latest gradient "
-                    "alone, because the others of this step are added up elsewhere; use register_hook, or one backward "
-                    "for each step"
+                    "alone, because the others of this step are added up elsewhere, as ranks do; use register_hook, or "
+                    "one backward for each step"
                 )
             self._show(parameter, gradient)
             gradient = gradient.detach()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from executor.audit.audit import Audit
-from executor.callbacks import fused_attention, in_backward
+from executor.callbacks import fused_attention, in_backward, is_transformed
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
@@ -80,6 +80,7 @@ class IterationDriver:
         self._last_short = -2  # the latest iteration that ended before all its micro-batches had run
         self._model_trains = False  # a training forward is under way
         self._depth = 0  # of calls of the model and its parts, each inside the other
+        self._is_followed = True  # the outermost one
         self._has_run_back = False  # a backward has ended in this iteration
         self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
@@ -180,6 +181,21 @@ class IterationDriver:
             if state.is_resident:
                 self._runtime.settled.add(unit)
 
+    def on_transformed(self, reads: bool) -> None:
+        """A transform of ``torch.func`` runs a module: weights of the model's own are there until the step.
+
+        Raises:
+            OutOfOrderError: the iteration cannot leave the plan, or the device has no room for all weights.
+        """
+        if not self._stays:
+            check_second_order(self._decisions)
+        if reads or self._runtime.inside_iteration:
+            with self._forward:
+                self._off_plan(OutOfOrderError("a transform of torch.func ran the model"), False)
+        if reads:
+            self._runtime.keep_all(self.visibility)
+            self.visibility.show_all()
+
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have. Raises as on_forward."""
         with self._forward:
@@ -240,9 +256,18 @@ class IterationDriver:
         self.visibility.show(unit if self._on_demand is not None or self.progress.unit == unit else "")
 
     def _enter_backward(self) -> None:
-        if self.progress.enter_backward():
+        begins = self.progress.enter_backward()
+        if begins:
             self._reopen()
         self.gradients.clear()  # also where a backward goes on that another one, inside it, has seemed to end
+        if begins and self._on_demand is not None and (hooked := self._hooked_sums()):
+            self.gradients.show_sums({name: self._on_demand.gradient(name) for name in hooked})
+            self._on_demand.drop(hooked)
+
+    def _hooked_sums(self) -> list[str]:
+        """Return the parameters whose hooks see what another backward of this iteration is added to."""
+        hooked = self.collector.hooked()
+        return sorted(self.gradients.arrived(self._loop.iteration).intersection(hooked)) if hooked else []
 
     def _check_backward(self) -> None:
         if in_backward():
@@ -334,6 +359,11 @@ class IterationDriver:
         return self.progress.call
 
     @property
+    def follows(self) -> bool:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        return self._is_followed if self._depth else not is_transformed()
+
+    @property
     def micro_batch(self) -> int:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         return self.progress.micro_batch
@@ -347,11 +377,13 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         self.progress.tile = tile
 
-    def on_call(self) -> None:
-        """The user's step calls the model, or a part of it."""
+    def on_call(self, *, is_followed: bool) -> None:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
         self._depth += 1
         own_checkpoints.enter(1)
-        if self._depth > 1 or in_backward():
+        if self._depth == 1:
+            self._is_followed = is_followed
+        if self._depth > 1 or in_backward() or not is_followed:
             return
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
@@ -389,6 +421,8 @@ class IterationDriver:
 
     def on_model_begin(self) -> None:
         """The model's own forward begins. If it trains, parts of it without gradients count as training too."""
+        if not self.follows:
+            return
         self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
         is_late = self.progress.num_called >= self.num_calls and not self.progress.is_between
         # Leave before a segment begins to offload, see its forward.
@@ -552,6 +586,8 @@ class IterationDriver:
 
     def _backward_begins(self, micro_batch: int) -> None:
         changed = self.gradients.dropped(self._loop.iteration) | self.gradients.replaced().keys()
+        if hooked := self._hooked_sums():
+            raise OutOfOrderError(f"a hook sees the gradient of {hooked[0]}, to which this backward adds")
         if changed:
             raise OutOfOrderError(
                 f"the gradient of {min(changed)} was dropped or replaced before the plan's last micro-batch; call "

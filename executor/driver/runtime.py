@@ -544,9 +544,9 @@ class Runtime:
         num_bytes, free_bytes = sum(map(_slot_bytes, moving)), _free_bytes(self.backend)
         if HostCollectives(self.ranks, of_stage=True).any(num_bytes > free_bytes):
             raise OutOfOrderError(
-                "gradients of gradients (create_graph=True) need all weights on the device until optimizer.step(): "
-                f"{num_bytes / 1e6:,.0f} MB more, but {free_bytes / 1e6:,.0f} MB are free; give prepare() the step "
-                "that makes them (step=...), or less device_memory"
+                "gradients of gradients (create_graph=True) and transforms of torch.func need all weights on the "
+                f"device until optimizer.step(): {num_bytes / 1e6:,.0f} MB more, but {free_bytes / 1e6:,.0f} MB are "
+                "free; give prepare() the step that makes them (step=...), or less device_memory"
             )
         self.doing = f"iteration {self.loop.iteration + 1}, which keeps all weights"
         self.check_same_call(needed=self.gathers)

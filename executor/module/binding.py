@@ -31,6 +31,7 @@ from executor.callbacks import (
     forward_of,
     hook_outputs,
     in_backward,
+    is_transformed,
     leads_to,
     outside_transforms,
     replace_attribute,
@@ -236,14 +237,15 @@ def tiled_segments(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module,
 def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbacks) -> Iterator[Callable[[], None]]:
     """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
     for module in {model, *map(model.get_submodule, paths)}:
-        yield module.register_forward_pre_hook(lambda called, _: _begin_call(callbacks, called), prepend=True).remove
+        yield module.register_forward_pre_hook(lambda *_: _begin_call(callbacks), prepend=True).remove
         yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
 
 
-def _begin_call(callbacks: ModuleCallbacks, module: nn.Module) -> None:
-    check_call(module)
+def _begin_call(callbacks: ModuleCallbacks) -> None:
+    check_call()
+    is_followed = not is_transformed()
     with outside_transforms():
-        callbacks.on_call()
+        callbacks.on_call(is_followed=is_followed)
 
 
 def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -327,16 +329,22 @@ def _hooks(
     begun = 0  # autograd's next number when the forward began
     first = next(iter(of_call.values()))
 
-    def before(_module: nn.Module, _args: Any) -> None:
+    def before(module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        if (marker := of_call.get(callbacks.call, first)).begins:
+        if not callbacks.follows:
+            reads = any(isinstance(weight, nn.Parameter) for weight in module.parameters())
+            with outside_transforms():
+                callbacks.on_transformed(reads)
+        elif (marker := of_call.get(callbacks.call, first)).begins:
             with outside_transforms():
                 callbacks.on_forward(marker.unit)
 
     arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not callbacks.follows:
+            return
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
@@ -356,7 +364,7 @@ def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
     """
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward():
+        if torch.is_grad_enabled() and not in_backward() and callbacks.follows:
             # Logits in tiles, of a class of their own, are not computed yet.
             made = [leaf for leaf in tensors_of(output) if type(leaf) is torch.Tensor]
             hook_outputs(made, callbacks.on_output)
@@ -487,8 +495,9 @@ def _recompute(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if has_ended or not torch.is_grad_enabled():  # if it has ended, a wrapper of the user's still calls this one
-            if not has_ended and callbacks.trains:
+        is_followed = not has_ended and callbacks.follows  # if it has ended, a wrapper of the user's still calls it
+        if not (is_followed and torch.is_grad_enabled()):
+            if is_followed and callbacks.trains:
                 callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
             return original(*args, **kwargs)
         # What hooks may compress stays as they have it: a second pass would not pass by them.

@@ -27,6 +27,7 @@ are guarded like it.
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -485,6 +487,24 @@ def _current(tensor: Guarded) -> torch.Tensor:
             of = reader.leaves(own[_NAME]) or [tensor]
             values = _Reading.apply(own, values.detach(), *of)  # type: ignore[no-untyped-call]
     return values
+
+
+def _of_values(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function by which ``torch.func`` wraps a tensor, of current weights in place of a guarded parameter."""
+
+    @functools.wraps(wrap)
+    def wrapped(tensor: torch.Tensor, *args: int) -> torch.Tensor:
+        if isinstance(tensor, Guarded):
+            with unguarded():
+                tensor = _current(tensor)
+        return wrap(tensor, *args)
+
+    return wrapped
+
+
+# They read memory without calling __torch_function__ too, and arguments of torch.func.grad are often parameters.
+for _transforms, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+    setattr(_transforms, _name, _of_values(getattr(_transforms, _name)))
 
 
 class _Reading(torch.autograd.Function):

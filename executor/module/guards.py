@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -25,9 +24,9 @@ from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
 
 SECOND_ORDER: Final = (
-    "gradients of gradients (create_graph=True, as a gradient penalty needs them) need modules that compute as they do "
-    "in memory, but this plan tiles or divides some, or fetches weights in fp8; plan for them: give prepare() the step "
-    "that makes them (step=...)"
+    "gradients of gradients (create_graph=True, as a gradient penalty needs them) and transforms of torch.func need "
+    "modules that compute as they do in memory, but this plan tiles or divides some, or fetches weights in fp8; plan "
+    "for them: give prepare() the step that makes them (step=...)"
 )
 """Why backward through backward is refused."""
 
@@ -64,8 +63,8 @@ def unplanned_autocast(device: torch.device, planned: torch.dtype) -> str:
     )
 
 
-def check_call(module: nn.Module) -> None:
-    """Check that no transform, checkpoint, compiler, trace or ``DistributedDataParallel`` calls a prepared model.
+def check_call() -> None:
+    """Check that no checkpoint, compiler, trace or ``DistributedDataParallel`` calls a prepared model.
 
     Raises:
         ValueError: one does, so hooks would not see gradients, or would be compiled away.
@@ -90,16 +89,6 @@ def check_call(module: nn.Module) -> None:
             "a prepared model was called by torch.jit.trace or torch.export, which would keep weights where none are; "
             "give them another model that has loaded model.state_dict()"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        running = torch._C._functorch.get_interpreter_stack() or ()
-        reads = torch.is_grad_enabled() and any(isinstance(weight, nn.Parameter) for weight in module.parameters())
-        if reads or any(one.key() == torch._C._functorch.TransformType.Grad for one in running):
-            raise ValueError(
-                "a prepared model was called with gradients inside a transform (torch.func.grad, vmap, jvp, "
-                "forward_ad.dual_level), where no hook of the plan sees them; keep a copy without values "
-                "(copy.deepcopy(model).to('meta'), before prepare()), and call it with the weights: "
-                "torch.func.functional_call(copy, dict(model.named_parameters()), inputs)"
-            )
 
 
 def check_unprepared(model: nn.Module) -> None:

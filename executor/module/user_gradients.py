@@ -3,7 +3,7 @@
 Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, final
 
 import torch
@@ -73,6 +73,7 @@ class UserGradients:
         self._stale: set[str] = set()  # parameters that still had a used gradient when this iteration's backward began
         self._shows = False  # whether the loop sees these, as between two backwards
         self._zeroed: set[str] = set()  # parameters whose used gradient the loop has set to zero: to it more is added
+        self._own: dict[str, torch.Tensor] = {}  # gradients that the loop has set, to whose memory autograd adds
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def use(self, names: Iterable[str]) -> None:
@@ -89,17 +90,22 @@ class UserGradients:
         self._kept.clear()
         self._stale.clear()
         self._dropped = False
+        with unguarded():
+            self._own = {name: own for name, own in self._own.items() if self._wholes[name].grad is not None}
 
     def expose(self, iteration: int, micro_batch: int) -> None:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
-            self._zeroed -= (arrived := self._arrived(iteration))
+            self._zeroed -= (arrived := self.arrived(iteration))
             for name in arrived | self._stale | self._zeroed:  # gradients may have passed through a frozen model
                 if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
                 else:
                     self._stand_in(name)
+            for name in arrived & self._own.keys():
+                self._own[name].copy_(self._edit().gradient(name))
+                self._wholes[name].grad = self._own[name]
             self._shows = True
 
     def see(self, name: str, gradient: torch.Tensor) -> None:
@@ -196,6 +202,7 @@ class UserGradients:
                 if self._wholes[name].grad is not None:
                     self._replace(name, values)
             for name, values in self.replaced().items():
+                self._own[name] = values
                 self._replace(name, values)
                 self._stand_in(name)
                 if name in self._graphs:
@@ -233,14 +240,14 @@ class UserGradients:
     def dropped(self, iteration: int) -> frozenset[str]:
         """Return the parameters whose gradients were dropped, as ``zero_grad()`` does."""
         with unguarded():
-            now = (name for name in self._arrived(iteration) if self._num_added and self._wholes[name].grad is None)
+            now = (name for name in self.arrived(iteration) if self._num_added and self._wholes[name].grad is None)
             return frozenset(self._dropped_early.union(now))
 
     def are_gone(self, iteration: int) -> bool:
         """Return whether no gradient has come in an iteration, or all were dropped."""
         if self.replaced():
             return False
-        arrived = self._arrived(iteration)
+        arrived = self.arrived(iteration)
         return (not arrived or self._waits) and arrived <= self.dropped(iteration)
 
     def drop_all(self) -> None:
@@ -249,10 +256,18 @@ class UserGradients:
 
     def drop_arrived(self, iteration: int) -> None:
         """Drop the gradients of a backward that an exception has ended."""
-        self._dropped_early |= self._arrived(iteration)
+        self._dropped_early |= self.arrived(iteration)
 
-    def _arrived(self, iteration: int) -> set[str]:
+    def arrived(self, iteration: int) -> set[str]:
+        """Return the parameters of which a gradient has come in an iteration."""
         return {name for name, parts in self._parts.items() if iteration in [part.arrived for part in parts]}
+
+    def show_sums(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Set ``grad`` to what so far is the gradient of a parameter. Autograd adds to it, and hooks see that."""
+        with unguarded():
+            for name, values in sums.items():
+                self._wholes[name].grad = values
+                self._kept.pop(name, None)
 
     def reopen(self, dropped: frozenset[str]) -> None:
         """Forget norms, because more is added to the gradients that were not dropped. Scale these before."""
@@ -316,10 +331,13 @@ class UserGradients:
             GradientError: a gradient was dropped after its update had begun.
         """
         with unguarded():
-            for name in [name for name in self._arrived(iteration) if self._wholes[name].grad is None]:
+            for name in [name for name in self.arrived(iteration) if self._wholes[name].grad is None]:
                 for part in self._parts[name]:
                     if part.arrived == iteration:
                         self._drop(part)
+            for name, own in self._own.items():
+                if isinstance(self._wholes[name].grad, OffloadedGradient):
+                    self._wholes[name].grad = own
             self._num_added = 0
             self._open.clear()
             self._graphs.clear()

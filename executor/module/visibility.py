@@ -152,6 +152,15 @@ class WeightVisibility:
         elif packed:
             self._shown_for = None
 
+    def show_all(self) -> None:
+        """Show the weights of all units, which must have memory, until :meth:`show`."""
+        self._shown, self._shown_for = frozenset(self._leaves), None
+        for name, leaves in self._leaves.items():
+            for parameter, ordinary, _, _ in leaves:
+                parameter.__class__ = ordinary
+            if name not in self._in_sight:
+                self._show_memory(name)
+
     def keep_all(self) -> None:
         """Show all weights that are kept, also while their units do not compute."""
         with unguarded():

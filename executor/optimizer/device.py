@@ -12,8 +12,10 @@ steps look at whole parameters in some cases alone. So the second gradient is or
 projects, and the third one is large, as of those that clip.
 """
 
+import contextlib
 import dataclasses
 import inspect
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
@@ -21,6 +23,8 @@ from typing import Any, Final, final
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.muon import as_tensor
@@ -83,6 +87,7 @@ _HOST_CHUNK: Final = 1 << 18
 """Values of an own step on the host: its temporaries stay in caches, and it takes longer than to begin it."""
 
 _NOT_HYPER_PARAMETERS: Final = ("params", "param_names")
+_OF_PARAMETERS: Final = ("param_groups", "state")
 _TRIED: Final = (64, 192)  # more values than what torchao and bitsandbytes keep in 32 bits, in whole blocks
 
 
@@ -118,21 +123,22 @@ class OwnStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
-            raise ValueError("it steps through another optimizer")  # which would step here and now
+        if any(isinstance(value, torch.Tensor) for value in _held_by(optimizer)):
+            raise ValueError("it keeps tensors beside its state")
         told_apart_by = {"id", *(key for group in optimizer.param_groups for p in group["params"] for key in vars(p))}
         if looks := told_apart_by.intersection(_names_in(type(optimizer), "step", set())):
             raise ValueError(f"its step looks at {min(looks)} of a parameter, and gets parts of it to update")
         self._optimizer = optimizer
         self._like: dict[torch.device, Mapping[str, Any]] = {}
         first = self.read(optimizer.param_groups[0])
-        state = self._state_like(torch.device("cpu"), first)
-        self.buffers = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim())
-        self.counts_steps = "step" in state
-        known = (*self.buffers, "step")
-        self.numbers = tuple(key for key, value in state.items() if key not in known and value is not None)
-        for group in optimizer.param_groups:
-            self._try(self.read(group))
+        with _left_alone(optimizer):
+            state = self._state_like(torch.device("cpu"), first)
+            self.buffers = tuple(key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim())
+            self.counts_steps = "step" in state
+            known = (*self.buffers, "step")
+            self.numbers = tuple(key for key, value in state.items() if key not in known and value is not None)
+            for group in optimizer.param_groups:
+                self._try(self.read(group))
 
     def read(self, group: Mapping[str, Any]) -> OwnParams:
         """Return the present hyper-parameters of a group."""
@@ -223,12 +229,12 @@ class OwnStep:
         generator = torch.Generator().manual_seed(0)
         whole, *gradients = (torch.randn(_TRIED, generator=generator, device="cpu") for _ in range(4))
         gradients[2] *= 32
-        flat = whole.flatten().clone()
+        flat, first = whole.flatten().clone(), whole.clone()
         parts = [slice(0, _TRIED[1] + 5), slice(_TRIED[1] + 5, len(flat))]
         buffers = [torch.zeros_like(flat) for _ in self.buffers]
         numbers: tuple[float, ...] = ()
         own = bare(self._optimizer, [{**params.group, "params": [whole]}])
-        others = _numbers_of(vars(own))
+        others = _numbers_in(own)
         for step, gradient in enumerate(gradients, 1):
             if step == 2:  # after a step with another gradient, which momentum remembers
                 along = (gradient * whole).sum(1, keepdim=True) / whole.square().sum(1, keepdim=True)
@@ -247,8 +253,10 @@ class OwnStep:
                 theirs, ours = (whole, flat) if key == "weight" else (kept.get(key), wanted.get(key))
                 if not _is_same(theirs, ours):
                     raise ValueError(f"its {key} is another one when it steps in parts")
-        if self.read(own.param_groups[0]) != params or _numbers_of(vars(own)) != others:
+        if self.read(own.param_groups[0]) != params or _numbers_in(own) != others:
             raise ValueError("it keeps state beside that of parameters")
+        if torch.equal(whole, first) and not own.state[whole]:
+            raise ValueError("its step leaves a parameter that it is given as it is")
 
 
 def _names_in(kind: type, method: str, seen: set[str]) -> Iterator[str]:
@@ -271,12 +279,55 @@ def bare(
     groups: Sequence[dict[str, Any]],
     state: defaultdict[torch.Tensor, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class over other groups, without hooks and what schedulers wrap."""
+    """Return an optimizer of the same class over other groups, without hooks and what schedulers wrap.
+
+    Its lists and dictionaries are copies.
+    """
     own = object.__new__(type(optimizer))
-    vars(own).update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    held = ((key, value) for key, value in vars(optimizer).items() if key not in ("step", *_OF_PARAMETERS))
+    vars(own).update({key: tree_map(lambda leaf: leaf, value) for key, value in held})
     vars(own).update({key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")})
     own.state, own.param_groups = defaultdict(dict) if state is None else state, list(groups)
     return own
+
+
+@contextlib.contextmanager
+def _left_alone(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Return a context for trials of an optimizer's step, in which no step updates the optimizer's own parameters.
+
+    Inside it, they have no gradients, and another optimizer, which this one drives, raises a ValueError. Afterwards,
+    generators draw what they would have drawn.
+    """
+
+    def refuse(stepped: torch.optim.Optimizer, *_given: object) -> None:
+        if type(stepped) is not type(optimizer):
+            raise ValueError("it steps through another optimizer")
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    numpy_random: Any = np.random
+    drawn = random.getstate(), numpy_random.get_state()
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        handle.remove()
+        random.setstate(drawn[0])
+        numpy_random.set_state(drawn[1])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what an optimizer's attributes hold, also inside lists and dictionaries, without groups and state."""
+    return tree_leaves({k: v for k, v in vars(optimizer).items() if k not in ("defaults", *_OF_PARAMETERS)})
+
+
+def _numbers_in(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [value for value in _held_by(optimizer) if isinstance(value, int | float)]
 
 
 def _numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:

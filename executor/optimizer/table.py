@@ -269,8 +269,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     if why:
         raise ValueError(f"the optimizer is {name}, {why}; {_nearest(optimizer) or 'use one of torch.optim'}")
     try:
-        with torch.random.fork_rng(devices=[]):
-            return _own_entry(optimizer)
+        return _own_entry(optimizer)
     except Exception as error:  # noqa: BLE001 - whatever a step raises that cannot be taken so
         return _whole_entry(optimizer, " ".join(str(error).split())[:200])
 

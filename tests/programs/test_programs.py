@@ -7,11 +7,13 @@ from run_programs import CPU, outcome, trained
 
 # fmt: off
 TRIED = {
-    "loops": ("r_drop", "gradual_unfreezing"),
+    "loops": ("r_drop", "gradual_unfreezing", "reinforce"),
     "edits": (
-        "loss_scaling", "gradient_surgery", "hooks_on_accumulated_gradients", "distance_to_initial_weights",
+        "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
+        "distance_to_initial_weights",
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
-        "derivatives_along_a_direction", "gradients_of_zero", "thawed_before_backward", "masked_gradients",
+        "derivatives_along_a_direction", "derivatives_of_the_model", "gradients_of_single_samples", "gradients_of_zero",
+        "thawed_before_backward", "masked_gradients",
         "penalty_on_gradients", "parts_evaluated_and_written", "forwards_replaced_later", "autocast_around_forward",
         "compressed_activations",
     ),
@@ -28,7 +30,10 @@ TRIED = {
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
-    "optimizers": ("own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later"),
+    "optimizers": (
+        "own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later",
+        "several_optimizers_in_one",
+    ),
 }
 # fmt: on
 

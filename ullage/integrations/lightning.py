@@ -4,17 +4,18 @@ import atexit
 import contextlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from executor.callbacks import replace_attribute
@@ -33,7 +34,8 @@ class LightningStrategy(DDPStrategy):
     with the first batch of the training data, and prepares the module with the optimizer of ``configure_optimizers``,
     as in :func:`ullage.prepare`. Accumulation and clipping are those of the trainer. Updates wait for the step if it
     clips, if the module or a callback has a hook between backward and the step, which may read gradients, or if a
-    callback changes the accumulation between epochs. If ``configure_optimizers`` has called :func:`ullage.prepare`
+    callback changes the accumulation between epochs. The plan has memory to train what a ``BaseFinetuning`` has frozen,
+    which it thaws later. If ``configure_optimizers`` has called :func:`ullage.prepare`
     itself, as for the two models of a GAN, its plans stay.
     When ``fit`` ends, the module is an ordinary one again. Evaluation outside of ``fit`` is Lightning's.
 
@@ -59,11 +61,17 @@ class LightningStrategy(DDPStrategy):
         self._options = options
         self._offloaded: OffloadedOptimizer | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._trained: list[nn.Parameter] = []  # before callbacks freeze parameters
 
     @property
     def plan(self) -> Plan | None:
         """The plan, once ``fit`` has begun."""
         return None if self._offloaded is None else self._offloaded.plan
+
+    def connect(self, model: nn.Module) -> None:
+        """See Lightning; note what the module trains before callbacks freeze some of it."""
+        super().connect(model)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def _configure_launcher(self) -> None:
         if self._is_shared:
@@ -127,7 +135,8 @@ class LightningStrategy(DDPStrategy):
             "clip": bool(trainer.gradient_clip_val) or _must_wait(module, trainer),
             **self._options,
         }
-        with _step_as_forward(module, batch) as tensors:
+        thaws = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+        with _step_as_forward(module, batch) as tensors, _thawed(self._trained if thaws else []):
             _, self._offloaded = prepare(module.train(), self.optimizers[0], tensors, **options)
         self.optimizers = [self._offloaded]
 
@@ -195,6 +204,22 @@ def _step_as_forward(module: pl.LightningModule, batch: Any) -> Iterator[tuple[T
         for name, value in made_up:
             stack.callback(replace_attribute(module, name, value))
         yield tensors
+
+
+@contextlib.contextmanager
+def _thawed(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Return a context in which parameters require gradients, though the optimizer may get them later."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    with warnings.catch_warnings():
+        if frozen:
+            warnings.filterwarnings("ignore", "the optimizer lacks")
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
 
 def _leave() -> None:

@@ -38,7 +38,7 @@ from planner.terms import AuditTime, Storage
 from ullage.calibrate.run import USABLE_SHARE
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
-from ullage.capture.records import DTYPES, strided
+from ullage.capture.records import DTYPES, CaptureError, strided
 from ullage.cli.default_hardware import machine_named
 from ullage.cli.options import option_value
 from ullage.output.progress import search_progress
@@ -268,7 +268,16 @@ def capture_live(
     tensors = [value for _, value in inputs]
     values = {number: value.cpu() for number, value in enumerate(tensors)}
     example = Example(args, kwargs, tensors, values, step=step)
-    found = capture_called(model, specs, dtype, example, as_on_gpu=torch.cuda.is_available())
+    try:
+        found = capture_called(model, specs, dtype, example, as_on_gpu=torch.cuda.is_available())
+    except CaptureError as error:
+        trained = [(name, parameter.dtype) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        others = [f"{name} is {of}" for name, of in trained if of.to_real() is not DTYPES[dtype]]
+        if not others:
+            raise
+        raise CaptureError(
+            f"{error}. A plan has all trained weights in {DTYPES[dtype]}, but {others[0]}: if that is why, convert it"
+        ) from error
     return found.of_one_size()  # the planner cannot change the size of the user's batches
 
 

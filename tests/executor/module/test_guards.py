@@ -18,7 +18,6 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from training import (
     ReferenceOptimizer,
@@ -444,14 +443,6 @@ class Logits(nn.Module):
         return self.model(inputs_embeds=x).logits
 
 
-def dual(model):
-    def called(x):
-        with forward_ad.dual_level():
-            model(inputs_embeds=forward_ad.make_dual(x, x))
-
-    return called
-
-
 def replicated(model):
     def called(x):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -466,13 +457,6 @@ def replicated(model):
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
-        (
-            lambda model: torch.func.grad(lambda x: model(inputs_embeds=x).logits.sum()),
-            r"to\('meta'\).*functional_call",
-        ),
-        (lambda model: torch.func.vmap(lambda x: model(inputs_embeds=x[None]).logits.sum()), "vmap.*functional_call"),
-        (lambda model: lambda x: torch.func.jvp(lambda y: model(inputs_embeds=y).logits, (x,), (x,)), "jvp"),
-        (dual, "dual_level"),
         (lambda model: lambda x: torch.jit.trace(Logits(model), x), "called by torch.jit.trace"),
         (replicated, "called by DistributedDataParallel"),
         (lambda model: torch.compile(lambda x: model(inputs_embeds=x), backend="eager"), "compile_blocks=True"),
@@ -481,7 +465,7 @@ def replicated(model):
             "outside of that",
         ),
     ],
-    ids=["gradients", "mapped", "tangents", "dual", "traced", "replicated", "compiled", "checkpointed"],
+    ids=["traced", "replicated", "compiled", "checkpointed"],
 )
 def test_what_would_hide_a_model_from_its_plan_is_refused(started, hidden, words):
     model, optimizer = started

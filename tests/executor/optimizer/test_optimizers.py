@@ -1,6 +1,7 @@
 """Every optimizer of the table under plans: the same bits as in memory, and the state of the stock one."""
 
 import copy
+import random
 import re
 
 import bitsandbytes
@@ -447,16 +448,45 @@ def test_what_is_kept_outside_of_states_is_not_taken_in_parts():
             super().step()
             self.param_groups[0]["lr"] *= 0.5
 
-    class Around(torch.optim.SGD):
-        pass
+    class Drawing(SignSgd):
+        def step(self):
+            self.param_groups[0]["lr"] = abs(random.gauss()) + torch.rand(()).item()
+            super().step()
+
+    class Calling(torch.optim.SGD):
+        def step(self):
+            self.calls()
+
+    class Corrected(SignSgd):
+        def step(self):
+            self.calls[0] += 1
+            self.param_groups[0]["lr"] = 0.1 / (1 - 0.9 ** float(self.calls[0]))
+            super().step()
 
     weight = torch.nn.Parameter(torch.zeros(3))
-    around = Around([weight])
-    around.inner = torch.optim.SGD([weight])
+    inner = torch.optim.SGD([weight])
+
+    def given(kind, calls):
+        optimizer = kind([weight])
+        optimizer.calls = calls
+        return optimizer
+
+    counts = [0], {0: 0}, torch.zeros(1)
+    calls = (inner.step, lambda: weight.data.sub_(weight.grad), lambda: None)
     weight.grad = torch.ones(3)
-    for optimizer in (Counting([weight]), Scheduled([weight]), around):
-        assert re.search(r"it keeps state beside|it steps through|when it steps in parts", entry_of(optimizer).whole)
+    random.seed(0)
+    torch.manual_seed(0)
+    tried = [Counting([weight]), Scheduled([weight]), Drawing([weight]), *(given(Calling, each) for each in calls)]
+    why = r"it keeps|it steps through|when it steps in parts|must be Tensor|as it is"
+    for optimizer in tried + [given(Corrected, each) for each in counts]:
+        assert re.search(why, entry_of(optimizer).whole)
     assert not weight.any(), "it has been stepped"
+    assert all(each[0] == 0 for each in counts), "a trial of a step has been counted"
+    assert weight.grad.all(), "its gradient is lost"
+    drawn = random.gauss(), torch.rand(()).item()
+    random.seed(0)
+    torch.manual_seed(0)
+    assert drawn == (random.gauss(), torch.rand(()).item())
 
 
 NEAREST = {

@@ -66,6 +66,27 @@ def loss_scaling(ullage) -> Trained:
 
 
 @program
+def gradients_in_one_buffer(ullage) -> Trained:
+    """Gradients are views of one buffer, as Megatron has them, which is scaled, and set to zero but for one step."""
+    model, optimizer = made(ullage)
+    parameters = of_trained_part(model)
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        losses += [loss.item(), buffer.norm().item()]
+        buffer.mul_(0.5 / losses[-1])
+        optimizer.step()
+        if step != 1:
+            buffer.zero_()
+    return losses, model
+
+
+@program
 def gradients_of_rows(ullage) -> Trained:
     """The gradients of some rows are set to zero, through views."""
     model, optimizer = made(ullage)
@@ -117,7 +138,7 @@ def gradients_from_autograd_grad(ullage) -> Trained:
 
 @program
 def hooks_on_accumulated_gradients(ullage) -> Trained:
-    """register_post_accumulate_grad_hook, before and after."""
+    """register_post_accumulate_grad_hook, before and after, also where a step has two backwards."""
 
     def halve(parameter) -> None:
         parameter.grad.mul_(0.5)
@@ -128,7 +149,13 @@ def hooks_on_accumulated_gradients(ullage) -> Trained:
     model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
     for block in model.blocks:
         block.up.weight.register_post_accumulate_grad_hook(halve)
-    return loop(model, optimizer)
+
+    def again(step: int) -> None:
+        if step % 2:
+            x, y = batch(step + 9)
+            F.cross_entropy(model(x), y).backward()
+
+    return loop(model, optimizer, backward=again)
 
 
 @program
@@ -327,14 +354,11 @@ def weights_given_by_functional_call(ullage) -> Trained:
 
 @program
 def gradients_of_single_samples(ullage) -> Trained:
-    """DP-SGD by torch.func, on a copy without values that is given the weights."""
-    model = Net()
-    bare = copy.deepcopy(model).to("meta")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    """DP-SGD by torch.func: the model is given the weights."""
+    model, optimizer = made(ullage)
 
     def loss_of(weights, x, y):
-        return F.cross_entropy(torch.func.functional_call(bare, weights, (x[None],)), y[None])
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
 
     losses = []
     for step in range(NUM_STEPS):
@@ -346,6 +370,33 @@ def gradients_of_single_samples(ullage) -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(found["head.weight"].norm()))
+    return losses, model
+
+
+@program
+def derivatives_of_the_model(ullage) -> Trained:
+    """Transforms of torch.func run the model with its own weights: alone, before its forward, and behind it."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        if step == 0:
+            x = x + 0.1 * torch.func.grad(lambda x, y=y: F.cross_entropy(model(x), y))(x).sign()
+        out, tangent = model(x), torch.zeros(())
+        if step == 1:
+            tangent = torch.func.vmap(torch.func.jacrev(model))(x[:4])
+        elif step == 2:
+            out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        elif step == 3:  # MAML
+            given = lambda own, x=x: torch.func.functional_call(model, own, (x,))
+            own = dict(model.named_parameters())
+            found = torch.func.grad(lambda own, y=y, given=given: F.cross_entropy(given(own), y))(own)
+            tangent = given({name: own[name] - 0.1 * gradient for name, gradient in found.items()})
+        loss = F.cross_entropy(out, y) + tangent.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return losses, model
 
 

@@ -471,16 +471,23 @@ def gradients_read_and_changed(ullage) -> Trained:
 
 @program
 def reinforce(ullage) -> Trained:
-    """REINFORCE: actions are drawn without gradients, then learned with a baseline."""
-    model, optimizer = made(ullage)
+    """REINFORCE: the model returns a distribution; actions are drawn without gradients, then learned."""
+
+    class Actor(Net):
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=super().forward(x))
+
+    model = Actor()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
     losses = []
     baseline = 0.0
     for step in range(NUM_STEPS):
         x, y = batch(step)
         with torch.no_grad():
-            actions = torch.distributions.Categorical(logits=model(x)).sample()
+            actions = model(x).sample()
         reward = (actions == y).float()
-        chosen = torch.distributions.Categorical(logits=model(x)).log_prob(actions)
+        chosen = model(x).log_prob(actions)
         loss = -((reward - baseline) * chosen).mean()
         baseline = 0.9 * baseline + 0.1 * float(reward.mean())
         loss.backward()

@@ -101,6 +101,29 @@ def projected_in_some_cases(ullage) -> Trained:
     return train(ullage, made, x, optimizer=Projected(made.parameters(), lr=0.5))
 
 
+class Several(torch.optim.Optimizer):
+    """Drives several optimizers, each of which has a part of the parameters, as torchtitan's container does."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__(
+            [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]], {}
+        )
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+
+@program
+def several_optimizers_in_one(ullage) -> Trained:
+    """Muon for matrices and AdamW for the rest, in a list of one optimizer."""
+    made = model()
+    parts = [[p for p in made.parameters() if (p.ndim == 2) is wide] for wide in (True, False)]
+    optimizer = Several([torch.optim.Muon(parts[0], lr=1e-2), torch.optim.AdamW(parts[1], lr=1e-2, eps=1e-4)])
+    return train(ullage, made, x, optimizer=optimizer)
+
+
 class Lamb(torch.optim.Optimizer):
     """LAMB without decay: the rate of each parameter is that of its norm to its update's."""
 

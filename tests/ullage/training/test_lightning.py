@@ -162,6 +162,17 @@ class LoggingCallback(pl.Callback):  # type: ignore[misc, name-defined]
         module.seen.append(module.net[0].weight.grad.abs().sum().item())
 
 
+class Thawing(pl.callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+    """Trains the head alone in the first epoch, as Lightning's documentation shows it."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[:4])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[2:4], optimizer)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "callbacks"),
@@ -170,8 +181,9 @@ class LoggingCallback(pl.Callback):  # type: ignore[misc, name-defined]
         (Classifier, [LoggingCallback()]),
         (Classifier, [GradientAccumulationScheduler({0: 1, 1: 2})]),
         (Searching, []),
+        (Classifier, [Thawing()]),
     ],
-    ids=["module sees gradients", "callback sees gradients", "more micro-batches in epoch 2", "closure"],
+    ids=["module sees gradients", "callback sees gradients", "more micro-batches in epoch 2", "closure", "thawing"],
 )
 def test_updates_wait_where_they_must_without_clipping(tmp_path: Path, kind: Any, callbacks: list[Any]) -> None:
     expected = fitted(kind(), tmp_path / "plain", callbacks=callbacks)

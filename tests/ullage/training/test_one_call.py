@@ -281,9 +281,20 @@ def net_with(**changes: object) -> nn.Module:
     return net
 
 
+class AsDouble(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "options", "message"),
     [
+        (
+            net_with(drop=AsDouble(), last=nn.Linear(64, 4).double()),
+            BATCH,
+            {},
+            r"all trained weights in torch.float32, but last.weight is torch.float64: if that is why, convert it$",
+        ),
         (Net(), (torch.ones(8, 15), BATCH[1]), {}, r"Net, in module first: .*; make it run with these inputs first"),
         (nn.ReLU(), (BATCH[0],), {}, "ReLU has no parameters; give the model that is trained"),
         (Net().half(), BATCH, {}, r"weights are torch.float16, which cannot be planned.*model.to\(torch.bfloat16\)"),
