@@ -504,7 +504,8 @@ def _of_values(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 # They read memory without calling __torch_function__ too, and arguments of torch.func.grad are often parameters.
 for _transforms, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
-    setattr(_transforms, _name, _of_values(getattr(_transforms, _name)))
+    if _wrap := getattr(_transforms, _name, None):  # private: another version of torch may not have it
+        setattr(_transforms, _name, _of_values(_wrap))
 
 
 class _Reading(torch.autograd.Function):
