@@ -147,6 +147,7 @@ def _of_stage(
             number,
             num_stages,
             num_sharing=decisions.context_parallel,
+            shares_evaluation=decisions.context_exchange is None,
             operators=options.operators,
         )
         failing.callback(stage.undo)
