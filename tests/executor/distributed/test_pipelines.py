@@ -276,36 +276,37 @@ def test_a_model_that_cannot_be_cut_is_refused(processes):
 def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
     processes.begin(2, model_of_transformers, HEAD_FIRST)
     message = "lm_head.decoder.weight is also the weight of a module in an earlier stage, but the model lists"
-    assert any(message in str(error) for error in processes.results(2))
+    assert all(message in str(error) for error in processes.results(2))
 
 
 @pytest.mark.part(4)
 @pytest.mark.parametrize(
-    ("family", "choose", "rounds"),
+    ("family", "choose", "way"),
     [
-        ("llama-tied", OFF, 1),
-        ("qwen3", KEPT, 1),
-        ("qwen3", LEAVING, 1),
-        ("llama-deep", OFF, 2),
-        ("llama-tied", OFF, 0),
-        ("llama-deep", ON_DRIVES, 2),
-        ("llama-tied-deep-shared", HOST, 2),
-        ("qwen3", LEAVING, 0),
+        ("llama-tied", OFF, {}),
+        ("qwen3", KEPT, {}),
+        ("qwen3", LEAVING, {}),
+        ("llama-deep", OFF, {"pipeline_rounds": 2}),
+        ("llama-tied", OFF, ZERO_BUBBLE),
+        ("llama-deep", ON_DRIVES, {"pipeline_rounds": 2}),
+        ("llama-tied-deep-shared", HOST, {"pipeline_rounds": 2}),
+        ("qwen3", LEAVING, ZERO_BUBBLE),
+        ("llama-tied-shared", LEAVING, RING),
     ],
 )
-def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rounds):
-    """On virtual GPUs, where gloo stands in for NCCL; without rounds, backward leaves the gradients of weights."""
+def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, way):
+    """On virtual GPUs, where gloo stands in for NCCL. Keys pass on in bf16 alone, as kernels of GPUs have it."""
     try:
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    task = Task(family, torch.float32, 3, max_norm=0.5 if rounds > 1 else None, iterations=3, schedule=False)
-    way = {"pipeline_rounds": rounds} if rounds else ZERO_BUBBLE
-    decisions = decide(task, choose, pipeline_parallel=2, **way, clip=rounds > 1)
+    clips, dtype = "pipeline_rounds" in way, torch.bfloat16 if way is RING else torch.float32
+    task = Task(family, dtype, 3, max_norm=0.5 if clips else None, iterations=3, schedule=False)
+    decisions = decide(task, choose, pipeline_parallel=2, **way, clip=clips)
     losses, _ = trained_in_memory(task, 1)
-    for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
+    for seen, found in processes.call(decisions.num_devices, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
-        assert seen == pytest.approx(losses[0], rel=1e-3)
+        assert seen == pytest.approx(losses[0], rel=1e-3 if dtype is torch.float32 else 2**-6)
 
 
 @pytest.mark.part(3)
