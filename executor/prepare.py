@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
-from executor.distributed.meeting import join
+from executor.distributed.meeting import join, missed
 from executor.driver.pipeline import Pipeline
 from executor.driver.whole_steps import WholeSteps
 from executor.memory.nvme_files import shared_file
@@ -113,13 +113,14 @@ def prepare_session(
         StorageError: NVMe cannot hold the state that the plan keeps there.
         RankError: another rank has failed.
     """
-    check_kinds(model, optimizer)
-    check_unprepared(model)
-    check_plain(model)
-    check_memory(model, optimizer)
-    if decisions.pipeline_parallel == 1:
-        return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
-    return model, _of_stage(model, optimizer, units, decisions, options)
+    with missed() if decisions.num_devices > 1 else contextlib.nullcontext():
+        check_kinds(model, optimizer)
+        check_unprepared(model)
+        check_plain(model)
+        check_memory(model, optimizer)
+        if decisions.pipeline_parallel == 1:
+            return model, OffloadedOptimizer(optimizer, model, units, decisions, options)
+        return model, _of_stage(model, optimizer, units, decisions, options)
 
 
 def _of_stage(
@@ -147,6 +148,7 @@ def _of_stage(
             number,
             num_stages,
             num_sharing=decisions.context_parallel,
+            shares_evaluation=decisions.context_exchange is None,
             operators=options.operators,
         )
         failing.callback(stage.undo)

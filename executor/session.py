@@ -160,7 +160,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     units,
                     ranks.contexts,
                     no_compile(options.compile_backend),
-                    functools.partial(beside, backend, Lane.SEND) if decisions.context_exchange else None,
+                    functools.partial(beside, backend, Lane.RING) if decisions.context_exchange else None,
                 )
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += bind_tensor_parallel(

@@ -50,13 +50,13 @@ def bind_context_parallel(
     sequences = _Sequences(group, ring)
     layers = [model.get_submodule(_parent(_parent(before.name))) for before, _ in pairs]
     whole = functools.partial(check_outputs, "ranks share sequences", "context=1")
-    undo: list[Undo] = [model.register_forward_pre_hook(no_compile(whole), with_kwargs=True).remove]
+    undo: list[Undo] = [
+        model.register_forward_pre_hook(no_compile(hook), with_kwargs=True).remove for hook in (whole, sequences.begin)
+    ]
     if embeddings := _of(operators, "embedding"):  # in the first stage of a pipeline
         embedding = model.get_submodule(embeddings[0].name)
         undo.append(embedding.register_forward_pre_hook(no_compile(sequences.check_same)).remove)
         undo.append(layers[0].register_forward_pre_hook(no_compile(sequences.cut), with_kwargs=True).remove)
-    else:
-        undo.append(model.register_forward_pre_hook(no_compile(sequences.begin), with_kwargs=True).remove)
     if _of(operators, "head"):  # in the last one
         ends = [operator for operator in units[-1].operators if operator.kind in {"norm", "projection"}]
         last = model.get_submodule(ends[-1].name) if ends else layers[-1]
@@ -123,8 +123,13 @@ class _Sequences:
 
     def begin(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how long the sequences are that a model is given; a hook before its forward."""
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() > 1)
-        self._num_tokens = next((each.shape[1] for each in given), 0)
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim() in {2, 3})
+        self._begin(next((each.shape[1] for each in given), 0))
+
+    def _begin(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._rows.clear()
+        self._is_shared = self._ring is None or torch.is_grad_enabled()
 
     def check_same(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         """Check that all ranks read the same sequences: first, and wherever nothing is trained; a hook.
@@ -180,9 +185,7 @@ class _Sequences:
                 f"{ranks} context-parallel ranks cannot share sequences of {num_tokens} tokens equally; pad them to a "
                 f"multiple of {divisor}, with labels of -100"
             )
-        self._num_tokens = num_tokens
-        self._rows.clear()
-        self._is_shared = self._ring is None or torch.is_grad_enabled()
+        self._begin(num_tokens)
         if not self._is_shared:
             return args, kwargs
         parts = self._parts(num_tokens)[self.group.rank]

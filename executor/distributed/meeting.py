@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from executor.distributed.watchdog import TIMEOUT, RankError, Watchdog
+from executor.distributed.watchdog import TIMEOUT, RankError, Watchdog, report_to
 
 _ATTEMPTS: Final = 3
 _HANDSHAKE_S: Final = 8.0  # of one attempt: three take less than half a minute
@@ -85,8 +85,31 @@ def meeting(size: int) -> Iterator[Watchdog]:
         yield watchdog
 
 
+@contextlib.contextmanager
+def missed() -> Iterator[None]:
+    """Return a context in which a rank makes its session. If it fails before, it says so to ranks that wait for it."""
+    before = _num_sessions()
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized() and _num_sessions() == before:
+            report_to(session_store(), dist.get_rank(), error)
+        raise
+
+
+def _num_sessions() -> int:
+    """Return how often this rank has called :func:`session_store`."""
+    if not dist.is_initialized():
+        return 0
+    return int(dist.distributed_c10d._get_default_store().add(_taken("sessions", dist.get_rank()), 0))
+
+
+def _taken(what: str, rank: int) -> str:
+    return f"ullage {what} of rank {rank}"
+
+
 def _next(store: Any, what: str, rank: int) -> PrefixStore:
-    return PrefixStore(f"ullage {what} {store.add(f'ullage {what} of rank {rank}', 1)}", store)
+    return PrefixStore(f"ullage {what} {store.add(_taken(what, rank), 1)}", store)
 
 
 def _connected(watchdog: Watchdog, make: Callable[[dt.timedelta], dist.ProcessGroup]) -> dist.ProcessGroup:

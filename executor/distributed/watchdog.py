@@ -14,7 +14,8 @@ own in which it may wait, such as a barrier beside a save on rank 0 alone. If al
 task ends on any rank, that is an error: after :data:`SILENCE_S`, or :data:`_OWN_CALLS` times as long if one waits in a
 collective of the user's, which may last.
 
-A rank that has not come yet has no heartbeat. It may load weights, or it may have ended: then no
+A rank that has not come yet has no heartbeat. If it fails before, it reports that too
+(:func:`executor.distributed.meeting.missed`). It may load weights, or it may have ended: then no
 launcher notices, if its exit code was 0. So ranks that wait for it look at the processes that their own parent has
 started. If none of them is left that could be the missing rank, that is an error after :data:`SILENCE_S`. Ranks on
 other nodes look there, and report it.
@@ -149,8 +150,7 @@ class Watchdog:
             while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
                 self.check()
                 waited_s = time.monotonic() - begin_s
-                if waited_s > self._silence_s:
-                    self._check_missing(absent, [key for rank, key in enumerate(keys) if rank not in absent], waited_s)
+                self._check_missing(absent, [key for rank, key in enumerate(keys) if rank not in absent], waited_s)
                 time.sleep(min(waited_s / 10 + 1e-3, 1.0))
             return [self._store.get(key).decode() for key in keys]
         except RankError:
@@ -165,10 +165,8 @@ class Watchdog:
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed. Only the first report of any rank counts."""
         self._is_known.set()
-        if isinstance(error, RankError) or self._leaving.is_set():
-            return
-        with contextlib.suppress(Exception):  # the store may be gone
-            self._store.compare_set(_FAILED, "", f"{self._rank} failed: {type(error).__name__}: {error}")
+        if not self._leaving.is_set():
+            report_to(self._store, self._rank, error)
 
     def explain(self, error: Exception) -> RankError:
         """Return why a collective failed: another rank's reason if it becomes known, or the collective's own error."""
@@ -192,7 +190,9 @@ class Watchdog:
             self._handles.clear()
 
     def _check_missing(self, absent: Sequence[int], keys: Sequence[str], waited_s: float) -> None:
-        """Raise if a rank that has not come cannot come any more; otherwise warn. See [Note: Failed ranks].
+        """Raise if a rank that has not come has failed, or cannot come any more; warn if it is late.
+
+        See [Note: Failed ranks].
 
         Args:
             absent: ranks that have not come.
@@ -205,6 +205,8 @@ class Watchdog:
             return  # the thread watches
         if reported := self._reported_failure():
             raise RankError(f"rank {reported}")
+        if waited_s <= self._silence_s:
+            return
         here = _namespace()
         places = [self._store.get(key).decode().rpartition(" ") for key in keys]
         ranks_here = {int(process) for place, _, process in places if place == here}
@@ -309,6 +311,13 @@ class Watchdog:
             return self._store.check([f"left {other}"])
         except Exception:  # noqa: BLE001 - the store ended with that process
             return self._leaving.is_set()
+
+
+def report_to(store: dist.distributed_c10d.Store, rank: int, error: BaseException) -> None:
+    """Report in a store of a :class:`Watchdog` that a rank has failed. Only the first report of any rank counts."""
+    if not isinstance(error, RankError):
+        with contextlib.suppress(Exception):  # the store may be gone
+            store.compare_set(_FAILED, "", f"{rank} failed: {type(error).__name__}: {error}")
 
 
 def describe_mismatch(doing: Mapping[int, str]) -> str:

@@ -52,6 +52,7 @@ class Stage:
         number: this process's stage.
         num_stages: stages, of which each has every so many chunks.
         num_sharing: ranks that share the tokens of every sequence, of which each gets its own from the stage before.
+        shares_evaluation: whether they do so in evaluation, too.
         operators: what follows a model that may be any, so that :meth:`check` says whether it can be cut; ``None`` for
             a model whose layers are known.
 
@@ -74,11 +75,12 @@ class Stage:
         num_stages: int,
         *,
         num_sharing: int = 1,
+        shares_evaluation: bool = True,
         operators: Operators | None = None,
     ) -> None:
         self.gradients: list[Tensor] | None = None
         self.receive: Receive | None = None
-        self._num_sharing = num_sharing
+        self._num_sharing, self._shares_evaluation = num_sharing, shares_evaluation
         self._model, self._undo = model, list[Callable[[], None]]()
         self._number, self._num_stages, self._chunk = number, num_stages, number
         self._received, self._sent = list[Tensor](), dict[int, Tensor]()
@@ -267,7 +269,8 @@ class Stage:
         like = crossing.like if at or hidden is None else hidden
         assert like is not None
         shape = list(like.shape)
-        shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
+        if self._shares_evaluation or torch.is_grad_enabled():
+            shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
         values = torch.empty(shape, dtype=like.dtype, device=self._device if hidden is None else hidden.device)
         self.receive(values)
         self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes

@@ -160,7 +160,7 @@ class ScheduleCollectives:
         all have the same bits, because their arithmetic is the same. All NaN count as equal.
 
         Raises:
-            GradientError: the bits differ, so these ranks no longer train one model.
+            GradientError: they differ, so these ranks no longer train one model.
         """
         mesh = self._ranks.mesh
         if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
@@ -171,17 +171,18 @@ class ScheduleCollectives:
             if self._shards or unit.group is None or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
         self._ranks.check_same_call("clipping, or reading norms")
-        rows = self._ranks.all_reduce(rows)
+        sums = np.array(self._ranks.all_reduce(rows)).reshape(size, count)
+        rounding = mesh.degrees.data_parallel * 2**-52  # the same parts may be added up in another order
+        alike = np.isclose(sums, sums[0], rtol=rounding, atol=0, equal_nan=True).all(0)
         totals = []
         for i, (_, parameter) in enumerate(parameters):
-            of_ranks = rows[i::count]
             divided = parameter.shard.dim is not None
-            if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
+            if not divided and not alike[i]:
                 raise GradientError(
                     f"tensor-parallel ranks have different gradients of {parameter.shard.name}, which each rank holds "
                     "whole; give these ranks the same batches, and the same random numbers (torch.manual_seed)"
                 )
-            totals.append(sum(of_ranks) if divided else of_ranks[0])
+            totals.append(float(sum(sums[:, i]) if divided else sums[0, i]))
         return totals
 
 

@@ -178,7 +178,7 @@ def _context_ways(request: Request, data: int, pipeline: int) -> list[tuple[int,
         counts = [2**i for i in range(data.bit_length()) if data % 2**i == 0]
     asked = request.context_exchange
     ways: list[Literal["ring"] | None] = [None] if asked != "ring" else []
-    if asked == "ring" or (asked is None and pipeline == 1):
+    if asked != "all-to-all":
         ways.append("ring")
     alone = ways[:1] if counts == [1] else [None]  # a ring of one rank is a contradiction, if it is all that is asked
     return [(count, way) for count in counts for way in (ways if count > 1 else alone)]

@@ -139,11 +139,6 @@ def _contradictions(choice: Choice) -> Iterator[str]:
             )
     if choice.context_exchange and choice.context_parallel == 1:
         yield "exchange=ring is of ranks that share sequences; leave it out, or choose --parallel context= too"
-    if choice.context_exchange and choice.pipeline_parallel > 1:
-        yield (
-            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel "
-            "exchange=all-to-all, or pipeline=1"
-        )
     if choice.pipeline_rounds > 1 and choice.pipeline_parallel == 1:
         yield (
             f"{choice.pipeline_rounds} rounds are of a pipeline's stages; leave --parallel rounds out, or choose "

@@ -83,6 +83,7 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"
     SEND = "send"  # activations to the next pipeline stage
     SEND_BACK = "send-back"  # their gradients to the previous one
+    RING = "ring"  # keys and values to the next rank of a sequence, while a task computes: it has no tasks of its own
     LAUNCH = "launch"  # the host thread that issues kernels
     SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that starts them
     STAGING = "staging"  # threads that prepare host memory for snapshots

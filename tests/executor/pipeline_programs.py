@@ -315,6 +315,7 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, fol
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(CONFIGS[task.family]()).to(task.dtype).train()
     reader = rank % (decisions.num_devices // decisions.pipeline_parallel) // decisions.tensor_parallel
+    reader //= decisions.context_parallel
     for model in (make_model(task), empty):
         _, optimizer = prepare(task, decisions, model)
         with optimizer.session as session:

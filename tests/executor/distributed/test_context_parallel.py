@@ -4,6 +4,8 @@ import pytest
 import torch
 from context_programs import attended, exchanged, off_by, wrong_batches
 from plans import mixed
+from rank_programs import trained
+from rank_references import reference
 from rounding import check_one_step
 from training import Task, decide, uniform, units_of
 
@@ -65,6 +67,16 @@ EIGHT = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_eight_ranks_make_the_step_of_one(eight_processes, family, degrees, choose, dtype):
     check_one_step(eight_processes, family, dtype, choose, degrees, zero_stage=3)
+
+
+@pytest.mark.part(0)
+def test_norms_are_added_up_in_any_order(eight_processes):
+    """Four ranks have parts of the last norm, which is a unit of its own, and tensor-parallel ranks the same ones."""
+    task = Task("llama-tied-shared", torch.float32, num_micro_batches=2)
+    decisions = decide(task, uniform("gpu", "gpu"), tensor_parallel=2, data_parallel=4, zero_stage=2)
+    losses, _ = reference(task, decisions.num_readers, decisions)
+    for rank, (seen, _) in enumerate(eight_processes.call(8, trained, task, decisions)):
+        assert seen == pytest.approx(losses[rank // 2], rel=1e-3)
 
 
 WAYS = {

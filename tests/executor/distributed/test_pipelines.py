@@ -19,7 +19,7 @@ from pipeline_programs import (
 )
 from rank_programs import saved
 from safetensors.torch import load_file
-from training import Task, decide, uniform, units_of
+from training import SEQ_LEN, Task, decide, uniform, units_of
 from virtual import NoVirtualGpuError, install
 
 from executor.checkpoint.format.reader import Checkpoint
@@ -33,6 +33,8 @@ from planner.schedule.tasks import Lane, Op
 HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
 KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
 ZERO_BUBBLE = {"pipeline_order": "zero-bubble"}
+SHARED = {"data_parallel": 2, "context_parallel": 2}
+RING = SHARED | {"context_exchange": "ring"}
 LEAVING, ON_DRIVES = uniform("host", "cpu", "offload"), uniform("gpu", "cpu", "offload-nvme")
 
 # the model, micro-batches, stages, and ranks of each
@@ -96,6 +98,9 @@ STAGED = {
         uniform("gpu", "cpu"),
     ),
     "sequences, learned positions": ("gpt2-still-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, LEAVING),
+    "a ring": ("llama-tied-shared", 3, 2, RING, AGAIN),
+    "a ring, learned positions, in rounds": ("gpt2-deep-still-shared", 3, 2, RING | {"pipeline_rounds": 2}, OFF),
+    "a ring, zero bubble": ("qwen3-shared", 3, 2, RING | ZERO_BUBBLE | {"zero_stage": 3}, LEAVING),
     "zero bubble": ("llama", 5, 3, ZERO_BUBBLE, KEPT),
     "zero bubble, tied, recomputed": ("llama-tied", 4, 3, ZERO_BUBBLE, AGAIN),
     "zero bubble, on a drive": ("qwen3", 3, 2, ZERO_BUBBLE, NVME),
@@ -271,36 +276,37 @@ def test_a_model_that_cannot_be_cut_is_refused(processes):
 def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
     processes.begin(2, model_of_transformers, HEAD_FIRST)
     message = "lm_head.decoder.weight is also the weight of a module in an earlier stage, but the model lists"
-    assert any(message in str(error) for error in processes.results(2))
+    assert all(message in str(error) for error in processes.results(2))
 
 
 @pytest.mark.part(4)
 @pytest.mark.parametrize(
-    ("family", "choose", "rounds"),
+    ("family", "choose", "way"),
     [
-        ("llama-tied", OFF, 1),
-        ("qwen3", KEPT, 1),
-        ("qwen3", LEAVING, 1),
-        ("llama-deep", OFF, 2),
-        ("llama-tied", OFF, 0),
-        ("llama-deep", ON_DRIVES, 2),
-        ("llama-tied-deep-shared", HOST, 2),
-        ("qwen3", LEAVING, 0),
+        ("llama-tied", OFF, {}),
+        ("qwen3", KEPT, {}),
+        ("qwen3", LEAVING, {}),
+        ("llama-deep", OFF, {"pipeline_rounds": 2}),
+        ("llama-tied", OFF, ZERO_BUBBLE),
+        ("llama-deep", ON_DRIVES, {"pipeline_rounds": 2}),
+        ("llama-tied-deep-shared", HOST, {"pipeline_rounds": 2}),
+        ("qwen3", LEAVING, ZERO_BUBBLE),
+        ("llama-tied-shared", LEAVING, RING),
     ],
 )
-def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, rounds):
-    """On virtual GPUs, where gloo stands in for NCCL; without rounds, backward leaves the gradients of weights."""
+def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, way):
+    """On virtual GPUs, where gloo stands in for NCCL. Keys pass on in bf16 alone, as kernels of GPUs have it."""
     try:
         install()
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    task = Task(family, torch.float32, 3, max_norm=0.5 if rounds > 1 else None, iterations=3, schedule=False)
-    way = {"pipeline_rounds": rounds} if rounds else ZERO_BUBBLE
-    decisions = decide(task, choose, pipeline_parallel=2, **way, clip=rounds > 1)
+    clips, dtype = "pipeline_rounds" in way, torch.bfloat16 if way is RING else torch.float32
+    task = Task(family, dtype, 3, max_norm=0.5 if clips else None, iterations=3, schedule=False)
+    decisions = decide(task, choose, pipeline_parallel=2, **way, clip=clips)
     losses, _ = trained_in_memory(task, 1)
-    for seen, found in processes.call(2, staged_on_gpu, task, decisions, timeout_s=100.0):
+    for seen, found in processes.call(decisions.num_devices, staged_on_gpu, task, decisions, timeout_s=100.0):
         assert found == []
-        assert seen == pytest.approx(losses[0], rel=1e-3)
+        assert seen == pytest.approx(losses[0], rel=1e-3 if dtype is torch.float32 else 2**-6)
 
 
 @pytest.mark.part(3)
@@ -371,14 +377,20 @@ def test_what_stages_save_goes_on_in_any_stages(processes, tmp_path):
     assert ways[0].keys() == ways[1].keys()
 
 
-@pytest.mark.parametrize("degrees", [{"data_parallel": 2, "zero_stage": 3}, {"tensor_parallel": 2}], ids=str)
+@pytest.mark.part(2)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"data_parallel": 2, "zero_stage": 3}, {"tensor_parallel": 2}, SHARED | {"pipeline_rounds": 2}, RING],
+    ids=str,
+)
 def test_stages_evaluate_save_and_load(processes, tmp_path, degrees):
-    task = Task("llama-tied-shared", num_micro_batches=2, iterations=2)
+    shapes = ((2, SEQ_LEN), (2, SEQ_LEN // 2))  # which all pass a round before the next one
+    task = Task("llama-tied-deep-shared", num_micro_batches=2, iterations=2, shapes=shapes)
     decisions = decide(task, OFF, pipeline_parallel=2, **degrees)
     for first, again, state in processes.call(4, around_training, task, decisions, tmp_path / "saved"):
         assert first[:2] == again[:2]
         evaluated, losses, weights = first
-        assert losses[0] == pytest.approx(evaluated, rel=1e-6)
+        assert losses[0] == pytest.approx(evaluated, rel=1e-4)  # another kernel may attend
         assert all(torch.equal(values, again[2][name]) for name, values in weights.items())
         assert weights.keys() == load_file(tmp_path / "saved/model.safetensors").keys()
         sizes = [len(group["params"]) for group in state["param_groups"]]

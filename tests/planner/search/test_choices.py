@@ -117,10 +117,6 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
             {"context_parallel": 8, "context_exchange": "ring", "seq_len": 1032},
             "sequences of 1032 tokens cannot be cut into two equal parts for each of 8",
         ),
-        (
-            {"context_parallel": 2, "pipeline_parallel": 2, "context_exchange": "ring"},
-            "keys and values do not pass from rank to rank beside pipeline stages; choose --parallel exchange=",
-        ),
         ({"context_parallel": 4, "seq_len": 1026}, "sequences of 1026 tokens cannot be shared equally by 4"),
         ({"context_parallel": 3, "seq_len": 6}, "context_parallel 3 must divide the 8 data-parallel ranks"),
         ({"tensor_parallel": 8}, "num_attention_heads of opt-125m is 12, which 8 tensor-parallel ranks cannot share"),
