@@ -361,6 +361,8 @@ class IterationDriver:
     @property
     def follows(self) -> bool:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
+        if in_backward():  # a block is computed again, with its own transforms
+            return True
         return self._is_followed if self._depth else not is_transformed()
 
     @property

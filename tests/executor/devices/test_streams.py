@@ -322,7 +322,7 @@ def test_keys_that_pass_on_beside_attention_are_those_that_were_made(processes, 
         assert seen == pytest.approx(losses[0], rel=5e-3)  # sums of keys' gradients are rounded once more
 
     if activations == "keep":
-        blind = processes.call(2, trained_on_gpu, task, decisions, Lane.SEND)
+        blind = processes.call(2, trained_on_gpu, task, decisions, Lane.RING)
         assert all(found for _, found in blind)
 
 

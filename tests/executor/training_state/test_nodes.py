@@ -121,6 +121,6 @@ def test_a_leader_that_closes_early_ends_all(processes, tmp_path, how):
     if how == "raises":
         assert "rank 1 failed: ZeroDivisionError: in the loop" in str(first)
     else:
-        assert isinstance(second, RankError), second
+        assert second is None or isinstance(second, RankError), second  # what it waits for has ended, orderly or not
         assert "rank 0 is in iteration 3, and rank 1 in checkpoints.close()" in str(first)
     assert steps(tmp_path / "a") == steps(tmp_path / "b") == [1, 2]
