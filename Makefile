@@ -33,9 +33,9 @@ browser:
 
 test: $(VENV)/ready browser
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 3 $(PARTS) lint
+	$(MAKE) --no-print-directory --keep-going --jobs 5 $(PARTS) lint
 
-# Three parts at a time, the longest first. Threads and ranks that hand work to each other wait much longer for a core
+# All parts at once: threads and ranks that hand work to each other leave cores idle. They wait much longer for a core
 # than for the work, if other parts compute. So those parts come first, and the others get the time that they leave.
 # What compares times of threads within 5 % runs before, alone, where it allows for no waiting.
 TIMED := tests/ullage/test_agreement.py
