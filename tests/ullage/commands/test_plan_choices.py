@@ -105,5 +105,5 @@ def test_experts_one_by_one_are_executed(moe, tmp_path, capsys):
     capsys.readouterr()
     assert main(["execute", str(tmp_path / "plan.json"), *run]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["losses"][-1] < printed["losses"][0]
+    assert sum(printed["losses"][3:]) < sum(printed["losses"][:3])  # of one sequence each, so single ones jump
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.05)
