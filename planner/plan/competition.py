@@ -48,8 +48,6 @@ _ALIKE: Final = {
     "fp8_weights": None,
     "split_masters": None,
 }
-# What does nothing for a plan that moves no such weights, or has no such state.
-_MOVED: Final = ("split_masters", "fp8_weights")
 # A choice is skipped if its bound is less than this much faster.
 _WORTH = 1e-2
 # A plan is searched for again if its whole iteration takes so much more or less than it was scored.
@@ -215,7 +213,7 @@ def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tu
         "fp8_weights": any(map(decisions.moves_fp8, winner.setup.units)),
         "split_masters": any(set(unit.update) - {Place.GPU} for unit in decisions.units.values()),
     }
-    without = {field: None for field in _MOVED if not in_use[field]}
+    without = {field: None for field, is_in_use in in_use.items() if not is_in_use}
     for rival in rivals:
         if rival.choice == winner.choice.model_copy(update=without):
             return rival, dataclasses.replace(best, decisions=decisions.model_copy(update=without))

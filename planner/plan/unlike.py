@@ -322,10 +322,7 @@ def _all_as(one: Found, found: Sequence[Found]) -> list[Found] | None:
 def _like(one: Found, other: Found) -> Iterator[tuple[Choice, Decisions]]:
     """Yield the choice and the decisions of another kind, changed to be like those of one; see :func:`_all_as`."""
     own = other.decisions
-    size = {
-        "micro_batch": own.micro_batch,
-        "split_masters": own.split_masters,
-    }  # the form of masters is each kind's own
+    size = {"micro_batch": own.micro_batch, "split_masters": own.split_masters}  # masters have each kind's own form
     yield other.own.choice, own.model_copy(update={"zero_stage": one.decisions.zero_stage})
     taken = one.decisions.model_copy(update=size)
     kept = {
