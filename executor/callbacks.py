@@ -52,17 +52,14 @@ class ModuleCallbacks(Protocol):
         If :func:`is_transformed`, hooks do not follow it.
         """
 
-    def on_call_end(self) -> None:
-        """Such a call has ended, or failed."""
+    def on_call_end(self, *, failed: bool) -> None:
+        """Such a call has ended, or ``failed``."""
 
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
 
     def on_model_end(self, output: Any) -> None:
         """The model's own forward has ended, or failed: then without ``output``."""
-
-    def on_output(self) -> None:
-        """Backward has reached a tensor that the model's own forward returned."""
 
     def on_logits(self, unit: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """A head with tiled logits has run; see [Note: Tiled logits] in :mod:`executor.module.tiled_logits`.

@@ -21,6 +21,7 @@ from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
+from executor.module.binding import last_with_backward
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
@@ -85,7 +86,7 @@ class IterationDriver:
         self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
-        self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
+        self._last = last_with_backward(units)
         self._loop, self._units = runtime.loop, runtime.state.units
         # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))
@@ -114,7 +115,7 @@ class IterationDriver:
             on_demand=lambda: self._on_demand,
             enter_backward=self._enter_backward,
             see=self._see,
-            on_output=self.on_output if self._stays else None,
+            begin_backward=self._begin_backward if self._stays else None,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
         shards = runtime.state.shards().values()
@@ -130,7 +131,7 @@ class IterationDriver:
             self.collector.edited,
             keeps=has_adapters and runtime.ranks is None,
         )
-        runtime.has_written = self.visibility.has_written
+        runtime.has_written, runtime.at_hand = self.visibility.has_written, self.visibility.at_hand
         runtime.check_hook = self.visibility.check_hook
 
     def _see(self, name: str, gradient: torch.Tensor) -> None:
@@ -162,8 +163,10 @@ class IterationDriver:
             self._check_begin()
             with self._forward:
                 self._follow(self._reach_forward, unit)
-        elif self._runtime.machine.failed:
-            self._runtime.machine.check()
+        else:
+            if self._runtime.machine.failed:
+                self._runtime.machine.check()
+            self.visibility.show(unit)  # after a call of a part of the model
 
     def _reach_forward(self, unit: str) -> None:
         if not self.trains and not (self._model.training and unit in self._evaluated):
@@ -334,18 +337,17 @@ class IterationDriver:
         def reading() -> Iterator[None]:
             shown = self.visibility.shown_for
             moves = self._runtime.inside_iteration and self._on_demand is None
-            if made_in != self._loop.iteration or (moves and shown != unit):
+            if made_in != self._loop.iteration or (moves and self.progress.unit != unit):
                 raise OutOfOrderError(
                     "the plan computes logits in tiles when they are read, but the weights for that are gone once "
                     "backward or a step has begun; read the logits before, or plan with --tiles loss as large as the "
                     "micro-batch"
                 )
-            if shown != unit:  # after an evaluation, or on demand
-                if self._on_demand is None:
-                    self._runtime.evaluate(unit, self.visibility)
-                else:
-                    self._on_demand.bring(unit)
-                self.visibility.show(unit)
+            if self._on_demand is not None:
+                self._on_demand.bring(unit)
+            elif not moves:
+                self._runtime.evaluate(unit, self.visibility)
+            self.visibility.show(unit)
             try:
                 yield
             finally:
@@ -394,10 +396,14 @@ class IterationDriver:
             self._audit.begin_iteration(self._loop.iteration, self._runtime.weights)
         self.progress.begin_call()
 
-    def on_call_end(self) -> None:
-        """Such a call has ended, or failed."""
+    def on_call_end(self, *, failed: bool) -> None:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
         own_checkpoints.enter(-1)
         self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
+        if self._runtime.inside_iteration and not (failed or self._depth or in_backward() or self._runtime.divides):
+            expected = self._loop.expected()
+            comes_next = expected is not None and (expected.op, expected.unit) == (Op.BACKWARD, self.unit)
+            self.visibility.rest(keeps_slot=comes_next or self.on_demand)
 
     @property
     def unit(self) -> str:
@@ -440,11 +446,8 @@ class IterationDriver:
                 self._report(f"attention: {', '.join(self.attention)}")
         self._model_trains = self._model_trains and self._depth > 1
 
-    def on_output(self) -> None:
-        """Backward has reached a tensor that the model returned: that of the last unit that has one begins here.
-
-        What is computed behind it may use weights of the model's own.
-        """
+    def _begin_backward(self) -> None:
+        """Backward has reached a gradient, which may be before any module."""
         if not self.progress.is_in_backward:
             self.on_backward(self._last)
 

@@ -25,7 +25,9 @@ def why_unreadable(runtime: "Runtime", name: str, *, alone: bool = False) -> str
         )
     elif runtime.machine.stopped:
         why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-    elif runtime.inside_iteration and not runtime.is_settled(name) and not runtime.come_to_rest():
+    elif not runtime.inside_iteration or runtime.is_settled(name) or runtime.at_hand(name) is not None:
+        pass
+    elif not runtime.come_to_rest():
         why = (
             "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
             "before the next forward"

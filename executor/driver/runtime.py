@@ -145,6 +145,7 @@ class Runtime:
         # See executor.driver.iteration.
         self.come_to_rest: Callable[[], bool] = lambda: False
         self.has_written: Callable[[str], None] = lambda _name: None
+        self.at_hand: Callable[[str], torch.Tensor | None] = lambda _name: None
         self.settle_state: Callable[[], None] = lambda: None
         self.check_hook: Callable[[torch.Tensor], None] = lambda _parameter: None
         # Whether each evaluation and each read of weights needs collectives.
@@ -380,6 +381,8 @@ class Runtime:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
+        if self.inside_iteration and not self.is_settled(name) and (at_hand := self.at_hand(name)) is not None:
+            return at_hand.clone()
         if not (self.inside_iteration and self.is_settled(name)):
             return self.weights(name, f"a read of {name}")
         if self.gathers and self.ranks is not None:

@@ -164,6 +164,11 @@ def calls(units: Iterable[Unit]) -> dict[int, tuple[Unit, ...]]:
     return {call: tuple(group) for call, group in itertools.groupby(units, key=lambda unit: unit.call)}
 
 
+def last_with_backward(units: Sequence[Unit]) -> str:
+    """Return the last of some units through which backward passes; the last one if it passes none."""
+    return next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
+
+
 def bind(
     model: nn.Module,
     units: tuple[Unit, ...],
@@ -180,7 +185,8 @@ def bind(
     """
     unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
-    undo.append(model.register_forward_hook(_watch_outputs(callbacks)).remove)
+    ended: dict[str, int] = {}
+    undo.append(model.register_forward_hook(_watch_outputs(units, callbacks, ended)).remove)
     is_elsewhere = (head := find_head(model)) is not None and head not in unit_of  # in the last stage of a pipeline
     if (decisions.loss_tile_tokens is not None or decisions.context_parallel > 1) and not is_elsewhere:
         undo.append(
@@ -203,7 +209,7 @@ def bind(
         whole += (tiled := tiled_modules(model, units))
         undo += tile_modules(tiled, decisions.layer_tile_tokens)
     for module, of_module in marked(model, units, whole, several=bool(decisions.round_starts)).items():
-        undo += _hooks(module, of_module, callbacks)
+        undo += _hooks(module, of_module, callbacks, ended)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
     again: dict[nn.Module, dict[int, _Again]] = {}
     for segment in segments(units):
@@ -238,7 +244,9 @@ def watch_calls(model: nn.Module, paths: Iterable[str], callbacks: ModuleCallbac
     """Report a step's calls of the model, and of modules of these paths; yield functions that undo this."""
     for module in {model, *map(model.get_submodule, paths)}:
         yield module.register_forward_pre_hook(lambda *_: _begin_call(callbacks), prepend=True).remove
-        yield module.register_forward_hook(lambda *_: callbacks.on_call_end(), always_call=True).remove
+        yield module.register_forward_hook(
+            lambda *given: callbacks.on_call_end(failed=given[-1] is None), always_call=True
+        ).remove
 
 
 def _begin_call(callbacks: ModuleCallbacks) -> None:
@@ -320,11 +328,12 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
 
 
 def _hooks(
-    module: nn.Module, of_call: Mapping[int, Marker], callbacks: ModuleCallbacks
+    module: nn.Module, of_call: Mapping[int, Marker], callbacks: ModuleCallbacks, ended: dict[str, int]
 ) -> Iterator[Callable[[], None]]:
     """Let hooks before and after a module's forward report that forward or backward has reached it.
 
-    ``of_call`` has what it marks in each call. Yield functions that remove the hooks.
+    ``of_call`` has what it marks in each call. ``ended`` gets autograd's next number when a module of a unit has run.
+    Yield functions that remove the hooks.
     """
     begun = 0  # autograd's next number when the forward began
     first = next(iter(of_call.values()))
@@ -347,6 +356,7 @@ def _hooks(
             return
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
+        ended[marker.unit] = torch._C._autograd._get_sequence_nr()
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
         if marker.ends and torch.is_grad_enabled() and not (in_backward() and not callbacks.on_demand):
             hook_outputs(output, arrives[marker.unit], begun)
@@ -357,17 +367,22 @@ def _hooks(
     yield module.register_forward_hook(after).remove
 
 
-def _watch_outputs(callbacks: ModuleCallbacks) -> Callable[..., None]:
+def _watch_outputs(units: tuple[Unit, ...], callbacks: ModuleCallbacks, ended: dict[str, int]) -> Callable[..., None]:
     """Return a hook to run after the model's forward.
 
-    It reports when backward begins at what the model returned: a loss, or what a loss is computed from.
+    It reports when backward reaches what the model computes behind its last unit: a loss, or what a loss is computed
+    from. Weights of the model's own that are used there are in that unit. ``ended`` is that of :func:`_hooks`.
     """
+    last_of = {call: last_with_backward(mine) for call, mine in calls(units).items()}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not in_backward() and callbacks.follows:
+            unit = last_of.get(callbacks.call, last_of[1])
             # Logits in tiles, of a class of their own, are not computed yet.
             made = [leaf for leaf in tensors_of(output) if type(leaf) is torch.Tensor]
-            hook_outputs(made, callbacks.on_output)
+            if (end := ended.get(unit)) is not None:
+                hook_outputs(made, functools.partial(callbacks.on_backward, unit), end)
+        ended.clear()
 
     return after
 

@@ -82,6 +82,7 @@ class WeightVisibility:
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
         self._shown_for: str | None = None
+        self._rests_after = ""  # the unit whose weights its slot still has, after a forward
         self._in_sight = set(self._leaves)  # units whose memory their parameters have
         self._all = {id(leaf): (leaf, name) for leaves in of_units.values() for leaf, name in leaves}
         self._written = {spec.name for unit in units if unit.writes for spec in unit.parameters}
@@ -105,7 +106,7 @@ class WeightVisibility:
         if unit == self._shown_for:
             return
         # Unknown, also after an interruption: then every unit is hidden or shown again.
-        unknown, self._shown_for = self._shown_for is None, None
+        unknown, self._shown_for, self._rests_after = self._shown_for is None, None, ""
         used = self._used_by.get(unit, frozenset())
         for name in (self._leaves.keys() if unknown else self._shown) - used:
             if name in self._writing & self._shown:
@@ -123,6 +124,28 @@ class WeightVisibility:
                 self._show_memory(name)
         self._shown = used
         self._shown_for = unit
+
+    def rest(self, *, keeps_slot: bool) -> None:
+        """Hide all weights at the end of a forward. Code of the loop that reads the last unit's gets copies.
+
+        It may keep what it reads for backward, and another forward may come before that, which takes the slot.
+
+        Args:
+            keeps_slot: whether the slot has the weights of this unit until backward or another forward begins.
+        """
+        if any(map(self._packed, self._shown)):  # reading them needs their class
+            return
+        unit = self.shown_for
+        self.show("")
+        self._rests_after = unit if keeps_slot else ""
+
+    def at_hand(self, name: str) -> torch.Tensor | None:
+        """Return a parameter's weights if the forward that has ended last has left them in a slot."""
+        for unit in self._used_by.get(self._rests_after, ()):
+            for leaf in self._leaves[unit]:
+                if self._all[id(leaf.parameter)][1] == name:
+                    return leaf.weights
+        return None
 
     def _take_over(self, unit: str) -> None:
         """Take over what forward has given parameters as other data (``weight.data = ...``)."""

@@ -183,6 +183,40 @@ def sharpness_aware(ullage) -> Trained:
     return losses, model
 
 
+class Scaled(nn.Module):
+    """A model that divides what its last module returns by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.last, self.scale = nn.Bilinear(64, 64, 64), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if not self.training or number != 2:
+                x = torch.tanh(layer(x)) + x
+        return self.last(x, x.flip(-1)) / self.scale
+
+
+@program
+def weights_behind_the_last_module(ullage) -> Trained:
+    """The model and the loop use weights of the last unit behind it, and another forward comes before backward."""
+    generator, losses = seeded(1), []
+    model = Scaled()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = ullage.prepare(model, optimizer, torch.randn(8, 64, generator=generator))
+    for step in range(4):
+        x = torch.randn(8, 64, generator=generator)
+        loss = (model(x) / model.last.bias.exp()).square().mean() + 1e-3 * model.last.weight.square().sum()
+        if step % 2:
+            loss = loss + model(2 * x).mean() ** 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
 @program
 def distance_to_initial_weights(ullage) -> Trained:
     """L2-SP: the loss reads all weights."""
