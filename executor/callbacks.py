@@ -26,7 +26,7 @@ class ModuleCallbacks(Protocol):
         """Forward, or recomputation, has reached a unit."""
 
     def after_forward(self) -> None:
-        """The forward of a module has ended."""
+        """The forward of a module has ended: hide the weights of the last unit if it was called from the loop."""
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""

@@ -145,7 +145,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 model, self.runtime, units, decisions, entry, groups, self.audit, options.report
             )
             failing.callback(driver.visibility.release)
-            self._undo += driver.collector.hook_parameters()
+            self._undo += driver.collector.hook_parameters(one_thread=any(unit.stays for unit in units))
             self._undo += driver.progress.later.bind(model, options.compile_backend)
             self._undo += [*bind_quantized(model), *bind_adapted_parameters(model)]
             if decisions.fp8_weights:
@@ -194,7 +194,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.synchronize()  # the copies so far were on no lane
             # Guards come last: before them, a failure leaves no session that could be closed.
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
-            self._undo.append(model.register_forward_hook(driver.after_forward).remove)
             hooks = (getattr(undo, "__self__", None) for undo in self._undo)
             ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
             self.audit.bound(ours, lambda: (driver.call, driver.tile))

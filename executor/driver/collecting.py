@@ -28,7 +28,7 @@ class Collector:
         on_demand: returns what collects gradients off the plan; ``None`` on it.
         enter_backward: notes that backward runs off the plan.
         see: gets what autograd adds to a parameter's gradient.
-        begin_backward: called when a gradient comes, which may be before any module's backward; ``None`` if it cannot.
+        begin_backward: called with its unit when a gradient comes, which may be before any module's backward.
     """
 
     def __init__(
@@ -42,16 +42,19 @@ class Collector:
         on_demand: Callable[[], OnDemand | None],
         enter_backward: Callable[[], None],
         see: Callable[[str, torch.Tensor], None],
-        begin_backward: Callable[[], None] | None,
+        begin_backward: Callable[[str], None],
     ) -> None:
         self._runtime, self._progress, self._audit, self._backward = runtime, progress, audit, backward
         self._off_plan, self._on_demand, self._enter_backward = off_plan, on_demand, enter_backward
         self._see, self._begin_backward = see, begin_backward
 
-    def hook_parameters(self) -> Iterator[Callable[[], None]]:
-        """Collect each gradient as soon as it is accumulated; yield functions that undo this."""
-        if self._begin_backward is not None:
-            # Autograd orders nodes by numbers of their thread, so a device's own would change the order.
+    def hook_parameters(self, *, one_thread: bool) -> Iterator[Callable[[], None]]:
+        """Collect each gradient as soon as it is accumulated; yield functions that undo this.
+
+        Autograd orders nodes by numbers of their thread, and a device has a thread of its own. With ``one_thread``, it
+        computes in that of the loop too, and keeps the order.
+        """
+        if one_thread:
             threads = torch.autograd.set_multithreading_enabled(False)
             yield lambda: threads.__exit__(None, None, None)
         for unit, parameter in self._runtime.state.by_name.values():
@@ -135,8 +138,8 @@ class Collector:
             gradient = gradient.detach()
             # Of an embedding's sparse one, what it does not have is zero.
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
-            if self._begin_backward is not None and not torch.is_grad_enabled():
-                self._begin_backward()
+            if not torch.is_grad_enabled():
+                self._begin_backward(unit.name)
             with self._backward:
                 task = progress.task
                 comes = progress.awaits_gradient(unit.name) and not torch.is_grad_enabled()

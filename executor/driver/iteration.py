@@ -115,7 +115,7 @@ class IterationDriver:
             on_demand=lambda: self._on_demand,
             enter_backward=self._enter_backward,
             see=self._see,
-            begin_backward=self._begin_backward if self._stays else None,
+            begin_backward=self._begin_backward,
         )
         parameters = (parameter for _, parameter in runtime.state.by_name.values())
         shards = runtime.state.shards().values()
@@ -400,10 +400,8 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         own_checkpoints.enter(-1)
         self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
-        if self._runtime.inside_iteration and not (failed or self._depth or in_backward() or self._runtime.divides):
-            expected = self._loop.expected()
-            comes_next = expected is not None and (expected.op, expected.unit) == (Op.BACKWARD, self.unit)
-            self.visibility.rest(keeps_slot=comes_next or self.on_demand)
+        if not failed:
+            self.after_forward()
 
     @property
     def unit(self) -> str:
@@ -446,15 +444,21 @@ class IterationDriver:
                 self._report(f"attention: {', '.join(self.attention)}")
         self._model_trains = self._model_trains and self._depth > 1
 
-    def _begin_backward(self) -> None:
-        """Backward has reached a gradient, which may be before any module."""
-        if not self.progress.is_in_backward:
+    def _begin_backward(self, unit: str) -> None:
+        """Backward has reached a gradient of a unit: before any module's, if the loop has used its weight."""
+        if not self.progress.is_in_backward and (self._stays or (unit == self._last and self.progress.comes_back)):
             self.on_backward(self._last)
 
-    def after_forward(self, *_args: object) -> None:
-        """Hide the weights of the last unit after an evaluation of the model, or of a part of it; a hook."""
-        if self._runtime.is_evaluating and not self._depth:
+    def after_forward(self) -> None:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+        if self._depth:
+            return
+        if self._runtime.is_evaluating:
             self.visibility.show("")
+        elif self._runtime.inside_iteration and not (in_backward() or self._runtime.divides):
+            expected = self._loop.expected()
+            comes_next = expected is not None and (expected.op, expected.unit) == (Op.BACKWARD, self.unit)
+            self.visibility.rest(keeps_slot=comes_next or self.on_demand)
 
     def zero_grad(self) -> None:
         """The user drops all gradients.

@@ -210,6 +210,8 @@ def weights_behind_the_last_module(ullage) -> Trained:
         loss = (model(x) / model.last.bias.exp()).square().mean() + 1e-3 * model.last.weight.square().sum()
         if step % 2:
             loss = loss + model(2 * x).mean() ** 2
+        if step > 1:
+            loss = loss + (model.last(x, x) / model.last.bias.exp()).mean() + model.layers[0](x).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
