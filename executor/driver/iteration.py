@@ -304,6 +304,8 @@ class IterationDriver:
         with self._leaving:
             dropped = self.gradients.dropped(self._loop.iteration)
             self._on_demand = OnDemand(self._runtime, self._decisions, dropped)
+            if not in_backward():
+                self._runtime.keep_shown(self.visibility)
             self.progress.leave()
             if not is_read:
                 self._reopen()
@@ -390,6 +392,8 @@ class IterationDriver:
         begins = self._model.training and (torch.is_grad_enabled() or self.progress.first.evaluates)
         if begins and self._runtime.inside_iteration:
             self._end_unused()
+        if self._on_demand is not None:
+            self._runtime.keep_shown(self.visibility)
         if begins and not self._runtime.inside_iteration:
             self._audit.begin_iteration(self._loop.iteration, self._runtime.weights)
         self.progress.begin_call()
@@ -535,10 +539,7 @@ class IterationDriver:
         has_run_back = self._has_run_back and self.progress.rests
         may_leave = self._on_demand is None and not in_backward() and (has_run_back or goes_forward)
         if may_leave and not why_not(self._runtime, self._decisions):
-            computing = self.visibility.shown_for
             self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
-            if self._depth and computing and self._on_demand is not None:  # its forward goes on
-                self._on_demand.bring(computing)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:

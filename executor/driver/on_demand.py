@@ -9,6 +9,9 @@ those that were offloaded come back when backward asks for them. Gradients are a
 which they arrive. At the step, the rest of the schedule is issued without its tasks for forward and backward, so
 gradients go where the updates read them, and these run as planned. The next iteration follows the plan again.
 
+After a forward, the loop can read the weights of its last unit as those of an ordinary module, so autograd saves the
+parameters themselves. When another forward hides them, they get memory of their own until the step.
+
 A backward that makes a graph of its own (``create_graph=True``) saves weights again, and no hook sees that graph. So
 all weights get memory of their own until the step. Saved views of slots are read from there.
 

@@ -558,6 +558,17 @@ class Runtime:
         self.settled.update(unit.name for unit in moving)
         visibility.keep_all()
 
+    def keep_shown(self, visibility: WeightVisibility) -> None:
+        """Keep the weights that are shown in memory of their own, off the plan, until the iteration ends.
+
+        The loop may have read those of the last unit of a forward, and autograd may have saved them.
+        """
+        for unit in (self.state.units[name] for name in visibility.shown - visibility.kept):
+            if not unit.is_resident and unit.fp8 is None:
+                visibility.keep(unit.name)
+                self._visibility = visibility
+                self.settled.add(unit.name)
+
     def _slots_of(self, unit: str) -> list[UnitState]:
         """Return the units whose weights a unit uses and that are in slots, not resident."""
         used = (self.state.units.get(name) for name in (unit, *self._shared[unit]))

@@ -1,6 +1,6 @@
 """Shows weights in the parameters of the computing unit only, and guards the others."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, final
 
@@ -100,6 +100,11 @@ class WeightVisibility:
         """The unit whose weights are shown; empty if none are."""
         return self._shown_for or ""
 
+    @property
+    def shown(self) -> AbstractSet[str]:
+        """The units whose weights are shown."""
+        return self._shown
+
     def show(self, unit: str) -> None:
         """Show only the weights that a unit uses. An empty name hides all."""
         if unit == self._shown_for:
@@ -185,7 +190,7 @@ class WeightVisibility:
         return values.dtype == leaf.weights.dtype and start <= values.data_ptr() < start + leaf.weights.nbytes
 
     @property
-    def kept(self) -> Collection[str]:
+    def kept(self) -> AbstractSet[str]:
         """The units that have been kept."""
         return self._kept.keys()
 

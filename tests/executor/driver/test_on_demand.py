@@ -114,11 +114,19 @@ def weights_that_another_module_reads(model, _optimizer, batch):
         yield forward(model, batch, "whole")
 
 
+def weights_read_between_forwards(model, _optimizer, batch):
+    """A loop that reads the weights of the last module before another forward runs other modules."""
+    for _ in range(2):
+        loss = forward(model, batch, "whole") + model.transformer.ln_f.weight.square().sum()
+        yield loss + forward(model, batch, "whole")
+
+
 LOOPS = {
     "late": functools.partial(gradients_that_come_late, is_marked=True),
     "late, not marked": functools.partial(gradients_that_come_late, is_marked=False),
     "of weights alone": losses_of_weights_alone,
     "reading weights in forward": weights_that_another_module_reads,
+    "reading weights between forwards": weights_read_between_forwards,
     "raising in forward": functools.partial(exceptions, where="forward"),
     "raising in backward": functools.partial(exceptions, where="backward"),
 }
