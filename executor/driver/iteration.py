@@ -538,11 +538,14 @@ class IterationDriver:
         """
         if not self._depth and self._end_unused():
             return True
-        has_run_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD and not self._depth
+        goes_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD
         has_run_back = self._has_run_back and self.progress.rests
-        may_leave = self._on_demand is None and not in_backward() and (has_run_back or has_run_forward)
+        may_leave = self._on_demand is None and not in_backward() and (has_run_back or goes_forward)
         if may_leave and not why_not(self._runtime, self._decisions):
+            computing = self.visibility.shown_for
             self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)
+            if self._depth and computing and self._on_demand is not None:  # its forward goes on
+                self._on_demand.bring(computing)
         return self._on_demand is not None
 
     def _end_unused(self) -> bool:

@@ -405,7 +405,8 @@ class Runtime:
                 "be lost, because ranks share layers or experts; use the optimizer's weight_decay, or read under "
                 "torch.no_grad() or from session.full_parameters()"
             )
-        return [parameter.shard.part(gradient) for _, parameter in self.state.by_parameter.get(name, ())]
+        shards = (parameter.shard for _, parameter in self.state.by_parameter.get(name, ()))
+        return [shard.in_model(shard.part(as_real(gradient))) for shard in shards]
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """See :class:`executor.module.guarded_parameters.WeightReader`. Each rank keeps its share of the values.

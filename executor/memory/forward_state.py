@@ -341,6 +341,8 @@ class _Visit:
     def _tensor(self, holder: Any, key: Any, tensor: torch.Tensor, _depth: int) -> None:
         if tensor.grad_fn is not None:
             self.differentiable.append(tensor)
+        elif tensor.is_inference():
+            pass  # left by an evaluation; a forward that trains cannot change it
         elif not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
             self.tensors[id(holder), key] = tensor
 

@@ -199,6 +199,26 @@ def test_the_loss_is_said() -> None:
     }
 
 
+class Balanced(nn.Module):
+    """Returns what a loop makes a loss of, beside a term that is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(self.second(h) * self.scale), h.square().mean()
+
+
+def test_the_loop_may_make_its_loss_of_all_that_the_model_returns() -> None:
+    """Backward reads the scale between two modules, whose units are one, although the scalar does not lead there."""
+    found = capture_module(Balanced, ["4x16"], "fp32")
+    assert found.loss == "the scalar in the output, with all that does not lead to it"
+    assert [(unit.name, bool(unit.backward)) for unit in units_of(found)] == [("first", True), ("second", True)]
+
+
 def dropouts() -> Iterator[tuple[bool, int]]:
     def make() -> torch.nn.Module:
         return torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.1)

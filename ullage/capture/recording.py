@@ -58,6 +58,9 @@ aten = torch.ops.aten
 _SETS_DATA: Final[Any] = Tensor.data.__set__  # type: ignore[attr-defined]
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
+_SCALAR: Final = "the scalar in the output"
+_FIRST_SCALAR: Final = "the first scalar in the output"
+_AND_ALL_ELSE: Final = ", with all that does not lead to it"
 
 
 def record(
@@ -106,7 +109,8 @@ def record(
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        loss, words = find_loss(run())
+        output = run()
+        loss, words = find_loss(output) if found.is_step else _planned_loss(output)
         if not found.visits:
             raise CaptureError("the step calls neither the model nor a part of it; let it call them")
         recorder.begin_backward(loss)
@@ -138,17 +142,36 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     trained = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
     scalars = [leaf for leaf in trained if leaf.dim() == 0]
     if len(scalars) == 1:
-        return scalars[0], "the scalar in the output"
-    if trained and trained[0].dim():
-        # Kept until their backward, as the loop has a name for them.
-        (made,) = Saved.apply(as_real(trained[0]))  # type: ignore[no-untyped-call]
-        return -functional.log_softmax(made.float(), -1).mean(), OF_LOOP
+        return scalars[0], _SCALAR
     if trained:
-        return trained[0], "the first scalar in the output"
+        return _stand_in(trained[0]), OF_LOOP if trained[0].dim() else _FIRST_SCALAR
     raise CaptureError(
         f"the output, a {type(output).__name__}, has no tensor with a gradient, so nothing can be trained; return "
         "a scalar loss, an object with a loss, or the tensor to train"
     )
+
+
+def _planned_loss(output: Any) -> tuple[Tensor, str]:
+    """Return the loss in a model's output, with stand-ins for what the loop makes of all that does not lead to it.
+
+    A loop adds up several losses, or makes one of logits beside a scalar that balances experts. If the model names its
+    loss, that is the whole. Raises as :func:`find_loss`.
+    """
+    loss, words = find_loss(output)
+    reached = set(nodes(loss.grad_fn))
+    for leaf in tensors_of(output) if words in (OF_LOOP, _SCALAR, _FIRST_SCALAR) else ():
+        if leaf.grad_fn is not None and leaf.grad_fn not in reached:
+            loss, words = loss + _stand_in(leaf), words.removesuffix(_AND_ALL_ELSE) + _AND_ALL_ELSE
+            reached.update(nodes(leaf.grad_fn, seen=reached))
+    return loss, words
+
+
+def _stand_in(output: Tensor) -> Tensor:
+    if not output.dim():
+        return output
+    # Kept until their backward, as the loop has a name for them.
+    (made,) = Saved.apply(as_real(output))  # type: ignore[no-untyped-call]
+    return -functional.log_softmax(made.float(), -1).mean()
 
 
 @contextlib.contextmanager

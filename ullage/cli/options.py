@@ -111,7 +111,7 @@ class Options(Asked):
         "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch; "
         "--micro-batch changes it, and --seq-len changes the tokens of integer inputs. "
         "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the cross-entropy of "
-        "its first floating tensor stands for it",
+        "its first floating tensor stands for it. To the last two, all other outputs that do not lead there are added",
         input_shape,
         "[NAME=]SHAPE[:TYPE]",
         nargs="+",

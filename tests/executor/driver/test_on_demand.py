@@ -106,10 +106,27 @@ def losses_of_weights_alone(model, _optimizer, batch):
         yield forward(model, batch, "whole").detach() + model.transformer.ln_f.weight.square().sum()
 
 
+def weights_that_another_module_reads(model, _optimizer, batch):
+    """A forward that reads the weights of a module that does not run then, which the plan does not know."""
+    first, last = model.transformer.h[0], model.transformer.h[2]
+    first.mlp.c_proj.register_forward_hook(lambda _m, _args, output: output * (1 + last.mlp.c_fc.weight.square().sum()))
+    for _ in range(2):
+        yield forward(model, batch, "whole")
+
+
+def weights_read_between_forwards(model, _optimizer, batch):
+    """A loop that reads the weights of the last module before another forward runs other modules."""
+    for _ in range(2):
+        loss = forward(model, batch, "whole") + model.transformer.ln_f.weight.square().sum()
+        yield loss + forward(model, batch, "whole")
+
+
 LOOPS = {
     "late": functools.partial(gradients_that_come_late, is_marked=True),
     "late, not marked": functools.partial(gradients_that_come_late, is_marked=False),
     "of weights alone": losses_of_weights_alone,
+    "reading weights in forward": weights_that_another_module_reads,
+    "reading weights between forwards": weights_read_between_forwards,
     "raising in forward": functools.partial(exceptions, where="forward"),
     "raising in backward": functools.partial(exceptions, where="backward"),
 }

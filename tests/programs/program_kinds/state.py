@@ -364,11 +364,13 @@ def context_variable(ullage) -> Trained:
 
 @program
 def attention_chosen_around_forward(ullage) -> Trained:
-    """``sdpa_kernel`` stands around forward alone."""
+    """``sdpa_kernel`` stands around forward alone, which keeps a tensor of inference mode in an attribute."""
 
     class Attending(Block):
         def forward(self, x):
             heads = self.norm(x).view(4, 8, 4, 16).transpose(1, 2)
+            with torch.inference_mode():
+                self.mean = heads.mean()
             return super().forward(x + F.scaled_dot_product_attention(heads, heads, heads).reshape(x.shape))
 
     return loop(ullage, Attending, around=lambda _step: sdpa_kernel(SDPBackend.MATH))
