@@ -271,3 +271,12 @@ def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
         assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
         ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
         assert {(b.first, b.last) for b in held} == ends
+
+
+def test_a_gradient_that_waited_is_made_beside_the_block_that_ranks_reduce() -> None:
+    units = small_units("demo-llama", splits_backward=True)
+    decisions = decide(units, Place.CPU, pipeline_parallel=2, data_parallel=2, pipeline_order="zero-bubble")
+    schedule = lower(units, decisions, asynchronous=True)
+    made = [b for b in schedule.buffers if b.first and schedule.tasks[b.first].op is Op.WEIGHT_GRADIENT]
+    for unit in (unit for unit in units if unit.in_layer):
+        assert {b.num_bytes for b in made if b.label == f"{unit.name} workspace"} == {2 * max(unit.sizes.values())}
