@@ -17,7 +17,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the peak memory of tensors that are made inside the context: activations, gradients and temporaries.
 
     It is for the host as the device. It sees forward and backward of the thread that enters it. Memory that existed
-    before, such as arenas, does not count. Sizes are exact, without the rounding of an allocator.
+    before, such as arenas, does not count, nor do tensors without values. Sizes are exact, without the rounding of an
+    allocator.
 
     Autograd accumulates gradients in place. Only while a dispatch mode is active, it makes a new tensor for the sum. So
     in backward a sum counts only when the next operation begins: by then, the old tensor is freed. Autograd never
@@ -82,7 +83,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_storages(self, tree: Any, *, counts: bool, late: bool = False) -> None:
         for leaf in tree_leaves(tree):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient) or leaf.is_meta:
                 continue
             storage = leaf.untyped_storage()
             with self._lock:

@@ -1,15 +1,20 @@
 """How ranks meet: they make process groups over gloo, and exchange what they need before they have a session.
 
 gloo connects each pair of ranks when a group is made. On a busy machine a rank may lose such a
-connection: it raises an error, and the others wait for it until the group's timeout. So that timeout is short until
-the group is there. Then all ranks exchange, through the store, whether they have it, and if one has not, all try again.
+connection: it raises an error, and the others wait for it for five times the group's timeout. So that timeout is short
+until the group is there. Then all ranks exchange, through the store, whether they have it, and if one has not, all try
+again. Nothing interrupts gloo while it connects, so it does so in a thread: meanwhile a signal ends the process, and so
+does the news that a rank has ended.
 """
 
+import concurrent.futures
 import contextlib
 import datetime as dt
+import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -17,8 +22,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from executor.distributed.watchdog import TIMEOUT, RankError, Watchdog, report_to
 
+_Made = TypeVar("_Made")
+
 _ATTEMPTS: Final = 3
-_HANDSHAKE_S: Final = 8.0  # of one attempt: three take less than half a minute
+_HANDSHAKE_S: Final = 8.0  # of one attempt, for each answer of the store; gloo waits for connections 5 times as long
+_PERIOD_S: Final = 0.2  # between two looks at other ranks
 
 
 def join(size: int) -> None:
@@ -112,12 +120,28 @@ def _next(store: Any, what: str, rank: int) -> PrefixStore:
     return PrefixStore(f"ullage {what} {store.add(_taken(what, rank), 1)}", store)
 
 
+def _apart(connect: Callable[[], _Made], check: Callable[[], None]) -> _Made:
+    """Return what a function returns that runs in a thread of its own; ``check`` is called meanwhile, and may raise."""
+    made = concurrent.futures.Future[_Made]()
+
+    def run() -> None:
+        try:
+            made.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="rank connecting", daemon=True).start()
+    while not concurrent.futures.wait([made], _PERIOD_S).done:
+        check()
+    return made.result()
+
+
 def _connected(watchdog: Watchdog, make: Callable[[dt.timedelta], dist.ProcessGroup]) -> dist.ProcessGroup:
     """Make a process group on all ranks."""
     for _ in range(_ATTEMPTS):
         group, lost = None, ""
         try:
-            group = make(dt.timedelta(seconds=_HANDSHAKE_S))
+            group = _apart(functools.partial(make, dt.timedelta(seconds=_HANDSHAKE_S)), watchdog.check)
         except RuntimeError as error:
             lost = f"{error}".partition("\n")[0] or "no reason given"
         is_member = isinstance(group, dist.ProcessGroup)  # else torch returns a placeholder

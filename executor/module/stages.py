@@ -35,6 +35,7 @@ from executor.module.cuts import (
 )
 from executor.module.empty import give_values
 from executor.module.naming import Naming
+from executor.module.tiled_logits import find_head
 from planner.graph import Unit
 
 _MOST_SHAPES: Final = 32  # of batches, whose cuts are kept
@@ -247,14 +248,20 @@ class Stage:
         return exchanged(value, {leaf: self._received[at] for leaf, at in given.items()})
 
     def _like(self, module: nn.Module) -> Callable[..., Any]:
-        """Return what stands for any module: zeros of the shapes of its outputs, which take no memory."""
+        """Return what stands for any module: zeros of the shapes of its outputs, which take no memory.
+
+        Logits of ``transformers`` are without values instead: models convert or scale them, which gives zeros memory.
+        """
         twin = without_values(module)
+        is_head = hasattr(self._model, "get_output_embeddings") and module is find_head(self._model)
 
         def zeros(*args: Any, **kwargs: Any) -> Any:
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             device = next((leaf.device for leaf in tensors), self._device)
             with torch.no_grad():
                 made = twin(*on_meta(args), **on_meta(kwargs))
+            if is_head:
+                return made
             return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
 
         return zeros

@@ -8,14 +8,14 @@ parallelism.
 
 import itertools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from planner.choices.constraints import MOST_MICRO_BATCHES
 from planner.choices.request import Request
 from planner.decisions import Choice
 from planner.graph import Batch
 from planner.models.captured import CapturedModel, Model
-from planner.models.config import ModelConfigError
+from planner.models.config import Family, ModelConfigError
 from planner.models.formulas import context, experts
 from planner.models.formulas.kernel_sets import NARROW
 from planner.models.parameters import layer_shapes
@@ -96,7 +96,8 @@ def _check_captured(request: Request, model: CapturedModel) -> None:
             remedy = "leave out the mask (batches masked), or that" if masked else "leave it out"
             raise ValueError(
                 f"{kind}_parallel {getattr(request, f'{kind}_parallel')}: {model.name} was captured whole, so ranks "
-                f"cannot share its layers; {remedy}"
+                f"cannot share its layers, as they share those of {', '.join(get_args(Family))} without adapters; "
+                f"{remedy}: then ranks share weights and state. Stages can share its layers (--parallel pipeline=)"
             )
     if (request.pipeline_parallel or 1) > 1 and (model.calls or model.second_order or model.written):
         raise ValueError(

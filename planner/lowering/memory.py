@@ -217,7 +217,8 @@ def hold_from(
 def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fresh) -> None:
     """Hold the extra gradients of tied weights: autograd adds two out of place, so for a moment there are three.
 
-    Only then is the sum added to that of earlier micro-batches, so the first gradient waits until then.
+    Only then is the sum added to that of earlier micro-batches, so the first gradient waits until then. It also waits
+    beside the block for the reduction over ranks, if another gradient of the owner has allocated that.
     """
     gradient_bytes = program.decisions.precision.gradient_bytes
     for name, maker in sorted(tied.items(), key=lambda item: item[0]):
@@ -225,8 +226,10 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
         num_bytes = gradient_bytes * owner.unit.sizes[name]
         for micro_batch, shares in enumerate(fresh):
             adding, made = (unit.backwards[unit.back(micro_batch)] for unit in (owner, maker))
-            program.hold_while(MemoryClass.GRADIENTS, 2 * num_bytes, f"{name} summed", adding, adding)
             waiting_bytes = int(num_bytes * (1 - shares[maker.name][name]))
+            is_beside = owner.amounts.replicas > 1 and len(owner.unit.sizes) > 1
+            summed_bytes = 2 * num_bytes + (num_bytes - waiting_bytes if is_beside else 0)
+            program.hold_while(MemoryClass.GRADIENTS, summed_bytes, f"{name} summed", adding, adding)
             program.hold_while(MemoryClass.GRADIENTS, waiting_bytes, f"{name} waiting", made, adding)
             shares[maker.name][name] = 1.0
 
@@ -239,9 +242,10 @@ def _workspace(program: Program, fresh: Fresh) -> None:
         if draft.op is Op.BACKWARD:
             new = {} if unit.weight_gradients else fresh[draft.micro_batch][unit.name]
             num_bytes = _backward_bytes(program, unit, draft, new)
-        elif draft.op is Op.WEIGHT_GRADIENT:  # one is made at a time, and perhaps added to what is there
+        elif draft.op is Op.WEIGHT_GRADIENT:  # one is made at a time, and copied or added to what is there
             shares, gradient_bytes = fresh[draft.micro_batch][unit.name], program.decisions.precision.gradient_bytes
-            added = (size * (1 - shares.get(name, 1.0)) for name, size in unit.unit.sizes.items())
+            is_piled = unit.amounts.replicas > 1  # in one block, for the reduction over ranks
+            added = (size * (is_piled or 1 - shares.get(name, 1.0)) for name, size in unit.unit.sizes.items())
             num_bytes = int(gradient_bytes * max(added))
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
     on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)

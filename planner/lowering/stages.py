@@ -29,13 +29,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.compute import turns
-from planner.lowering.program import Held, Program, numbered
+from planner.lowering.program import Program, numbered
 from planner.lowering.snapshots import snapshots
 from planner.models.choice import Choice
 from planner.models.operators import Operator, weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
 
 _Kind = tuple[Op, int, int]  # forward, backward or gradients of weights, the round, and the micro-batch
 _Parts = dict[_Kind | None, list[Task]]  # a stage's tasks, see _parts
@@ -216,7 +216,6 @@ def lower_stages(
     """Return the schedule of a pipeline, see [Note: Stages]."""
     passes, num_stages = tuple(passes), decisions.pipeline_parallel
     programs: list[Program] = []
-    held: list[Held] = []
     first = 0
     for stage in range(num_stages):
         own, decided, _ = stage_of(units, decisions, stage)
@@ -228,7 +227,6 @@ def lower_stages(
         program.renumber(first, stage)
         first += len(program.drafts)
         programs.append(program)
-        held += program.held
     parts = [_parts(program) for program in programs]
     given = [chunk[0][0].given_bytes for chunk in deal(units, num_stages, decisions.pipeline_rounds)]
     order, num_sends = _with_sends(programs, parts, decisions, given, first)
@@ -236,6 +234,7 @@ def lower_stages(
     _wait_for_all(programs, exchanges)
     order += _tail(programs, parts, exchanges)
     name = f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)"
+    held = [each for program in programs for each in program.held]
     return numbered(order, first + num_sends, held, f"{name} in {num_stages} stages")
 
 
@@ -269,12 +268,17 @@ def _with_sends(
         computing = [task for task in part if task.lane is Lane.COMPUTE]
         if received := sent.get((op, chunk - step, micro_batch)):
             computing[0].after += (received.index,)
+            if not forward:  # until backward has ended; what forward receives is its input
+                begin, end, label = computing[0], computing[-1], f"{received.unit} gradient received"
+                programs[stage].hold_while(MemoryClass.ACTIVATIONS, given[chunk + 1], label, begin, end)
         order += part
         if 0 <= chunk + step < num_stages * num_rounds:
             lane = Lane.SEND if forward else Lane.SEND_BACK
             last, key = computing[-1], first + len(sent)
             send = Task(key, lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,))
-            send.num_bytes = -(-given[max(chunk, chunk + step)] // decisions.tensor_parallel)
+            whole_bytes = given[max(chunk, chunk + step)]
+            send.num_bytes = -(-whole_bytes // decisions.tensor_parallel)
+            programs[stage].hold_while(MemoryClass.ACTIVATIONS, whole_bytes, f"{last.unit} sent", last, send)
             sent[op, chunk, micro_batch] = send
             order.append(send)
     return order, len(sent)

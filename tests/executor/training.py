@@ -121,6 +121,9 @@ CONFIGS = {
     "opt-still-shared": lambda: transformers.OPTConfig(
         **_OPT | _SHARED, max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.0
     ),
+    "opt-words-still-shared": lambda: transformers.OPTConfig(
+        **_OPT | _SHARED | {"vocab_size": 2000}, max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.0
+    ),
     "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED | {"vocab_size": 128}),  # one padded share
     "qwen3-shared": lambda: transformers.Qwen3Config(**_LLAMA_SHARED),
     "qwen3-moe-shared": lambda: transformers.Qwen3MoeConfig(

@@ -115,6 +115,58 @@ print("exit codes", codes, flush=True)
 """
 
 
+KILLED = """
+import os, signal, sys, time
+import torch.distributed as dist
+from executor.distributed import meeting
+from executor.distributed.watchdog import RankError
+
+join = dist.init_process_group
+
+
+class Given(dist.Store):
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *given):
+        self.store.wait(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be(rank):
+    os.environ.update(pair.split("=") for pair in sys.argv[1 + rank].split())
+    if rank == 1:  # it is killed when both know their addresses, before it connects
+        dist.init_process_group = lambda *given, store, **more: join(*given, store=Given(store), **more)
+    begin_s = time.monotonic()
+    try:
+        meeting.join(2)
+    except RankError as error:
+        print("noticed:", error, "in time:", time.monotonic() - begin_s < 20, flush=True)
+        os._exit(0)
+    os._exit(1)
+
+
+started = [pid for rank in range(2) if (pid := os.fork()) or be(rank)]
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in reversed(started)]
+print("exit codes", codes, flush=True)
+"""
+
+
+def test_a_rank_that_is_killed_while_ranks_connect_is_missed(tmp_path):
+    """gloo would wait for its connection for five times its timeout, and keep signals waiting."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED, encoding="utf-8")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [" ".join(f"{name}={each[name]}" for name in names) for each in environments(2)]
+    done = forked.completed(forked.script, str(script), *given)
+    assert "exit codes [-9, 0]" in done.stdout, done.stderr[-3000:]
+    assert "has ended without reporting why: it was killed, or crashed in time: True" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("what", ["before planning", "before a session", "before a second session"])
 def test_a_rank_that_ends_in_order_is_missed(tmp_path, what):
     """Its exit code is 0, so that no launcher notices; the other rank would wait for it for ever."""

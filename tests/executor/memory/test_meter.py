@@ -127,7 +127,9 @@ def test_the_meter_counts_exactly():
         del z
         assert meter.held_bytes == 8000
         w.add_(1)
+        like = torch.empty_like(w, device="meta")  # without values: nothing
         assert meter.held_bytes == 8000
+    assert like.untyped_storage().nbytes() == 8000
     assert meter.peak_bytes == 12000
 
 

@@ -87,10 +87,15 @@ def test_a_tied_gradient_is_held_from_the_head_on() -> None:
     units = small_units("gpt2")
     schedule = lower(units, decide(units, Place.CPU), asynchronous=False)
     words, positions = (spec.num_params for spec in units[0].parameters)
+    summed = f"{units[0].parameters[0].name} summed"
     held = _ends(schedule, "embed", MemoryClass.GRADIENTS)
     assert held == [("backward head", "flush embed", 2 * words)]
     others = _ends(schedule, "embed of its own", MemoryClass.GRADIENTS)
     assert others == [("backward embed", "flush embed", 2 * positions)]
+    assert _ends(schedule, summed, MemoryClass.GRADIENTS)[0][2] == 2 * 2 * words
+    schedule = lower(units, decide(units, Place.CPU, data_parallel=2), asynchronous=False)
+    beside = _ends(schedule, summed, MemoryClass.GRADIENTS)[0][2]
+    assert beside == 3 * 2 * words, "the gradient of positions has allocated the block that ranks reduce"
 
 
 def test_gradients_pile_up_whole_until_ranks_agree() -> None:

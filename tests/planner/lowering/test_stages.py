@@ -55,7 +55,21 @@ def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: Case):
             assert task.op in {Op.CLIP, Op.SEND} or all(map(is_between, others))
         buffers = [b for b in whole.buffers if b.stage == stage]
         ends = [(b.num_bytes, b.tier, number.get(b.first), number.get(b.last)) for b in buffers]
-        assert ends == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
+        assert ends[: len(alone.buffers)] == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
+        behind = (stage + 1) % decisions.pipeline_parallel
+        assert_held_at_cuts(whole, stage, behind, buffers[len(alone.buffers) :])
+
+
+def assert_held_at_cuts(schedule, stage, behind, buffers):
+    """What is sent is held until it has been sent, and a gradient that comes as long as its backward lasts."""
+    sends = [task for task in schedule.tasks if task.op is Op.SEND and is_between(task)]
+    sent = [b for b in buffers if schedule.tasks[b.last].op is Op.SEND]
+    assert sorted(b.last for b in sent) == [task.index for task in sends if task.stage == stage]
+    assert all(b.num_bytes >= schedule.tasks[b.last].num_bytes for b in sent)
+    received = {task.index for task in sends if task.lane is Lane.SEND_BACK and task.stage == behind}
+    begun = [{*schedule.tasks[b.first].after} & received for b in buffers if b not in sent]
+    assert [len(keys) for keys in begun] == [1] * len(received)
+    assert all(schedule.tasks[b.last].op is Op.BACKWARD for b in buffers if b not in sent)
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -271,3 +285,12 @@ def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
         assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
         ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
         assert {(b.first, b.last) for b in held} == ends
+
+
+def test_a_gradient_that_waited_is_made_beside_the_block_that_ranks_reduce() -> None:
+    units = small_units("demo-llama", splits_backward=True)
+    decisions = decide(units, Place.CPU, pipeline_parallel=2, data_parallel=2, pipeline_order="zero-bubble")
+    schedule = lower(units, decisions, asynchronous=True)
+    made = [b for b in schedule.buffers if b.first and schedule.tasks[b.first].op is Op.WEIGHT_GRADIENT]
+    for unit in (unit for unit in units if unit.in_layer):
+        assert {b.num_bytes for b in made if b.label == f"{unit.name} workspace"} == {2 * max(unit.sizes.values())}
