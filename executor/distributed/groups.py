@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -148,6 +150,34 @@ class Group:
             as_bytes = values.view(-1).view(torch.uint8)  # gloo does not take all types
             self._wait(group, lambda: dist.broadcast(as_bytes, self._ranks[0], group, async_op=True))
         return values
+
+    def broadcast_text(self, make: Callable[[], str]) -> str:
+        """Return the text that the first rank makes, while the others wait. The text must not be empty."""
+        if self.size == 1:
+            return make()
+        values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
+        count = int(self.broadcast(torch.tensor(len(values), device="cpu")))
+        text = self.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu"))
+        return bytes(text.tolist()).decode()
+
+    def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the elementwise mean of all ranks' arrays, of one shape. The group is one over host memory alone.
+
+        That holds for :meth:`mean` and :meth:`any`, too.
+        """
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self.all_reduce(total)
+        return total.numpy() / self.size
+
+    def mean(self, value: float) -> float:
+        """Return the mean of all ranks' values."""
+        return float(self.means(np.array([value]))[0])
+
+    def any(self, value: bool) -> bool:
+        """Return whether ``value`` is true on any rank."""
+        return self.mean(float(value)) > 0
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
