@@ -138,4 +138,4 @@ If weight decay is not decoupled, ``g = g + weight_decay * p`` comes first, as i
 
 adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
 """As :data:`adamw_step`; moments are bf16 bits (uint16), and the master copy may be, see [Note: Stochastic rounding] in
-:mod:`executor.optimizer.adamw_bf16`."""
+:mod:`executor.optimizer.adamw_narrow`."""

@@ -21,7 +21,7 @@ from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
 from executor.optimizer.adamw import AdamWParams, adamw_bf16_step, adamw_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_
+from executor.optimizer.adamw_narrow import adamw_narrow_
 from executor.optimizer.table import entry_of
 from executor.optimizer.workers import WorkerTeam
 from planner.optimizers import OPTIMIZERS
@@ -95,7 +95,7 @@ def test_device_threads_and_cuts_give_the_same_bits(num_params, seed, step, star
     with WorkerTeam(3) as team:
         in_threads = stepped(state, params, step, team=team)
     on_device = [values.clone() for values in state]
-    adamw_bf16_(on_device[0], tuple(on_device[1:3]), on_device[3].float(), params, step)
+    adamw_narrow_(on_device[0], tuple(on_device[1:3]), on_device[3].float(), params, step)
     cut = data.draw(st.integers(0, num_params))
     rest = dataclasses.replace(params, start=start + cut)
     halves = [stepped([values[:cut] for values in state], params, step)] if cut else []
@@ -114,7 +114,7 @@ def test_rounding_is_unbiased_and_its_bits_depend_on_seed_step_parameter_and_pos
     for name, change in {"": {}, "seed": {"seed": 1}, "parameter": {"parameter": 1}, "start": {"start": 1}}.items():
         for step in (1, 2):
             state = [torch.zeros(num_params), *(torch.zeros(num_params, dtype=torch.bfloat16) for _ in range(2))]
-            adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(**{"seed": 0} | change), step)
+            adamw_narrow_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(**{"seed": 0} | change), step)
             seen[name, step] = state[1:]
     for moments in seen.values():
         exacts = (gradient * np.float32(0.1), gradient * np.float32(0.001) * gradient)
@@ -135,7 +135,7 @@ def test_the_second_moment_follows_where_rounding_to_the_nearest_stands_still():
     gradient = torch.full((4096,), 0.5)
     nearest = state[2].clone()
     for step in range(1, 301):
-        adamw_bf16_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(seed=0), step)
+        adamw_narrow_(state[0], tuple(state[1:]), gradient.clone(), AdamWParams(seed=0), step)
         nearest = (nearest.float() * 0.999 + gradient * gradient * 0.001).bfloat16()
     exact = 0.25 + 0.75 * 0.999**300
     assert float(state[2].float().mean()) == pytest.approx(exact, rel=2e-3)
@@ -190,7 +190,7 @@ def test_values_that_are_not_finite_stay_so(bad):
     state[3][::2] = bad
     params = AdamWParams(seed=0)
     on_device = [values.clone() for values in state]
-    adamw_bf16_(on_device[0], tuple(on_device[1:3]), on_device[3].float(), params, 1)
+    adamw_narrow_(on_device[0], tuple(on_device[1:3]), on_device[3].float(), params, 1)
     for host, device in zip(stepped(state, params, 1), on_device[:3], strict=True):
         assert torch.equal(host.isnan(), device.isnan())
         assert bool((~host.isfinite())[::2].all())
