@@ -68,6 +68,7 @@ class Ranks:
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for other ranks now.
         num_ended: number of collectives that have ended.
+        leaving: what :meth:`close` does first.
         process: global number of this process.
         everybody: group of all processes over host memory, in all stages.
         stage: number of this process's stage.
@@ -108,6 +109,7 @@ class Ranks:
             os.environ.setdefault("NCCL_MAX_CTAS", str(most_ctas))
         self.num_values = self.decision_hash = self.num_ended = 0
         self.is_waiting = False
+        self.leaving = contextlib.ExitStack()
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when a group's collective has ended
         self._on_failure: Callable[[RankError], None] = lambda _error: None
@@ -274,9 +276,7 @@ class Ranks:
         """
         self._watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
-        for part in self._parts:
-            if part.exchange is not None:
-                part.exchange.close()
+        self.leaving.close()
         if not on_all_ranks:
             self._abort_devices()  # else destroying groups would wait for kernels that wait for dead ranks
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
