@@ -21,7 +21,7 @@ from executor.optimizer.blocks import (
     encode_signed,
     encode_unsigned,
 )
-from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_rounded, store_weight
+from executor.optimizer.passes import BLOCK, as_float32, host_step, store_rounded, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
@@ -76,7 +76,7 @@ def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[obj
     return ((seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)),)
 
 
-adamw_8bit_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=True)
+adamw_8bit_step: Final = host_step(_update, _kernel_args, in_blocks=True, seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
 scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16
 bits (uint16), see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_narrow`."""

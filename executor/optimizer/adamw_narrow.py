@@ -27,7 +27,7 @@ def adamw_narrow_(
 ) -> None:
     """Take one step with torch's operators.
 
-    The bits are those of :data:`executor.optimizer.adamw.adamw_bf16_step`, or where moments are codes with scales of
+    The bits are those of :data:`executor.optimizer.adamw.adamw_step`, or where moments are codes with scales of
     :data:`executor.optimizer.adamw_8bit.adamw_8bit_step`. The gradient is overwritten. See [Note: Operators] in
     :mod:`planner.optimizers`.
     """

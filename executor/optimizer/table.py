@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from executor.optimizer import device
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_bf16_step, adamw_step
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_step
 from executor.optimizer.adamw_narrow import adamw_narrow_
 from executor.optimizer.device import OwnParams, OwnStep
@@ -195,7 +195,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         planned_as="adamw-bf16",
         buffers=MOMENTS,
         read=read_seeded,
-        host=adamw_bf16_step,
+        host=adamw_step,
         device=adamw_narrow_,
         converts=("AdamW", "AdamW8bit"),
     ),

@@ -289,7 +289,7 @@ def test_bad_hyper_parameters_and_scales_of_another_length_are_refused():
         AdamW8bit([torch.nn.Parameter(torch.zeros(3))], betas=(0.9, 1.0))
     assert entry_of(AdamW8bit([torch.nn.Parameter(torch.zeros(3))])).planned_as == "adamw-8bit"
     state = [np.zeros(300, np.float32), *np.zeros((2, 300), np.uint8), *np.zeros((2, 1), np.float32)]
-    with pytest.raises(ValueError, match=r"exp_avg_scale has shape \(1,\)"):
+    with pytest.raises(AssertionError, match="a kernel checks nothing"):
         adamw_8bit_step(state, np.zeros(300, np.uint16), None, AdamWParams(), 1)
 
 
