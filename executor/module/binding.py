@@ -453,9 +453,10 @@ def _recompute(
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
         names = [unit.name for unit in segment]
-        given: inspect.BoundArguments | None = signature.bind(*args, **kwargs)  # until the first pass begins
-        has_caches = drop_caches(given.arguments, layer)  # those that hold keys and values already
-        before = state.save(given.arguments.values())
+        bound = signature.bind(*args, **kwargs)
+        has_caches = drop_caches(bound.arguments, layer)  # those that hold keys and values already
+        before = state.save(bound.arguments.values())
+        given: inspect.BoundArguments | None = bound  # until the first pass begins
         args, kwargs = with_copies(args, kwargs, segment[0].operators[0].changed_inputs, before.copies)
         again = signature.bind(*args, **kwargs)
         drop_caches(again.arguments, layer)
@@ -472,8 +473,8 @@ def _recompute(
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal given
             if given is not None:  # the first pass; perhaps inside backward, as losses with cached gradients have it
-                bound, given = given, None
-                output = compute(bound)
+                arguments, given = given, None
+                output = compute(arguments)
                 state.check(before)
                 return output
             with _reporting(names, callbacks), state.restored(before), _with_weights(weights, names[0]):
