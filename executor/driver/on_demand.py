@@ -158,7 +158,7 @@ class OnDemand:
         """Let the plan's tasks for forward and backward that were not issued do nothing, and those of gradients run."""
         self._runtime.doing = self._doing
         for unit in self._runtime.state.units.values():
-            if unit.group is None and (held := self._held.pop(unit.name)):
+            if unit.group.size == 1 and (held := self._held.pop(unit.name)):
                 unit.flushing[self._last] = held
         self._runtime.actions.skip(self._iteration, self._last + 1, self._first_skipped)
 
@@ -238,7 +238,7 @@ class OnDemand:
         held = self._held[unit.name]
         if parameter.name not in held:
             first, *others = (unit.arrival(part) for part in parameter.leaving)
-            own = unit.group is None and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
+            own = unit.group.size == 1 and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
             size = parameter.parts[-1].stop - parameter.parts[0].start
             held[parameter.name] = (
                 first

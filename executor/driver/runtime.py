@@ -347,6 +347,11 @@ class Runtime:
             self._drop_kept()
             self.is_evaluating = False  # make_current() has waited for its tasks
 
+    def take_remaining(self) -> None:
+        """Take the rest of checkpoints that have begun, which need the weights and state that are to change."""
+        if self.snapshots is not None and self.snapshots.engine is not None:
+            self.snapshots.engine.take_remaining()
+
     def weights(self, name: str, doing: str = "state_dict()") -> torch.Tensor:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`.
 
@@ -424,8 +429,7 @@ class Runtime:
         self.make_current(f"a write to {name}", uses=True)
         self.check_same_values(name, values)
         self.has_written(name)
-        if self.snapshots is not None:
-            self.snapshots.take_remaining()  # checkpoints that have begun need the old weights
+        self.take_remaining()
         with Unbroken(self, "a write to weights"):
             self.state.write(name, as_real(values))
             self.actions.synchronize()

@@ -135,7 +135,7 @@ class UnitState:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
-        group: ranks that hold the same part of the unit; ``None`` if only this rank does.
+        group: ranks that hold the same part of the unit.
         start: first index of the rank's shard in the unit's range.
         holding: who holds its weights.
         slot: number of the slot that all weights are copied to, unless they are resident.
@@ -164,7 +164,7 @@ class UnitState:
     name: str
     parameters: tuple[ParameterState, ...]
     pieces: tuple[Piece, ...]
-    group: Group | None
+    group: Group
     start: int
     holding: Holding
     slot: int
@@ -213,7 +213,7 @@ class UnitState:
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor from the ranks' shards, flat, on the host. All ranks call this together."""
-        return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
+        return self.group.all_gather_on_host(shard) if self.is_sharded else shard
 
     def masters(self, piece: Piece) -> torch.Tensor:
         """Return the master copy of a piece, or its weights if it is split."""

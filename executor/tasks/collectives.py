@@ -73,7 +73,6 @@ class ScheduleCollectives:
             self._way(unit).all_gather(whole, own)
 
     def _way(self, unit: UnitState) -> Group | HostExchange:
-        assert unit.group is not None
         return self._through_host.get(unit.group, unit.group)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
@@ -129,7 +128,7 @@ class ScheduleCollectives:
 
     def sum_shards(self, unit: UnitState, values: torch.Tensor) -> None:
         """Add up a gradient of which each rank has its share, and zeros elsewhere."""
-        if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
+        if len(unit.own_weights) < len(unit.device_weights):
             self._way(unit).all_reduce(values)
 
     def first_summed(self, task: Task) -> int:
@@ -177,7 +176,7 @@ class ScheduleCollectives:
         size, count = mesh.degrees.tensor_parallel, len(squares)
         rows = [0.0] * (size * count)  # one row per tensor-parallel rank
         for i, (unit, _) in enumerate(parameters):
-            if self._shards or unit.group is None or unit.group.rank == 0:
+            if self._shards or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
         self._ranks.check_same_call("clipping, or reading norms")
         sums = np.array(self._ranks.all_reduce(rows)).reshape(size, count)

@@ -44,7 +44,7 @@ class GradientTasks:
     ) -> torch.Tensor | None:
         """Take a gradient as :meth:`collect` does; return the rank's own part if any of it goes to the host now."""
         flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
-        if (collectives := self._collectives) is not None and unit.group is not None:
+        if (collectives := self._collectives) is not None and unit.group.size > 1:
             parameter.arrive(iteration)
             collectives.collect(unit, parameter, flat, micro_batch)
             return None
@@ -60,7 +60,7 @@ class GradientTasks:
         held = parameter.own_of(flat, parameter.start)
         if parameter.staying:
             # A view keeps the whole gradient alive, so a part is copied if the rest is flushed, or that of other ranks.
-            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving) or unit.group is not None)
+            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving) or unit.group.size > 1)
         return held if parameter.leaving else None
 
     def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, iteration: int) -> None:
