@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
+_Backward = Callable[[torch.Tensor], torch.Tensor | None]
 _FUSED: Final = re.compile("ScaledDotProduct(.+?)Attention")
 
 
@@ -304,7 +305,7 @@ class Saved(torch.autograd.Function):
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, forward: _Function, backward: _Function) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, forward: _Function, backward: _Backward) -> torch.Tensor:
         ctx.backward_of = backward
         result = forward(values)
         if result is values:
@@ -312,14 +313,14 @@ class _WithGradient(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         return ctx.backward_of(gradient), None, None
 
 
-def with_gradient(values: torch.Tensor, forward: _Function, backward: _Function) -> torch.Tensor:
+def with_gradient(values: torch.Tensor, forward: _Function, backward: _Backward) -> torch.Tensor:
     """Return ``forward(values)``, which may be ``values`` changed in place; autograd keeps no tensor for backward.
 
-    ``backward`` returns the gradient of ``values``, given that of the result.
+    ``backward`` returns the gradient of ``values``, given that of the result; ``None``: there is none.
     """
     result: torch.Tensor = _WithGradient.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return result

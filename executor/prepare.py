@@ -793,8 +793,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not entries:
             return
         found = [(u, p) for u, p in self.session.runtime.parameter_states().values() if p.shard.name in entries]
-        if self.session.runtime.snapshots is not None:
-            self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
+        self.session.runtime.take_remaining()
         with self.session.runtime.changing("load_state_dict()"):
             for _, parameter in found:
                 # If an optimizer does not count steps, having state means that it has taken one.

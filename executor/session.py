@@ -26,7 +26,7 @@ from executor.distributed.adapters import bind_adapted_parameters
 from executor.distributed.context_parallel import bind_context_parallel
 from executor.distributed.experts import split_experts
 from executor.distributed.mesh import Mesh
-from executor.distributed.ranks import HostCollectives, Ranks
+from executor.distributed.ranks import ALONE, Ranks
 from executor.distributed.shards import shards_of
 from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.driver.iteration import IterationDriver
@@ -66,7 +66,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         model: the user's model.
         units, decisions, options, schedule: what is executed, and how.
         cores: the cores that the threads run on.
-        collectives: collectives of all processes over host memory, between iterations.
+        collectives: all processes over host memory; used between iterations.
         runtime: memory, threads and tasks, and weights and state while no iteration is under way.
         driver: follows the model through an iteration.
         audit: compares the first iterations with plain PyTorch.
@@ -96,7 +96,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self._has_left = self._on_all_ranks = False  # whether parameters are what they are to be after close()
         backend = backend_of(options)
         self._ranks = ranks = Ranks.of(decisions, backend.device, options.num_stages, options.sharing)
-        self.collectives = HostCollectives(ranks)
+        self.collectives = ALONE if ranks is None else ranks.everybody
         with (
             contextlib.ExitStack() as failing,
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
@@ -409,12 +409,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         If one rank leaves an iteration out, all do: ranks have different batches.
         """
         self.runtime.enter("the mean of all timelines")
-        machine, collectives = self.runtime.machine, HostCollectives(self._ranks, of_stage=True)
-        shares = collectives.means(np.array([float(i in machine.left_out) for i in machine.recorded]))
+        machine, means = self.runtime.machine, self.runtime.of_stage.means
+        shares = means(np.array([float(i in machine.left_out) for i in machine.recorded]))
         for iteration in np.array(machine.recorded)[shares > 0]:
             machine.exclude(int(iteration))
         own = self.timeline()
-        start_s, end_s = collectives.means(np.stack((own.start_s, own.end_s)))
+        start_s, end_s = means(np.stack((own.start_s, own.end_s)))
         return Timeline(own.schedule, start_s, end_s)
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ GOALS = {"of_copy": 0.9, "over_wide": 1.0}
 BITSANDBYTES = "bitsandbytes"
 KERNELS: dict[str, tuple[Callable[..., object], Any, float, Callable[[int], list[Any]]]] = {
     "adamw-bf16": (
-        adamw.adamw_bf16_step,
+        adamw.adamw_step,
         AdamWParams(PARAMS.lr, seed=0),
         BF16.update_bytes_per_param("adamw-bf16"),
         lambda count: [np.zeros(count, np.uint16) for _ in range(2)],

@@ -77,7 +77,6 @@ class CheckpointEngine:
         is_divided: whether every node has a folder of its own; see [Note: Divided places] in
             :mod:`executor.checkpoint.peers`.
         nonce: of this run, the same on all ranks.
-        is_lost: whether another rank has failed, for whose part nobody needs to wait.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
 
@@ -90,7 +89,6 @@ class CheckpointEngine:
         peers: "Nodes",
         is_divided: bool,
         nonce: str,
-        is_lost: Callable[[], bool],
         on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._source = source
@@ -98,7 +96,6 @@ class CheckpointEngine:
         self._flusher = flusher
         self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
         self._makes_folder = peers.rank == 0 or (is_divided and peers.is_leader)
-        self._is_lost = is_lost
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         states = {state for key in source.slices for state in source.keys(key)}
@@ -265,7 +262,9 @@ class CheckpointEngine:
     def _opened(self, step: int) -> tuple[Path | None, dict[str, ShardWriter]]:
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
         draft = self._place.begin(step, folders, self._nonce) if self._makes_folder else None
-        folder = draft or joined_folder(self._place.root, step, folders, self._nonce, _PATIENCE_S, self._is_lost)
+        folder = draft or joined_folder(
+            self._place.root, step, folders, self._nonce, _PATIENCE_S, self._peers.has_failed
+        )
         writers: dict[str, ShardWriter] = {}
         try:
             for path, made in self._layouts.items():

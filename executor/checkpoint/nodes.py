@@ -60,6 +60,10 @@ class Nodes:
         """Whether this rank is the first of its node."""
         return self.nodes[self.node][0] == self.rank
 
+    def has_failed(self) -> bool:
+        """Return whether another rank is known to have failed, for whose part nobody needs to wait."""
+        return self.size > 1 and self._ranks.has_failed()
+
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """See :meth:`executor.distributed.ranks.Ranks.waiting`."""
         return self._ranks.waiting()

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from executor.optimizer.adamw import AdamWParams, adamw_factors, seeds_of
-from executor.optimizer.adamw_bf16 import signed
+from executor.optimizer.adamw_narrow import signed
 from executor.optimizer.bf16 import MIXERS, SPREAD
 from executor.optimizer.blocks import LEAST_SCALE, SIGNED, UNSIGNED, borders
 from executor.optimizer.passes import BLOCK, cut

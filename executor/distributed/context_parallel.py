@@ -63,7 +63,7 @@ def bind_context_parallel(
         undo.append(last.register_forward_hook(no_compile(sequences.share)).remove)
     for before, after in pairs:
         if ring is None:
-            undo += _Attention(model, before, after, sequences).bind(no_compile)
+            undo += _exchange_heads(model, before, after, sequences, no_compile)
         else:
             undo.append(_pass_keys(model, _parent(before.name), sequences, ring, no_compile))
     return undo
@@ -266,79 +266,78 @@ class _Sequences:
         return received
 
 
-@final
-class _Attention:
-    """One attention module.
+def _exchange_heads(
+    model: nn.Module, before: Operator, after: Operator, sequences: _Sequences, no_compile: NoCompile
+) -> list[Undo]:
+    """Let an attention module compute with all tokens of this rank's heads; return functions that undo this.
 
     Args:
         model: the model.
-        before, after: its operators before and after the core of attention.
+        before: its operator before the core of attention.
+        after: that behind it.
         sequences: what ranks share.
+        no_compile: keeps functions out of compiled graphs.
 
     Raises:
         BindingError: it is not as in ``transformers``.
     """
+    path, ranks = _parent(before.name), sequences.group.size
+    module = model.get_submodule(path)
+    matrices = [spec for spec in before.parameters if len(spec.shape) == 2]
+    projections = [model.get_submodule(_parent(spec.name)) for spec in matrices]
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int):
+        raise BindingError(
+            f"{path} ({type(module).__name__}) does not say how wide its heads are, so ranks cannot share sequences; "
+            "plan with --parallel context=1"
+        )
+    num_fused = 3 if len(projections) == 1 else 1  # one projection for each of queries, keys and values, or for all
+    num_heads, num_keys = (spec.shape[0] // head_dim for spec in (matrices[0], matrices[-1]))
+    given: Tensor | None = None  # the rank's tokens
 
-    def __init__(self, model: nn.Module, before: Operator, after: Operator, sequences: _Sequences) -> None:
-        self._path, self._sequences = _parent(before.name), sequences
-        self._module = model.get_submodule(self._path)
-        matrices = [spec for spec in before.parameters if len(spec.shape) == 2]
-        self._projections = [model.get_submodule(_parent(spec.name)) for spec in matrices]
-        self._behind = model.get_submodule(_parent(after.parameters[0].name))
-        head_dim = getattr(self._module, "head_dim", None)
-        if not isinstance(head_dim, int):
-            raise BindingError(
-                f"{self._path} ({type(self._module).__name__}) does not say how wide its heads are, so ranks cannot "
-                "share sequences; plan with --parallel context=1"
-            )
-        self._head_dim = head_dim
-        self._given: Tensor | None = None
-        # One projection for each of queries, keys and values, or one for all.
-        self._num_fused = 3 if len(self._projections) == 1 else 1
-        self._num_heads, self._num_keys = (spec.shape[0] // head_dim for spec in (matrices[0], matrices[-1]))
-
-    def bind(self, no_compile: NoCompile) -> list[Undo]:
-        """Place hooks; return functions that undo this."""
-        undo = self._divide()
-        undo.append(self._module.register_forward_pre_hook(no_compile(self._begin), with_kwargs=True).remove)
-        for projection in self._projections:
-            undo.append(projection.register_forward_pre_hook(no_compile(self._own)).remove)
-            undo.append(projection.register_forward_hook(no_compile(self._heads)).remove)
-        undo.append(self._behind.register_forward_pre_hook(no_compile(self._tokens)).remove)
-        return undo
-
-    def _divide(self) -> list[Undo]:
-        ranks, module = self._sequences.group.size, self._module
-        counts = {name: getattr(module, name, 0) // ranks for name in ("num_heads", "split_size")}
-        if hasattr(module, "num_key_value_heads"):
-            counts["num_key_value_heads"] = max(self._num_keys, ranks) // ranks
-        if hasattr(module, "num_key_value_groups"):
-            counts["num_key_value_groups"] = self._num_heads // max(self._num_keys, ranks)
-        return [replace_attribute(module, name, count) for name, count in counts.items() if count]
-
-    def _begin(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def begin(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give the module a tensor of the whole sequences' shape, for which :meth:`_own` puts the rank's tokens."""
-        self._given = own = _hidden(args, kwargs)
-        shape = own.shape[0], self._sequences.num_tokens(own.shape[1]), own.shape[2]
-        return _with_hidden(args, kwargs, own.new_empty(()).expand(shape))
+        """Give the module a tensor of the whole sequences' shape, for which :func:`own` puts the rank's tokens."""
+        nonlocal given
+        given = hidden = _hidden(args, kwargs)
+        shape = hidden.shape[0], sequences.num_tokens(hidden.shape[1]), hidden.shape[2]
+        return _with_hidden(args, kwargs, hidden.new_empty(()).expand(shape))
 
-    def _own(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        given = self._given
-        if projection is self._projections[-1]:
-            self._given = None
-        return given, *args[1:]
+    def own(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal given
+        hidden = given
+        if projection is projections[-1]:
+            given = None
+        return hidden, *args[1:]
 
-    def _heads(self, projection: nn.Module, _args: Any, made: Tensor) -> Tensor:
-        copies = self._sequences.group.size // self._num_keys
-        if copies > 1 and self._num_fused == 1 and projection is not self._projections[0]:
-            made = made.view(*made.shape[:2], self._num_keys, self._head_dim).repeat_interleave(copies, 2).flatten(2)
-        return self._sequences.heads(made, self._num_fused)
+    def heads(projection: nn.Module, _args: Any, made: Tensor) -> Tensor:
+        copies = ranks // num_keys
+        if copies > 1 and num_fused == 1 and projection is not projections[0]:
+            made = made.view(*made.shape[:2], num_keys, head_dim).repeat_interleave(copies, 2).flatten(2)
+        return sequences.heads(made, num_fused)
 
-    def _tokens(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def tokens(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, *others = args
-        return self._sequences.tokens(whole), *others
+        return sequences.tokens(whole), *others
+
+    undo = _divide(module, num_heads, num_keys, ranks)
+    undo.append(module.register_forward_pre_hook(no_compile(begin), with_kwargs=True).remove)
+    for projection in projections:
+        undo.append(projection.register_forward_pre_hook(no_compile(own)).remove)
+        undo.append(projection.register_forward_hook(no_compile(heads)).remove)
+    behind = model.get_submodule(_parent(after.parameters[0].name))
+    return [*undo, behind.register_forward_pre_hook(no_compile(tokens)).remove]
+
+
+def _divide(module: nn.Module, num_heads: int, num_keys: int, ranks: int) -> list[Undo]:
+    """Let an attention module have this rank's heads; return functions that undo this."""
+    counts = {name: getattr(module, name, 0) // ranks for name in ("num_heads", "split_size")}
+    if hasattr(module, "num_key_value_heads"):
+        counts["num_key_value_heads"] = max(num_keys, ranks) // ranks
+    if hasattr(module, "num_key_value_groups"):
+        counts["num_key_value_groups"] = num_heads // max(num_keys, ranks)
+    return [replace_attribute(module, name, count) for name, count in counts.items() if count]
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -24,23 +24,9 @@ from executor.distributed.shards import BindingError, ParameterShard
 from executor.distributed.tensor_parallel import Undo
 from planner.graph import Unit
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Bank:
-    """The experts of a layer that belong to one unit.
-
-    Attributes:
-        unit: name of the unit.
-        first, stop: the unit's range among this rank's experts.
-        gate_up: ``[stop - first, 2 * ffn, hidden]``.
-        down: ``[stop - first, hidden, ffn]``.
-    """
-
-    unit: str
-    first: int
-    stop: int
-    gate_up: ParameterShard
-    down: ParameterShard
+_Banks = dict[str, tuple[ParameterShard, ParameterShard]]
+"""The experts of a layer, by the name of the unit that has them: ``[experts, 2 * ffn, hidden]`` of gate and up, and
+``[experts, hidden, ffn]`` of down."""
 
 
 def split_experts(
@@ -57,7 +43,7 @@ def split_experts(
     Raises:
         BindingError: the experts differ from those of ``transformers``.
     """
-    banks: dict[str, list[_Bank]] = {}
+    banks: dict[str, _Banks] = {}
     before: dict[str, str] = {}  # the unit that dispatches tokens to the experts of a layer
     sender = ""
     for unit, operator in ((u, operator) for u in units for operator in u.operators):
@@ -68,7 +54,7 @@ def split_experts(
             continue
         path = found[0].name.rpartition(".")[0]
         of = {shard.name.rpartition(".")[2]: shard for shard in found}
-        banks.setdefault(path, []).append(_Bank(unit.name, *found[0].rows, of["gate_up_proj"], of["down_proj"]))
+        banks.setdefault(path, {})[unit.name] = of["gate_up_proj"], of["down_proj"]
         before[path] = sender
     undo = []
     group = group if group is not None and group.size > 1 else None
@@ -79,8 +65,8 @@ def split_experts(
     return undo
 
 
-def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
-    for shard in (shard for bank in banks for shard in (bank.gate_up, bank.down)):
+def _check(path: str, module: nn.Module, banks: _Banks) -> None:
+    for shard in itertools.chain(*banks.values()):
         if shard.whole._backward_hooks:
             raise BindingError(
                 f"{shard.name} has a hook, which would never run, because its experts are units of their own; remove "
@@ -100,7 +86,7 @@ class _Experts:
     """The forward of a module of experts. ``_group`` is ``None`` if it has one rank."""
 
     _module: nn.Module
-    _banks: Sequence[_Bank]
+    _banks: _Banks
     _before: str
     _group: Group | None
     _callbacks: ModuleCallbacks
@@ -112,19 +98,24 @@ class _Experts:
         num_tokens, top = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1))
         num_ranks = self._group.size if self._group else 1
-        counts = torch.bincount(ids, minlength=num_ranks * self._banks[-1].stop)
+        counts = torch.bincount(ids, minlength=num_ranks * self._num_own)
         visits = hidden_states[order // top]
         made = self._compute_on_all_ranks(visits, counts) if self._group else self._compute(visits, counts.tolist())
         weighted = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         weighted = weighted[_inverse(order)]
         result = weighted.view(num_tokens, top, -1).sum(1).to(hidden_states.dtype)
-        self._mark_backward(self._banks[-1].unit, result)
+        self._mark_backward(next(reversed(self._banks)), result)
         return result
+
+    @property
+    def _num_own(self) -> int:
+        """Number of this rank's experts."""
+        return max(_rows(gate_up)[1] for gate_up, _ in self._banks.values())
 
     def _compute_on_all_ranks(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send tokens to the ranks of their experts, and receive the outputs."""
         assert self._group is not None
-        num_own, num_ranks = self._banks[-1].stop, self._group.size
+        num_own, num_ranks = self._num_own, self._group.size
         every = [num_own] * num_ranks
         theirs = torch.empty_like(counts)  # tokens of every rank for every expert of this one
         self._group.all_to_all(theirs, counts, every, every)
@@ -143,17 +134,19 @@ class _Experts:
         self._mark_backward(self._before, visits)
         starts = [0, *itertools.accumulate(counts)]
         made = []
-        for bank in self._banks:
-            self._callbacks.on_forward(bank.unit)
-            made.append(self._apply(bank, visits[starts[bank.first] : starts[bank.stop]], counts))
-            self._mark_backward(bank.unit, made[-1])
+        for unit, (gate_up, down) in self._banks.items():
+            self._callbacks.on_forward(unit)
+            first, stop = _rows(gate_up)
+            own = visits[starts[first] : starts[stop]]
+            made.append(self._apply(_trained(gate_up), _trained(down), own, counts[first:stop]))
+            self._mark_backward(unit, made[-1])
         return torch.cat(made)
 
-    def _apply(self, bank: _Bank, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        sizes = counts[bank.first : bank.stop]
-        inner = grouped_product(visits, _trained(bank.gate_up), sizes)
-        gate, up = inner.chunk(2, dim=-1)
-        made: torch.Tensor = grouped_product(self._module.act_fn(gate) * up, _trained(bank.down), sizes)  # type: ignore[operator]
+    def _apply(
+        self, gate_up: torch.Tensor, down: torch.Tensor, visits: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        gate, up = grouped_product(visits, gate_up, sizes).chunk(2, dim=-1)
+        made: torch.Tensor = grouped_product(self._module.act_fn(gate) * up, down, sizes)  # type: ignore[operator]
         return made
 
     def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
@@ -163,6 +156,12 @@ class _Experts:
 
 def _trained(shard: ParameterShard) -> torch.Tensor:
     return shard.leaf if shard.trains else shard.leaf.detach()
+
+
+def _rows(shard: ParameterShard) -> tuple[int, int]:
+    """Return the range of this rank's experts that a shard has."""
+    assert shard.rows is not None
+    return shard.rows
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -17,22 +19,6 @@ Wait = Callable[[dist.ProcessGroup, Callable[[], Any]], None]
 
 If a rank has failed, it raises ``RankError``, and so do all methods of :class:`Group`.
 """
-
-
-class Exchange(Protocol):
-    """Another way for collectives of tensors on the device, see :class:`Group`."""
-
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """See :meth:`Group.all_gather`."""
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """See :meth:`Group.all_reduce`."""
-
-    def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
-        """See :meth:`Group.reduce_scatter`."""
-
-    def close(self) -> None:
-        """Leave the other ranks."""
 
 
 @final
@@ -52,7 +38,6 @@ class Group:
 
     Attributes:
         rank, size: this rank's number within the group, and the group's number of ranks.
-        exchange: what sums and gathers tensors on the device instead of the process group; ``None``: nothing does.
         first: global number of the group's first rank.
     """
 
@@ -71,22 +56,17 @@ class Group:
         self._on_device = on_device
         self._device, self._hosts = device, hosts
         self._wait = wait
-        self.exchange: Exchange | None = None
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``. ``own`` may be a view of ``whole``."""
-        if self.exchange is not None:
-            self.exchange.all_gather(whole, own)
-        elif (group := self._device) is None:
+        if (group := self._device) is None:
             whole.copy_(own)
         else:
             self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Replace ``values`` by the sum or maximum over all ranks, in their own type, with the same bits everywhere."""
-        if self.exchange is not None and op == dist.ReduceOp.SUM:
-            self.exchange.all_reduce(values)
-        elif (group := self._device) is not None:
+        if (group := self._device) is not None:
             self._wait(group, lambda: dist.all_reduce(values, op=op, group=group, async_op=True))
 
     def send(self, values: torch.Tensor, sender: int) -> None:
@@ -100,9 +80,7 @@ class Group:
         It may overwrite ``values``. On hosts it all-reduces: gloo's own reduce-scatter, if this version of torch has
         it, takes longer.
         """
-        if self.exchange is not None:
-            self.exchange.reduce_scatter(own, values)
-        elif (group := self._device) is not None and self._on_device:
+        if (group := self._device) is not None and self._on_device:
             self._wait(group, lambda: _reduce_scatter(own, values, group=group, async_op=True))
         else:
             self.all_reduce(values)
@@ -148,6 +126,34 @@ class Group:
             as_bytes = values.view(-1).view(torch.uint8)  # gloo does not take all types
             self._wait(group, lambda: dist.broadcast(as_bytes, self._ranks[0], group, async_op=True))
         return values
+
+    def broadcast_text(self, make: Callable[[], str]) -> str:
+        """Return the text that the first rank makes, while the others wait. The text must not be empty."""
+        if self.size == 1:
+            return make()
+        values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
+        count = int(self.broadcast(torch.tensor(len(values), device="cpu")))
+        text = self.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu"))
+        return bytes(text.tolist()).decode()
+
+    def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the elementwise mean of all ranks' arrays, of one shape. The group is one over host memory alone.
+
+        That holds for :meth:`mean` and :meth:`any`, too.
+        """
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self.all_reduce(total)
+        return total.numpy() / self.size
+
+    def mean(self, value: float) -> float:
+        """Return the mean of all ranks' values."""
+        return float(self.means(np.array([value]))[0])
+
+    def any(self, value: bool) -> bool:
+        """Return whether ``value`` is true on any rank."""
+        return self.mean(float(value)) > 0
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""

@@ -19,8 +19,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self, final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -70,6 +68,7 @@ class Ranks:
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for other ranks now.
         num_ended: number of collectives that have ended.
+        leaving: what :meth:`close` does first.
         process: global number of this process.
         everybody: group of all processes over host memory, in all stages.
         stage: number of this process's stage.
@@ -110,6 +109,7 @@ class Ranks:
             os.environ.setdefault("NCCL_MAX_CTAS", str(most_ctas))
         self.num_values = self.decision_hash = self.num_ended = 0
         self.is_waiting = False
+        self.leaving = contextlib.ExitStack()
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when a group's collective has ended
         self._on_failure: Callable[[RankError], None] = lambda _error: None
@@ -276,9 +276,7 @@ class Ranks:
         """
         self._watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
-        for part in self._parts:
-            if part.exchange is not None:
-                part.exchange.close()
+        self.leaving.close()
         if not on_all_ranks:
             self._abort_devices()  # else destroying groups would wait for kernels that wait for dead ranks
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
@@ -400,47 +398,5 @@ class Ranks:
                 abortable[0]._group_end()
 
 
-@final
-class HostCollectives:
-    """Collectives of all processes over host memory, between iterations; of those in this stage alone, if asked.
-
-    All of them call each method at the same point. If there is one rank (``ranks=None``), methods return its value.
-    """
-
-    def __init__(self, ranks: Ranks | None, *, of_stage: bool = False) -> None:
-        self._ranks = ranks
-        self._group = None if ranks is None else ranks.all if of_stage else ranks.everybody
-        self.rank, self.size = (0, 1) if self._group is None else (self._group.rank, self._group.size)
-
-    def has_failed(self) -> bool:
-        """Return whether another rank is known to have failed."""
-        return self._ranks is not None and self._ranks.has_failed()
-
-    def broadcast(self, value: int) -> int:
-        """Return rank 0's value."""
-        return value if self._group is None else int(self._group.broadcast(torch.tensor(value, device="cpu")))
-
-    def broadcast_text(self, make: Callable[[], str]) -> str:
-        """Return the text that rank 0 makes, while the others wait. The text must not be empty."""
-        if self._group is None:
-            return make()
-        values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if self.rank == 0 else torch.empty(0)
-        count = self.broadcast(len(values))
-        text = self._group.broadcast(values if self.rank == 0 else torch.empty(count, dtype=torch.uint8, device="cpu"))
-        return bytes(text.tolist()).decode()
-
-    def mean(self, value: float) -> float:
-        """Return the mean of all ranks' values."""
-        return float(self.means(np.array([value]))[0])
-
-    def any(self, value: bool) -> bool:
-        """Return whether ``value`` is true on any rank."""
-        return self.mean(float(value)) > 0
-
-    def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the elementwise mean of all ranks' arrays, which have the same shape."""
-        if self._group is None:
-            return values
-        total = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._group.all_reduce(total)
-        return total.numpy() / self.size
+ALONE: Final = Group((0,), 0, device=None, hosts=None, on_device=False, wait=lambda _group, _begin: None)
+"""The group of a process that trains alone."""

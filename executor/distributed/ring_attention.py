@@ -13,7 +13,7 @@ that a rank has. Sums for keys and values pass on beside them, in their type, an
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -187,22 +187,15 @@ def _backward(
     )
 
 
-class _Step(NamedTuple):
-    """What a rank computes at a step: slices of its queries, and of the keys that it has."""
+def _parts_of(ring: Ring, step: int, num_tokens: int, *, is_causal: bool) -> tuple[slice, slice]:
+    """Return which of its queries, and of the keys that it has, a rank computes with at a step; see [Note: Ring].
 
-    queries: slice
-    keys: slice
-    is_causal: bool
-
-
-def _step(ring: Ring, step: int, num_tokens: int, *, is_causal: bool) -> _Step:
-    """Return a step's part; see [Note: Ring]: of each rank's two halves, the second one lies behind all first ones."""
+    Of each rank's two halves, the second one lies behind all first ones. Only the first step is causal.
+    """
     every, half = slice(0, num_tokens), num_tokens // 2
     if not is_causal or step == 0:
-        return _Step(every, every, is_causal)
-    if ring.source(step) < ring.group.rank:
-        return _Step(every, slice(0, half), is_causal=False)
-    return _Step(slice(half, num_tokens), every, is_causal=False)
+        return every, every
+    return (every, slice(0, half)) if ring.source(step) < ring.group.rank else (slice(half, num_tokens), every)
 
 
 @torch.library.custom_op("ullage::attend_in_ring", mutates_args=())
@@ -217,13 +210,13 @@ def attend_in_ring(
     total, sums = query.new_empty(0), query.new_empty(0)
     for step in range(found.group.size):
         coming = found.begin(here) if step < found.group.size - 1 else None
-        at = _step(found, step, query.shape[2], is_causal=is_causal)
-        made, its = _forward(query[:, :, at.queries], here[..., at.keys, :], at.is_causal, scale)
+        queries, keys = _parts_of(found, step, query.shape[2], is_causal=is_causal)
+        made, its = _forward(query[:, :, queries], here[..., keys, :], is_causal and step == 0, scale)
         if step == 0:
             total, sums = made.float(), its
         else:
-            rows = sums[:, :, at.queries]
-            total[:, :, at.queries].lerp_(made.float(), torch.sigmoid(its - rows).unsqueeze(-1))
+            rows = sums[:, :, queries]
+            total[:, :, queries].lerp_(made.float(), torch.sigmoid(its - rows).unsqueeze(-1))
             rows.copy_(torch.logaddexp(rows, its))
         here = coming() if coming else here
     return total.to(query.dtype), sums
@@ -247,17 +240,18 @@ def gradients_in_ring(
     coming_sum: Callable[[], Tensor] | None = None
     for step in range(ring.group.size):
         coming = ring.begin(here) if step < ring.group.size - 1 else None
-        at = _step(ring, step, query.shape[2], is_causal=is_causal)
+        queries, keys = _parts_of(ring, step, query.shape[2], is_causal=is_causal)
         own_gradient, own_query, own_result, own_sums = (
-            each[:, :, at.queries] for each in (gradient, query, result, sums)
+            each[:, :, queries] for each in (gradient, query, result, sums)
         )
         of_query, *of_keys = _backward(
-            own_gradient, own_query, here[..., at.keys, :], own_result, own_sums.contiguous(), at.is_causal, scale
+            *(own_gradient, own_query, here[..., keys, :], own_result, own_sums.contiguous()),
+            *(is_causal and step == 0, scale),
         )
-        total[:, :, at.queries] += of_query
+        total[:, :, queries] += of_query
         added = coming_sum() if coming_sum else torch.zeros_like(passed)
         for sum_, its in zip(added, of_keys, strict=True):
-            sum_[:, :, at.keys] += its
+            sum_[:, :, keys] += its
         coming_sum = ring.begin(added)
         here = coming() if coming else here
     assert coming_sum is not None

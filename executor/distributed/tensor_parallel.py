@@ -31,7 +31,7 @@ from executor.distributed.collectives import copy_to_group, reduce_from_group
 from executor.distributed.groups import Group
 from executor.distributed.products import Multiply, group_id, summed_product
 from executor.distributed.shards import BindingError, ParameterShard
-from executor.distributed.vocabulary import Head, embed
+from executor.distributed.vocabulary import bind_head, embed
 from planner.graph import Operator, Pattern, Unit
 
 # Attributes of attention modules: numbers of heads or channels.
@@ -109,7 +109,7 @@ def bind_tensor_parallel(
         if operator.kind == "head":
             head = model.get_submodule(operator.name)
             undo += _copy_input([head], group, no_compile)
-            undo += Head(model, found[0], group).bind(model, head)
+            undo += bind_head(model, head, found[0], group)
         elif operator.kind == "experts":
             banks[_owner(model, found[0])] = None
         elif operator.pattern is Pattern.COLUMN:

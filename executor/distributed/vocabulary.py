@@ -6,7 +6,7 @@ three numbers instead of one logit per entry of the vocabulary.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -73,48 +73,27 @@ def embed(module: nn.Module, shard: ParameterShard, group: Group) -> Callable[[t
     return forward
 
 
-@final
-class Head:
-    """The head and the loss of a model whose vocabulary is sharded.
+def bind_head(model: Any, head: nn.Module, weight: ParameterShard, group: Group) -> list[Callable[[], None]]:
+    """Let a head whose vocabulary is sharded keep its logits where it can; return functions that undo this.
 
     If the model trains with labels and has the loss function of ``transformers`` for causal models, each rank keeps its
     shard of the logits, and the model returns that shard. If logits are float32, the loss sets logits of padding to
     :data:`_MASKED_LOGIT`. In all other cases the logits are all-gathered.
     """
+    model_loss: Callable[..., torch.Tensor] | None = getattr(model, "loss_function", None)
+    has_hf_loss = getattr(model_loss, "__name__", "") == _HF_LOSS
+    signature = inspect.signature(model.forward)
+    stay_sharded = False
 
-    def __init__(self, model: nn.Module, weight: ParameterShard, group: Group) -> None:
-        self._weight = weight
-        self._group = group
-        self._model_loss: Callable[..., torch.Tensor] | None = getattr(model, "loss_function", None)
-        self._has_hf_loss = getattr(self._model_loss, "__name__", "") == _HF_LOSS
-        self._signature = inspect.signature(model.forward)
-        self._logits_stay_sharded = False
+    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal stay_sharded
+        labels = signature.bind_partial(*args, **kwargs).arguments.get("labels")
+        stay_sharded = has_hf_loss and model.training and torch.is_grad_enabled() and labels is not None
 
-    def bind(self, model: Any, head: nn.Module) -> list[Callable[[], None]]:
-        """Replace the loss, and all-gather logits if all are needed; return functions that undo this."""
-        handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            head.register_forward_hook(self._after),
-        ]
-        undo: list[Callable[[], None]] = [handle.remove for handle in handles]
-        if self._has_hf_loss:
-            model.loss_function = self._loss
-            undo.append(lambda: setattr(model, "loss_function", self._model_loss))
-        return undo
+    def after(_head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits if stay_sharded else gather(logits, group, weight.whole_shape[0])
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = self._signature.bind_partial(*args, **kwargs).arguments.get("labels")
-        self._logits_stay_sharded = (
-            self._has_hf_loss and model.training and torch.is_grad_enabled() and labels is not None
-        )
-
-    def _after(self, _head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
-        if self._logits_stay_sharded:
-            return logits
-        return gather(logits, self._group, self._weight.whole_shape[0])
-
-    def _loss(
-        self,
+    def loss(
         logits: torch.Tensor,
         labels: torch.Tensor,
         vocab_size: int,
@@ -124,11 +103,9 @@ class Head:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the cross-entropy of the next token. It replaces ``ForCausalLMLoss`` of ``transformers``."""
-        if not self._logits_stay_sharded:
-            assert self._model_loss is not None
-            return self._model_loss(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-            )
+        if not stay_sharded:
+            assert model_loss is not None
+            return model_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
@@ -136,10 +113,19 @@ class Head:
         count = counted.sum() if num_items_in_batch is None else num_items_in_batch
 
         def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            of_all = _CrossEntropy.apply(logits, targets, self._weight, self._group)  # type: ignore[no-untyped-call]
+            of_all = _CrossEntropy.apply(logits, targets, weight, group)  # type: ignore[no-untyped-call]
             return torch.where(targets != ignore_index, of_all, 0.0)
 
         return summed(logits.flatten(0, -2), targets, losses, count)
+
+    undo: list[Callable[[], None]] = [
+        model.register_forward_pre_hook(before, with_kwargs=True).remove,
+        head.register_forward_hook(after).remove,
+    ]
+    if has_hf_loss:
+        model.loss_function = loss
+        undo.append(lambda: setattr(model, "loss_function", model_loss))
+    return undo
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -6,7 +6,6 @@ import torch
 
 from executor.audit.audit import Audit, AuditError
 from executor.audit.cases import stored_gradients
-from executor.distributed.ranks import HostCollectives
 from executor.driver.runtime import Runtime
 
 
@@ -26,7 +25,7 @@ def end_audit(audit: Audit, runtime: Runtime) -> None:
     stored = functools.partial(stored_gradients, runtime.state, iteration)
     runtime.enter(f"the audit of iteration {iteration + 1}")
     difference = audit.end_iteration(runtime.backend.device, stored, functools.partial(_summed, runtime))
-    if HostCollectives(runtime.ranks, of_stage=True).any(bool(difference)):
+    if runtime.of_stage.any(bool(difference)):
         what = difference or "another rank has found a difference"
         raise AuditError(
             f"audit of iteration {iteration + 1}: {what}; no weight has changed since the last step; audit='off' "

@@ -24,7 +24,7 @@ import torch
 from executor.callbacks import nodes
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
-from executor.memory.units import NEVER, FlatGradient, ParameterState, UnitState
+from executor.memory.units import NEVER, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
 from executor.module.visibility import WeightVisibility
 from executor.packed import as_real
@@ -53,7 +53,7 @@ class OnDemand:
         self._last = decisions.num_micro_batches - 1
         self._first_skipped = runtime.loop.num_issued
         self._doing = f"iteration {self._iteration + 1}, which left the plan after {self._first_skipped} of its tasks"
-        self._held: dict[str, dict[str, FlatGradient]] = {name: {} for name in runtime.state.units}
+        self._held: dict[str, dict[str, torch.Tensor]] = {name: {} for name in runtime.state.units}
         runtime.machine.wait()
         runtime.actions.synchronize()
         runtime.doing = self._doing
@@ -105,12 +105,12 @@ class OnDemand:
             held = self._held[unit.name].get(parameter.name)
             for part in parameter.leaving if held is not None else ():
                 assert held is not None
-                parameter.values_of(part, values).copy_(held.of(part))
+                parameter.values_of(part, values).copy_(parameter.part_of(part, held))
             for part in parameter.staying:
                 if (gradient := unit.device_gradients.get((parameter.name, part.piece.index))) is not None:
                     parameter.values_of(part, values).copy_(gradient)
-            if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
-                unit.group.all_reduce(values)  # each rank has its share, and zeros elsewhere
+            if self._runtime.collectives is not None:
+                self._runtime.collectives.sum_shards(unit, values)
             yield parameter.shard, values.view(parameter.shard.shape)
 
     def replace(self, name: str, values: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ class OnDemand:
         """Let the plan's tasks for forward and backward that were not issued do nothing, and those of gradients run."""
         self._runtime.doing = self._doing
         for unit in self._runtime.state.units.values():
-            if unit.group is None and (held := self._held.pop(unit.name)):
+            if unit.group.size == 1 and (held := self._held.pop(unit.name)):
                 unit.flushing[self._last] = held
         self._runtime.actions.skip(self._iteration, self._last + 1, self._first_skipped)
 
@@ -201,7 +201,7 @@ class OnDemand:
         for parameter in flushed:
             held = self._sum_of(unit, parameter)
             for part in parameter.leaving:
-                held.of(part).copy_(unit.arrival(part))
+                parameter.part_of(part, held).copy_(unit.arrival(part))
             parameter.flushed = NEVER
         for piece in unit.pieces:
             if piece.in_place and any(any(parameter.parts_in(piece)) for parameter in flushed):
@@ -221,16 +221,16 @@ class OnDemand:
         keys = ((unit.name, piece.index) for piece in unit.pieces if piece.spilled)
         return any(self._runtime.state.nvme.has_spilled(key) for key in keys)
 
-    def _add(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient) -> None:
+    def _add(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor) -> None:
         is_first = parameter.name not in self._held[unit.name]
         held = self._sum_of(unit, parameter)
         for part in parameter.leaving:
             if is_first:
-                held.of(part).copy_(gradient.of(part))
+                parameter.part_of(part, held).copy_(parameter.part_of(part, gradient))
             else:
-                held.of(part).add_(gradient.of(part).to(held.values.device))
+                parameter.part_of(part, held).add_(parameter.part_of(part, gradient).to(held.device))
 
-    def _sum_of(self, unit: UnitState, parameter: ParameterState) -> FlatGradient:
+    def _sum_of(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
         """Return the sum of a parameter's gradients in host memory.
 
         It is the memory that the update reads, if nothing else can be there now; else new memory.
@@ -238,14 +238,13 @@ class OnDemand:
         held = self._held[unit.name]
         if parameter.name not in held:
             first, *others = (unit.arrival(part) for part in parameter.leaving)
-            own = unit.group is None and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
-            size = parameter.stop - parameter.start
-            values = (
+            own = unit.group.size == 1 and not any(p.piece.in_place or p.piece.spilled for p in parameter.leaving)
+            size = parameter.parts[-1].stop - parameter.parts[0].start
+            held[parameter.name] = (
                 first
                 if own and not others and len(first) == size
                 else torch.empty(size, dtype=first.dtype, device=first.device)
             )
-            held[parameter.name] = FlatGradient(values, parameter.start)
         return held[parameter.name]
 
 

@@ -37,8 +37,7 @@ def park(
     begin_s = time.perf_counter()
     runtime.end_evaluation()
     runtime.make_current("park()")
-    if runtime.snapshots is not None:
-        runtime.snapshots.take_remaining()
+    runtime.take_remaining()
     units = list(runtime.state.units.values())
     leaving = [slab for unit in units for slab in unit.device if slab is not unit.own_weights]
     frozen = [unit.frozen.own for unit in units if unit.frozen is not None and unit.on_device]

@@ -12,7 +12,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -32,25 +32,19 @@ Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 """Returns the loss of a model's output and its batch, a scalar."""
 
 
-class Begun(NamedTuple):
-    """A micro-batch between its forward and its backward in a round.
+_Edges = list[tuple[torch.Size, torch.dtype, GradientEdge | None]]
+"""Of each tensor that a forward has made and sent on: its shape, its type, and what backward begins with.
 
-    Attributes:
-        loss: the loss; ``None`` but in the last chunk.
-        made: of each tensor that was made and sent on: its shape, its type, and what backward begins with. The tensor
-            is needed no more. In evaluation, backward begins with nothing.
-        gradients: take those for the stage before; ``None`` in the first chunk.
-    """
+The tensor is needed no more. In evaluation, backward begins with nothing.
+"""
 
-    loss: Tensor | None
-    made: list[tuple[torch.Size, torch.dtype, GradientEdge | None]]
-    gradients: list[Tensor] | None
+_Begun = tuple[_Edges, list[Tensor] | None]
+"""A micro-batch between forward and backward in a round; take the gradients for the stage before, if there is one."""
 
 
-def _begun(made: Sequence[Tensor], gradients: list[Tensor] | None, loss: Tensor | None = None) -> Begun:
+def _edges(made: Sequence[Tensor]) -> _Edges:
     trains = torch.is_grad_enabled()
-    edges = [(each.shape, each.dtype, get_gradient_edge(each) if trains else None) for each in made]
-    return Begun(loss, edges, gradients)
+    return [(each.shape, each.dtype, get_gradient_edge(each) if trains else None) for each in made]
 
 
 def _without_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,25 +118,26 @@ class Pipeline:
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
-        begun: dict[tuple[int, int], Begun] = {}
+        begun: dict[tuple[int, int], _Begun] = {}
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns_of(self._decisions):
             if op is Op.FORWARD:
-                begun[turn, micro_batch] = self._forward(turn, batches[micro_batch], loss, count)
-                if (made := begun[turn, micro_batch].loss) is not None:
-                    found[micro_batch] = made
+                begun[turn, micro_batch], own_loss = self._forward(turn, batches[micro_batch], loss, count)
+                if own_loss is not None:
+                    found[micro_batch] = own_loss
             elif op is Op.WEIGHT_GRADIENT:
                 self._driver.make_later_gradients(micro_batch)
             else:
-                self._backward(turn, begun.pop((turn, micro_batch)))
+                self._backward(turn, *begun.pop((turn, micro_batch)))
         return self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])
 
     def evaluate(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
         losses: list[float | Tensor] = [0.0] * len(batches)
         for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
-            if (made := self._forward(turn, batch, loss, 1).loss) is not None:
-                losses[number] = made
+            _, own_loss = self._forward(turn, batch, loss, 1)
+            if own_loss is not None:
+                losses[number] = own_loss
         return self._on_all_stages([float(loss) for loss in losses])
 
     def _is_last(self, turn: int) -> bool:
@@ -157,8 +152,8 @@ class Pipeline:
         self._ranks.stages.all_reduce(total)
         return total.tolist()
 
-    def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> Begun:
-        """Run the forward of a micro-batch, of so many, in a round."""
+    def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> tuple[_Begun, Tensor | None]:
+        """Run the forward of a micro-batch, of so many, in a round; the last chunk has a loss."""
         stage, links = self.stage, self._ranks.forward
         stage.check(batch)
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
@@ -166,22 +161,22 @@ class Pipeline:
             with stage.in_round(turn):
                 if self._is_last(turn):
                     made = loss(stage.output(self._model(**batch)), batch) / count
-                    return _begun([made], stage.gradients, loss=made.detach())
+                    return (_edges([made]), stage.gradients), made.detach()
                 self._model(**_without_loss(self._model, batch))
                 sent = stage.made()
         finally:
             stage.receive = None
         for each in sent:
             self._send(Lane.SEND, links[self._number], each.detach(), 0)
-        return _begun(sent, stage.gradients)
+        return (_edges(sent), stage.gradients), None
 
-    def _backward(self, turn: int, begun: Begun) -> None:
-        gradients = [torch.ones(shape, dtype=dtype, device=self._backend.device) for shape, dtype, _ in begun.made]
+    def _backward(self, turn: int, edges: _Edges, to_send: list[Tensor] | None) -> None:
+        gradients = [torch.ones(shape, dtype=dtype, device=self._backend.device) for shape, dtype, _ in edges]
         if not self._is_last(turn):
             for gradient in gradients:
                 self._receive(self._ranks.back[self._number], gradient, 1)
-        torch.autograd.backward([edge for _, _, edge in begun.made if edge is not None], gradients)
-        for received in begun.gradients or ():
+        torch.autograd.backward([edge for _, _, edge in edges if edge is not None], gradients)
+        for received in to_send or ():
             self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received, 1)
 
     def _own(self, values: Tensor) -> Tensor:

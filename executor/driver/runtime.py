@@ -12,7 +12,7 @@ import torch
 from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
-from executor.distributed.ranks import HostCollectives, Ranks
+from executor.distributed.ranks import ALONE, Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.reading import why_unreadable
 from executor.driver.unbroken import Unbroken
@@ -55,6 +55,7 @@ class Runtime:
         failing: gets callbacks that undo the constructor if the session cannot begin.
 
     Attributes:
+        of_stage: the ranks of this process's stage over host memory; used between iterations.
         gpu, host, storage: memory of each tier, counted by class.
         state: weights, optimizer state and gradients.
         offloaded: activations that are offloaded.
@@ -90,6 +91,7 @@ class Runtime:
     ) -> None:
         self.backend = backend
         self.ranks = ranks
+        self.of_stage = ALONE if ranks is None else ranks.all
         self._updates_at_step = decisions.update_start == "step"
         self.inside_iteration = False
         self.unpark: Callable[[], Moved] | None = None
@@ -346,6 +348,11 @@ class Runtime:
             self._drop_kept()
             self.is_evaluating = False  # make_current() has waited for its tasks
 
+    def take_remaining(self) -> None:
+        """Take the rest of checkpoints that have begun, which need the weights and state that are to change."""
+        if self.snapshots is not None and self.snapshots.engine is not None:
+            self.snapshots.engine.take_remaining()
+
     def weights(self, name: str, doing: str = "state_dict()") -> torch.Tensor:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`.
 
@@ -426,8 +433,7 @@ class Runtime:
         self.make_current(f"a write to {name}", uses=True)
         self.check_same_values(name, values)
         self.has_written(name)
-        if self.snapshots is not None:
-            self.snapshots.take_remaining()  # checkpoints that have begun need the old weights
+        self.take_remaining()
         with Unbroken(self, "a write to weights"):
             self.state.write(name, as_real(values))
             self.actions.synchronize()
@@ -546,7 +552,7 @@ class Runtime:
         if not moving:
             return
         num_bytes, free_bytes = sum(map(_slot_bytes, moving)), _free_bytes(self.backend)
-        if HostCollectives(self.ranks, of_stage=True).any(num_bytes > free_bytes):
+        if self.of_stage.any(num_bytes > free_bytes):
             raise OutOfOrderError(
                 "gradients of gradients (create_graph=True) and transforms of torch.func need all weights on the "
                 f"device until optimizer.step(): {num_bytes / 1e6:,.0f} MB more, but {free_bytes / 1e6:,.0f} MB are "
@@ -572,7 +578,7 @@ class Runtime:
         fits = kept_bytes + _slot_bytes(unit) <= _room_bytes(self.gpu, self.backend, kept_bytes)
         if unit.is_sharded:
             self.doing = f"an evaluation, at {unit.name}"
-            fits = not HostCollectives(self.ranks, of_stage=True).any(not fits)
+            fits = not self.of_stage.any(not fits)
         if fits:
             self._visibility = visibility
             _evaluating.add(self)

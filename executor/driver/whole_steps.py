@@ -11,7 +11,7 @@ a loop reads its gradients.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -20,15 +20,6 @@ from executor.driver.iteration import IterationDriver
 from executor.driver.runtime import Runtime
 from executor.gradients import OffloadedGradient
 from executor.module.guarded_parameters import guard, lift_guard, unguarded
-
-
-class _Taken(NamedTuple):
-    """A parameter, and what it was before it was taken: its memory, and the stand-in for its gradient."""
-
-    parameter: nn.Parameter
-    name: str
-    memory: torch.Tensor
-    stand_in: OffloadedGradient | None
 
 
 @final
@@ -51,7 +42,8 @@ class WholeSteps:
     ) -> None:
         self._optimizer, self._runtime, self._driver = optimizer, runtime, driver
         self._name_of, self._has = name_of, has
-        self._taken: list[_Taken] | None = None
+        # Parameters, with what they were before they were taken: their memory, and stand-ins for their gradients.
+        self._taken: dict[nn.Parameter, tuple[torch.Tensor, OffloadedGradient | None]] | None = None
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the optimizer; functions among its arguments are closures."""
@@ -94,11 +86,11 @@ class WholeSteps:
         with torch.no_grad():
             weights = [_on_host(self._runtime.current(name)) for _, name in named]
             gradients = [None if parameter.grad is None else _on_host(parameter.grad) for parameter, _ in named]
-        self._taken = []
-        for (parameter, name), values, gradient in zip(named, weights, gradients, strict=True):
+        self._taken = {}
+        for (parameter, _), values, gradient in zip(named, weights, gradients, strict=True):
             with unguarded():
                 stand_in = parameter.grad if isinstance(parameter.grad, OffloadedGradient) else None
-                self._taken.append(_Taken(parameter, name, parameter.data, stand_in))
+                self._taken[parameter] = parameter.data, stand_in
             lift_guard(parameter)
             parameter.grad, parameter.data = None, values
             parameter.grad = gradient
@@ -106,20 +98,20 @@ class WholeSteps:
     def _give_back(self) -> None:
         assert self._taken is not None
         given, self._taken = self._taken, None
-        found = [(taken, taken.parameter.data, taken.parameter.grad) for taken in given]
-        for taken, _, gradient in found:
-            parameter = taken.parameter
-            parameter.grad, parameter.data = None, taken.memory
-            parameter.grad = taken.stand_in if gradient is not None else None
-            guard(parameter, taken.name, self._runtime)
+        found = {parameter: (parameter.data, parameter.grad) for parameter in given}
+        for parameter, (memory, stand_in) in given.items():
+            _, gradient = found[parameter]
+            parameter.grad, parameter.data = None, memory
+            parameter.grad = stand_in if gradient is not None else None
+            guard(parameter, self._name_of(parameter), self._runtime)
         self._driver.visibility.accept_writes()
         with torch.no_grad():
-            for taken, values, gradient in found:
-                stand_in = taken.stand_in
+            for parameter, (values, gradient) in found.items():
+                memory, stand_in = given[parameter]
                 if gradient is not None and (stand_in is None or not torch.equal(gradient, _on_host(stand_in))):
-                    taken.parameter.grad = gradient.to(taken.memory.device)
-                if not torch.equal(values, _on_host(self._runtime.current(taken.name))):
-                    taken.parameter.copy_(values)
+                    parameter.grad = gradient.to(memory.device)
+                if not torch.equal(values, _on_host(self._runtime.current(self._name_of(parameter)))):
+                    parameter.copy_(values)
 
 
 def _on_host(values: torch.Tensor) -> torch.Tensor:

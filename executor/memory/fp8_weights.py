@@ -39,7 +39,7 @@ class Fp8Copy:
 
     Attributes:
         sizes: of the memory.
-        group: ranks that have shards of the unit, for casts alone; ``None`` if it is not sharded.
+        group: ranks that have shards of the unit, for casts alone.
         ranges: range of each weight in the unit.
         slot: uint8, the memory on the device.
         host: uint8, on the host: the scales, then the copy of the shard; empty if the shard is on the device.
@@ -47,7 +47,7 @@ class Fp8Copy:
     """
 
     sizes: Fp8Weights
-    group: Group | None
+    group: Group
     ranges: tuple[slice, ...]
     slot: torch.Tensor
     host: torch.Tensor
@@ -93,8 +93,7 @@ class Fp8Copy:
         own = self._own_ranges()
         values = as_array(weights)
         largest = largest_bits(values, own, team)
-        if self.group is not None:
-            self.group.all_reduce(torch.from_numpy(largest), dist.ReduceOp.MAX)
+        self.group.all_reduce(torch.from_numpy(largest), dist.ReduceOp.MAX)
         scales = as_array(self._host_scales)
         scales[:] = scales_of(largest)
         cast_to_fp8(values, scales, own, as_array(self.host[self.sizes.scales_bytes :]), team)
@@ -110,8 +109,7 @@ class Fp8Copy:
         for i, values in enumerate(weights[part] for part in own):
             if len(values):
                 largest[i] = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
-        if self.group is not None:
-            self.group.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX)  # NaN is the largest
+        self.group.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX)  # NaN is the largest
         self.scales.copy_(_LARGEST_E4M3 / largest.double().clamp_(min=_SMALLEST_DIVISOR))
         out = self._own(self._block)
         for scale, part in zip(torch.split(self.scales, 1), own, strict=True):
@@ -129,18 +127,15 @@ class Fp8Copy:
     def _host_scales(self) -> torch.Tensor:
         return self.host[: self.sizes.scales_bytes].view(torch.float32)
 
-    @property
-    def _rank(self) -> int:
-        return 0 if self.group is None else self.group.rank
-
     def _own_ranges(self) -> list[slice]:
         """Return the part of each range that is in the rank's shard, counted from its beginning; it may be empty."""
         count = self.sizes.shard_params
-        ends = ((each.start - self._rank * count, each.stop - self._rank * count) for each in self.ranges)
+        begin = self.group.rank * count
+        ends = ((each.start - begin, each.stop - begin) for each in self.ranges)
         return [slice(first := min(max(start, 0), count), min(max(stop, first), count)) for start, stop in ends]
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(self.sizes.num_ranks, -1)[self._rank]
+        return whole.view(self.sizes.num_ranks, -1)[self.group.rank]
 
 
 def largest_bits(values: npt.NDArray[Any], ranges: Iterable[slice], team: WorkerTeam) -> npt.NDArray[np.int32]:

@@ -167,8 +167,7 @@ def take_frozen(
     for unit in (unit for unit in units if unit.frozen):
         name, slot, shard_bytes = unit.name, slots.of_unit.get(unit.name, -1), size[unit.name]
         where, padded_bytes = decisions.units[name].params, decisions.frozen_padded_bytes(unit)
-        group = ranks.replicas(unit) if ranks and padded_bytes > shard_bytes else None
-        start = group.rank * shard_bytes if group else 0
+        start = ranks.replicas(unit).rank * shard_bytes if ranks and padded_bytes > shard_bytes else 0
         resident = (
             gpu.take(f"{name} frozen", MemoryClass.PARAMETERS, shard_bytes, torch.uint8) if where == "gpu" else None
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from executor.distributed.ranks import Ranks
+from executor.distributed.ranks import ALONE, Ranks
 from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.fp8_weights import Fp8Copy
@@ -318,8 +318,8 @@ class ModelState:
             holding = Holding.SHARDED
         on_device, on_nvme = holding in {Holding.RESIDENT, Holding.SHARDED}, holding is Holding.ON_NVME
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
-        group = self._ranks.replicas(unit) if self._ranks and self._decisions.replicas(unit) > 1 else None
-        start = group.rank * shard if group and padded > shard else 0
+        group = self._ranks.replicas(unit) if self._ranks else ALONE
+        start = group.rank * shard if padded > shard else 0
         pieces = pieces_of(unit, self._decisions, start)
         on_host, stored, on_gpu = (
             [p for p in pieces if p.place in places]
@@ -338,7 +338,9 @@ class ModelState:
         if (sizes := self._decisions.fp8_of(unit)) is not None:
             count, ranges = 0 if on_device else sizes.host_bytes, parameters[-sizes.num_scales :]
             held = self._host.take(f"{name} weights in fp8", MemoryClass.PARAMETERS, count, torch.uint8)
-            casting = group if on_device else self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else None
+            casting = (
+                group if on_device else self._ranks.casting(unit) if self._ranks and sizes.num_ranks > 1 else ALONE
+            )
             fp8 = Fp8Copy(sizes, casting, tuple(slice(p.start, p.stop) for p in ranges), self._slots[slot], held)
             weights = without_values(torch.Size([padded]), dtype, weights.device)
         own = resident if resident is not None and holding is Holding.SHARDED else weights[start : start + shard]

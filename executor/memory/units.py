@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -74,6 +74,17 @@ class ParameterState:
         """Return the values of a part, given the shard's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
 
+    def own_of(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what the rank's pieces have of flat ``values``, which begin at ``start`` in the unit's range."""
+        first, last = (self.parts[0].start, self.parts[-1].stop) if self.parts else (start, start)
+        is_all = first == start and last - first == len(values)  # the most frequent case, without a view
+        return values if is_all else values[first - start : last - start]
+
+    def part_of(self, part: Part, own: torch.Tensor) -> torch.Tensor:
+        """Return the values of a part, given what :meth:`own_of` returned."""
+        first = self.parts[0].start
+        return own if part.stop - part.start == len(own) else own[part.start - first : part.stop - first]
+
 
 class Holding(enum.Enum):
     """Who holds the bytes of a unit's weights now.
@@ -93,19 +104,6 @@ class Holding(enum.Enum):
     SHARDED = "sharded"
     FETCHED = "fetched"
     ON_NVME = "on NVMe"
-
-
-class FlatGradient(NamedTuple):
-    """Values of a gradient, flat, and their first index in the unit's range."""
-
-    values: torch.Tensor
-    start: int
-
-    def of(self, part: Part) -> torch.Tensor:
-        """Return the values of a part."""
-        if part.start == self.start and part.stop - part.start == self.values.numel():
-            return self.values  # the most frequent case, without a view
-        return self.values[part.start - self.start : part.stop - self.start]
 
 
 GradientBucket = tuple[torch.Tensor, set[str]]
@@ -137,7 +135,7 @@ class UnitState:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
-        group: ranks that hold the same part of the unit; ``None`` if only this rank does.
+        group: ranks that hold the same part of the unit.
         start: first index of the rank's shard in the unit's range.
         holding: who holds its weights.
         slot: number of the slot that all weights are copied to, unless they are resident.
@@ -156,7 +154,7 @@ class UnitState:
         fp8: where its weights are fetched in fp8, what it has instead of ``device_weights`` and ``own_weights``, which
             then have only shapes; else ``None``.
         buckets: gradients that the ranks have not reduced yet, by the micro-batch after which they will be.
-        flushing: gradients on their way to the host, by micro-batch, then by parameter.
+        flushing: the rank's own gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
         spent: gradients that updates on the device have read, held until the unit's next forward [Note: Spent].
         changed: pieces that the host has updated since their last upload.
@@ -166,7 +164,7 @@ class UnitState:
     name: str
     parameters: tuple[ParameterState, ...]
     pieces: tuple[Piece, ...]
-    group: Group | None
+    group: Group
     start: int
     holding: Holding
     slot: int
@@ -181,7 +179,7 @@ class UnitState:
     frozen: FrozenWeights | None = None
     fp8: Fp8Copy | None = None
     buckets: dict[int, GradientBucket] = dataclasses.field(default_factory=dict)
-    flushing: dict[int, dict[str, FlatGradient]] = dataclasses.field(default_factory=dict)
+    flushing: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     changed: set[int] = dataclasses.field(default_factory=set)
@@ -215,7 +213,7 @@ class UnitState:
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
         """Return a whole tensor from the ranks' shards, flat, on the host. All ranks call this together."""
-        return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
+        return self.group.all_gather_on_host(shard) if self.is_sharded else shard
 
     def masters(self, piece: Piece) -> torch.Tensor:
         """Return the master copy of a piece, or its weights if it is split."""
@@ -243,16 +241,16 @@ class UnitState:
 
         return any(any(parameter.parts_in(piece)) and has_arrived(parameter) for parameter in self.parameters)
 
-    def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, copy: bool) -> None:
+    def keep_gradient(self, parameter: ParameterState, gradient: torch.Tensor, *, copy: bool) -> None:
         """Keep the parts of a gradient on the device that are updated there, or add them to those of this iteration.
 
         Args:
             parameter: the parameter.
-            gradient: its gradient.
+            gradient: the rank's own part of its gradient, see :meth:`ParameterState.own_of`.
             copy: whether to copy the values. A view would keep all of ``gradient`` alive.
         """
         for part in parameter.staying:
-            key, values = (parameter.name, part.piece.index), gradient.of(part)
+            key, values = (parameter.name, part.piece.index), parameter.part_of(part, gradient)
             if key in self.device_gradients:
                 self.device_gradients[key].add_(values)
             else:

@@ -13,13 +13,12 @@ have reached the segment's last unit. In this case the unit's backward task begi
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -39,11 +38,11 @@ from executor.callbacks import (
 )
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, offloadable_inputs
-from executor.memory.forward_state import ForwardState, Snapshot
+from executor.memory.forward_state import ForwardState
 from executor.module.caches import copy_caches, drop_caches, layer_number
 from executor.module.guarded_parameters import unguarded
 from executor.module.guards import check_call
-from executor.module.kept_inputs import KeptInputs, with_copies
+from executor.module.kept_inputs import giving_again, with_copies
 from executor.module.naming import KEYS_ALONE
 from executor.module.own_checkpoints import of_plan, passing_through, saved_tensors_hooks_of
 from executor.module.tiled_layers import tile_modules
@@ -211,14 +210,13 @@ def bind(
     for module, of_module in marked(model, units, whole, several=bool(decisions.round_starts)).items():
         undo += _hooks(module, of_module, callbacks, ended)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
-    again: dict[nn.Module, dict[int, _Again]] = {}
+    again: dict[nn.Module, dict[int, list[Unit]]] = {}
     for segment in segments(units):
-        decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
-        if decided.activations != "keep":
-            repeated = _Again(names, activations if decided.offloads else None, segment[0].operators[0].changed_inputs)
-            again.setdefault(segment_module(model, segment), {})[segment[0].call] = repeated
-    for module, of_segment in again.items():
-        undo += _recompute(module, of_segment, callbacks)
+        if decisions.units[segment[0].name].activations != "keep":
+            again.setdefault(segment_module(model, segment), {})[segment[0].call] = segment
+    offloading = {unit.name for unit in units if decisions.units[unit.name].offloads}
+    for module, of_call in again.items():
+        undo += _recompute(module, of_call, activations, offloading, callbacks)
     undo += tile_segments(model, tiled_segments(model, units), callbacks)
 
 
@@ -428,21 +426,6 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
     return output
 
 
-class _Again(NamedTuple):
-    """A segment that is recomputed.
-
-    Attributes:
-        names: of its units.
-        activations: what it offloads to; ``None`` if it offloads nothing.
-        changed_inputs: arguments of which a copy is kept for the second pass; see
-            :class:`planner.models.operators.Operator`.
-    """
-
-    names: list[str]
-    activations: OffloadedActivations | None
-    changed_inputs: tuple[int, ...]
-
-
 class _Weight(NamedTuple):
     """A parameter in forward: the dictionary and name that has it, whether it takes gradients, and its version."""
 
@@ -453,93 +436,90 @@ class _Weight(NamedTuple):
     version: int
 
 
-@dataclasses.dataclass(slots=True)
-class _Call:
-    """A call of a module that is recomputed: what its second pass begins with, and its units.
-
-    ``given`` is what its first pass is called with, until then; ``weights`` are what modules have as parameters. If it
-    ``has_caches`` that hold keys and values already, each pass adds to a copy of them.
-    """
-
-    before: Snapshot
-    names: list[str]
-    inputs: KeptInputs
-    weights: list[_Weight]
-    has_caches: bool
-    given: inspect.BoundArguments | None
-
-    def pass_on(self, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
-        """Call a function with these arguments."""
-        if self.has_caches:
-            copy_caches(bound.arguments)
-        return function(*bound.args, **bound.kwargs)
-
-
 def _recompute(
-    module: nn.Module, of_call: Mapping[int, _Again], callbacks: ModuleCallbacks
+    module: nn.Module,
+    of_call: Mapping[int, list[Unit]],
+    activations: OffloadedActivations,
+    offloading: Collection[str],
+    callbacks: ModuleCallbacks,
 ) -> Iterator[Callable[[], None]]:
     """Apply activation checkpointing to a module, and offload some activations; yield functions that undo this.
 
-    The module computes these segments in the calls that recompute it, see :func:`calls`.
+    The module computes these segments in the calls that recompute it, see :func:`calls`. Units ``offloading`` offload.
     """
     original, first = forward_of(module), next(iter(of_call.values()))
-    state = ForwardState(module, first.names[0].partition("@")[0], torch_too=True)
+    name = first[0].name.partition("@")[0]
+    state = ForwardState(module, name, torch_too=True)
     signature = inspect.signature(original)
     layer = layer_number(module)
     has_ended: list[bool] = []
     owned = [(m._parameters, name) for m in module.modules() for name, p in m._parameters.items() if p is not None]
-
-    def run(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
-        given, call.given = call.given, None
-        if given is not None:  # the first pass; perhaps inside backward, as losses with cached gradients have it
-            output = call.pass_on(original, given)
-            state.check(call.before)
-            return output
-        names = call.names
-        callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
-        try:
-            with state.restored(call.before), _with_weights(call.weights, names[0]), passing_through():
-                args, kwargs = call.inputs.given_again(args, kwargs, names[0])
-                return call.pass_on(original, signature.bind(*args, **kwargs))
-        except RuntimeError as error:
-            if "TorchScript interpreter" in str(error):  # out of which its end came as an error of another kind
-                raise _StopRecomputationError from error
-            raise
-        finally:  # recomputation stops with an exception as soon as it has all needed tensors
-            callbacks.on_recomputed(names[-1])
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         is_followed = not has_ended and callbacks.follows  # if it has ended, a wrapper of the user's still calls it
         if not (is_followed and torch.is_grad_enabled()):
             if is_followed and callbacks.trains:
-                callbacks.on_unplanned(f"{first.names[-1]} ran without gradients in a forward that trains")
+                callbacks.on_unplanned(f"{first[-1].name} ran without gradients in a forward that trains")
             return original(*args, **kwargs)
         # What hooks may compress stays as they have it: a second pass would not pass by them.
         is_hooked = saved_tensors_hooks_of() == "loop"
         segment = None if is_hooked else of_call.get(callbacks.call, None if callbacks.trains else first)
         if segment is None:
             return original(*args, **kwargs)  # this call keeps its activations
-        names, activations, changed_inputs = segment
-        given = signature.bind(*args, **kwargs)
-        has_caches = drop_caches(given.arguments, layer)
-        before = state.save(given.arguments.values())
-        args, kwargs = with_copies(args, kwargs, changed_inputs, before.copies)
+        names = [unit.name for unit in segment]
+        bound = signature.bind(*args, **kwargs)
+        has_caches = drop_caches(bound.arguments, layer)  # those that hold keys and values already
+        before = state.save(bound.arguments.values())
+        given: inspect.BoundArguments | None = bound  # until the first pass begins
+        args, kwargs = with_copies(args, kwargs, segment[0].operators[0].changed_inputs, before.copies)
         again = signature.bind(*args, **kwargs)
         drop_caches(again.arguments, layer)
-        offloads = activations is not None and callbacks.trains
+        offloads = names[0] in offloading and callbacks.trains
         moved = offloadable_inputs(again.args) if offloads else ()
-        inputs = KeptInputs(again.args, again.kwargs, before.copies.values(), moved)
-        call = functools.partial(run, _Call(before, names, inputs, _weights(owned), has_caches, given))
-        if activations is None or not offloads:
-            return _checkpoint(call, again)
+        given_again = giving_again(names[0], again.args, again.kwargs, before.copies.values(), moved)
+        weights = _weights(owned)
+
+        def compute(bound: inspect.BoundArguments) -> Any:
+            if has_caches:
+                copy_caches(bound.arguments)
+            return original(*bound.args, **bound.kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal given
+            if given is not None:  # the first pass; perhaps inside backward, as losses with cached gradients have it
+                arguments, given = given, None
+                output = compute(arguments)
+                state.check(before)
+                return output
+            with _reporting(names, callbacks), state.restored(before), _with_weights(weights, names[0]):
+                args, kwargs = given_again(args, kwargs)
+                return compute(signature.bind(*args, **kwargs))
+
+        if not offloads:
+            return _checkpoint(run, again)
         with activations.forward(names, callbacks, again.args) as modes:
-            return _checkpoint(call, again, context_fn=modes)
+            return _checkpoint(run, again, context_fn=modes)
 
     yield lambda: has_ended.append(True)
     yield replace_attribute(module, "forward", forward)
-    watch = functools.partial(_watch_forward, forward, first.names[0].partition("@")[0], callbacks)
+    watch = functools.partial(_watch_forward, forward, name, callbacks)
     yield module.register_forward_pre_hook(watch, prepend=True).remove
+
+
+@contextlib.contextmanager
+def _reporting(names: Sequence[str], callbacks: ModuleCallbacks) -> Iterator[None]:
+    """Return a context for the second pass of a segment, which reports where it begins and ends."""
+    callbacks.on_forward(names[0])  # the module may read weights of its own before a hook inside it reports this
+    try:
+        with passing_through():
+            yield
+    except RuntimeError as error:
+        if "TorchScript interpreter" in str(error):  # out of which its end came as an error of another kind
+            raise _StopRecomputationError from error
+        raise
+    finally:  # recomputation stops with an exception as soon as it has all needed tensors
+        callbacks.on_recomputed(names[-1])
 
 
 def _watch_forward(

@@ -21,7 +21,7 @@ call these casts as they are, and take equal ones once.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -59,25 +59,8 @@ class _Input(NamedTuple):
     inverse: Tensor
 
 
-class _Shared:
-    """The cast of an input that several layers read, each once.
-
-    Attributes:
-        held: the input, its version, the cast and the layers that have read it; ``None`` if all of them have.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._num_layers = len(layers)
-        self.held: tuple[Tensor, int, _Input, set[nn.Module]] | None = None
-
-    def of(self, layer: nn.Module, values: Tensor, make: Callable[[], _Input]) -> _Input:
-        """Return the cast of an input, made anew unless another layer has read the same."""
-        held = self.held
-        if held is None or held[0] is not values or held[1] != values._version or layer in held[3]:
-            held = values, values._version, make(), set()
-        held[3].add(layer)
-        self.held = held if len(held[3]) < self._num_layers else None
-        return held[2]
+_Shared = Callable[[nn.Module, Tensor, Callable[[], _Input]], _Input]
+"""Returns the cast of a layer's input: another layer's of the same, or what the function makes."""
 
 
 @final
@@ -146,7 +129,7 @@ def _multiply(
     make = functools.partial(_cast_input, values, largest, keeps=keeps and layer.weight.requires_grad)
     shared = getattr(layer, "shared", None)
     alone = shared is None or torch.compiler.is_compiling()  # graphs find equal casts themselves
-    cast = make() if alone else shared.of(layer, given, make)  # type: ignore[union-attr]
+    cast = make() if alone else shared(layer, given, make)  # type: ignore[misc]
     output, tag = _Product.apply(values, layer.weight, *cast, *moved, keeps)  # type: ignore[no-untyped-call]
     if getattr(layer, "tags", False):
         layer.tag = tag
@@ -208,8 +191,19 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
 
 def share_casts(layers: list[Linear]) -> None:
     """Let layers that read one input share its cast."""
-    shared = _Shared(layers) if len(layers) > 1 else None
-    for layer in layers:
+    held: tuple[Tensor, int, _Input, set[nn.Module]] | None = None  # an input, its version, the cast, who has read it
+
+    def shared(layer: nn.Module, values: Tensor, make: Callable[[], _Input]) -> _Input:
+        nonlocal held
+        if held is None or held[0] is not values or held[1] != values._version or layer in held[3]:
+            held = values, values._version, make(), set()
+        _, _, cast, readers = held
+        readers.add(layer)
+        if len(readers) == len(layers):
+            held = None
+        return cast
+
+    for layer in layers if len(layers) > 1 else ():
         layer.shared = shared
 
 

@@ -6,7 +6,7 @@ scale that the loop sets. Small tensors without gradients are copied before forw
 another one changes, its old values are gone, and an error is raised before any weight changes.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,38 +15,39 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from executor.memory.recompute_cache import modified_in_place
 
 
-class KeptInputs:
-    """The tensors among the arguments that checkpointing keeps of a call.
+def giving_again(
+    name: str, args: Any, kwargs: Any, copies: Iterable[torch.Tensor], moved: Collection[torch.Tensor]
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a function that returns arguments for another pass, given those that checkpointing has kept of a call.
+
+    It raises ActivationError if one was changed in place, and its old values are gone.
 
     Args:
-        args, kwargs: these arguments, see :func:`with_copies`.
-        copies: tensors that each pass may change.
+        name: of the segment.
+        args: what checkpointing keeps, see :func:`with_copies`.
+        kwargs: likewise.
+        copies: tensors among these that each pass may change.
         moved: tensors whose values are kept elsewhere.
     """
+    copied, moving = {id(copy) for copy in copies}, {id(tensor) for tensor in moved}
+    own_copies: dict[int, torch.Tensor] = {}
+    versions: dict[int, int] = {}
+    for number, leaf in enumerate(tree_leaves((args, kwargs))):
+        if id(leaf) in copied:
+            own_copies[number] = leaf
+        elif type(leaf) is torch.Tensor and not leaf.is_inference() and id(leaf) not in moving:
+            versions[number] = leaf._version
 
-    def __init__(self, args: Any, kwargs: Any, copies: Iterable[torch.Tensor], moved: Collection[torch.Tensor]) -> None:
-        copied, moving = {id(copy) for copy in copies}, {id(tensor) for tensor in moved}
-        self._copies: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}
-        for number, leaf in enumerate(tree_leaves((args, kwargs))):
-            if id(leaf) in copied:
-                self._copies[number] = leaf
-            elif type(leaf) is torch.Tensor and not leaf.is_inference() and id(leaf) not in moving:
-                self._versions[number] = leaf._version
-
-    def given_again(self, args: Any, kwargs: Any, name: str) -> tuple[Any, Any]:
-        """Return the arguments for another pass of the segment ``name``, given those that checkpointing has kept.
-
-        Raises:
-            ActivationError: one was changed in place, and its old values are gone.
-        """
+    def given_again(args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, structure = tree_flatten((args, kwargs))
-        if any(leaves[number]._version != version for number, version in self._versions.items()):
+        if any(leaves[number]._version != version for number, version in versions.items()):
             raise modified_in_place(f"an input of {name}")
-        copies = {id(copy): copy.clone() for copy in self._copies.values()}  # there may be more passes
-        for number, copy in self._copies.items():
+        copies = {id(copy): copy.clone() for copy in own_copies.values()}  # there may be more passes
+        for number, copy in own_copies.items():
             leaves[number] = copies[id(copy)]
         return tree_unflatten(leaves, structure)  # type: ignore[no-any-return]
+
+    return given_again
 
 
 def with_copies(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from executor.callbacks import in_backward, replace_attribute
+from executor.callbacks import in_backward, replace_attribute, with_gradient
 from executor.distributed.shards import BindingError, check_outputs
 from executor.module.binding import segment_module, unit_modules
 from executor.module.cuts import (
@@ -282,8 +282,8 @@ class Stage:
         self.receive(values)
         self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes
         anchor = torch.ones(0, device="cpu", requires_grad=True)
-        received: Tensor = _Received.apply(anchor, values, self.gradients, at)  # type: ignore[no-untyped-call]
-        return received
+        # The graph that begins here keeps the gradient alone, so that the values may leave the device.
+        return with_gradient(anchor, lambda _anchor: values, functools.partial(self.gradients.__setitem__, at))
 
     def _through(self, path: str) -> Callable[..., Any]:
         """Return what stands for a layer. It returns what it is given first, in the form that the layer returns.
@@ -346,20 +346,6 @@ class Stage:
             module, name, parameter = self._taken.pop()
             vars(module).pop(name, None)
             module.register_parameter(name, parameter)
-
-
-class _Received(torch.autograd.Function):
-    """Begins a graph with what was received. It keeps the gradient alone, so that the values may leave the device."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, values: Tensor, gradients: list[Tensor], at: int) -> Tensor:
-        ctx.gradients, ctx.at = gradients, at
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.gradients[ctx.at] = gradient
-        return None, None, None, None
 
 
 class _StandIn(nn.Module):

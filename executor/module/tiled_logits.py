@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -108,71 +108,67 @@ class TiledHead:
 
     def forward(self, hidden: Tensor) -> "TiledLogits":
         """Return logits that are computed when they are used."""
-        return TiledLogits(_Recipe(self, hidden, (), self.on_logits(self.module), torch.is_grad_enabled()))
-
-
-class _Recipe(NamedTuple):
-    """How to compute logits.
-
-    Attributes:
-        head: the head.
-        hidden: its input, ``[..., width]``.
-        steps: functions that follow the head, in order.
-        reading: makes a context in which the head has the weights of this forward.
-        trains: whether gradients are needed.
-    """
-
-    head: TiledHead
-    hidden: Tensor
-    steps: tuple[Callable[[Tensor], Tensor], ...]
-    reading: Reading
-    trains: bool
-
-    def then(self, step: Callable[[Tensor], Tensor]) -> "TiledLogits":
-        return TiledLogits(self._replace(steps=(*self.steps, step)))
-
-    def after_head(self, logits: Tensor) -> Tensor:
-        for step in self.steps:
-            logits = step(logits)
-        return logits
+        return TiledLogits(self, self.on_logits(self.module), hidden, trains=torch.is_grad_enabled())
 
     def tiles(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield tiles of tensors whose first dimension is the rows."""
-        return zip(*(torch.split(tensor, self.head.num_tokens or max(len(tensor), 1)) for tensor in rows), strict=True)
+        return zip(*(torch.split(tensor, self.num_tokens or max(len(tensor), 1)) for tensor in rows), strict=True)
+
+
+_Step = Callable[[Tensor], Tensor]
 
 
 @final
 class TiledLogits(LazyRows):
-    """Logits ``[..., vocabulary]`` that are computed when they are needed; see [Note: Tiled logits]."""
+    """Logits ``[..., vocabulary]`` that are computed when they are needed; see [Note: Tiled logits].
 
-    _recipe: _Recipe
+    Attributes:
+        head: the head that computes it.
+        reading: makes a context in which the head has the weights of this forward.
+    """
+
+    head: TiledHead
+    reading: Reading
+    _hidden: Tensor
+    _steps: tuple[_Step, ...]
+    _trains: bool
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, recipe: _Recipe) -> "TiledLogits":
-        """Make the tensor, with the data type that the steps produce."""
-        dtype = recipe.after_head(recipe.hidden.new_empty((0, 1))).dtype
-        shape = (*recipe.hidden.shape[:-1], recipe.head.module.weight.shape[0])
-        self: TiledLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
-        self._recipe, self._whole = recipe, None
+    def __new__(
+        cls, head: TiledHead, reading: Reading, hidden: Tensor, steps: tuple[_Step, ...] = (), *, trains: bool
+    ) -> "TiledLogits":
+        """Make the tensor, with the data type that the steps produce.
+
+        ``hidden`` is the head's input, ``[..., width]``, ``steps`` are functions that follow the head, in order, and
+        ``trains`` says whether gradients are needed.
+        """
+        dtype = _after(steps, hidden.new_empty((0, 1))).dtype
+        shape = (*hidden.shape[:-1], head.module.weight.shape[0])
+        self: TiledLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        self.head, self.reading, self._hidden, self._steps, self._trains = head, reading, hidden, steps, trains
+        self._whole = None
         return self
 
-    def __init__(self, recipe: _Recipe) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         """Do nothing: :meth:`__new__` has initialised it."""
-
-    @property
-    def head(self) -> TiledHead:
-        """The head that computes it."""
-        return self._recipe.head
 
     @property
     def stand_in(self) -> Tensor:
         """The input of the head."""
-        return self._recipe.hidden
+        return self._hidden
 
     def of(self, stand_in: Tensor) -> "TiledLogits":
         """Return the logits of other rows of that input."""
-        return TiledLogits(self._recipe._replace(hidden=stand_in))
+        return TiledLogits(self.head, self.reading, stand_in, self._steps, trains=self._trains)
+
+    def then(self, step: _Step) -> "TiledLogits":
+        """Return what a function makes of the logits."""
+        return TiledLogits(self.head, self.reading, self._hidden, (*self._steps, step), trains=self._trains)
+
+    def detached(self) -> "TiledLogits":
+        """Return the logits without gradients."""
+        return TiledLogits(self.head, self.reading, self._hidden.detach(), self._steps, trains=False)
 
     @property
     def is_computed(self) -> bool:
@@ -189,10 +185,17 @@ class TiledLogits(LazyRows):
             OutOfOrderError: the head's weights are gone.
         """
         if self._whole is None:
-            head, recipe = self._recipe.head, self._recipe
-            with recipe.reading(), torch.set_grad_enabled(recipe.trains):
-                self._whole = recipe.after_head(head.compute(head.linear, head.linear, in_values(recipe.hidden)))
+            head = self.head
+            with self.reading(), torch.set_grad_enabled(self._trains):
+                self._whole = _after(self._steps, head.compute(head.linear, head.linear, in_values(self._hidden)))
         return self._whole
+
+    def largest(self) -> Tensor:
+        """Return the index of the largest logit of each row, in tiles."""
+        rows, head = in_values(self._hidden.detach()).flatten(0, -2), self.head
+        with self.reading(), torch.no_grad():
+            best = [_after(self._steps, head.linear(inputs)).argmax(-1) for (inputs,) in head.tiles(rows)]
+        return torch.cat(best).view(self.shape[:-1])
 
     def loss(self, losses: RowLosses, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
         """Return the loss of each row of logits ``[rows, vocabulary]``, or their sum over ``count``, in tiles.
@@ -200,10 +203,9 @@ class TiledLogits(LazyRows):
         Raises:
             OutOfOrderError: the head's weights are gone.
         """
-        head, recipe = self._recipe.head, self._recipe
-        with recipe.reading(), torch.set_grad_enabled(recipe.trains and torch.is_grad_enabled()):
-            hidden, of_rows = recipe.hidden, functools.partial(self._of_rows, losses=losses)
-            if count is not None and head.num_tokens is not None and not _in_half(hidden):
+        with self.reading(), torch.set_grad_enabled(self._trains and torch.is_grad_enabled()):
+            hidden, of_rows = self._hidden, functools.partial(self._of_rows, losses=losses)
+            if count is not None and self.head.num_tokens is not None and not _in_half(hidden):
                 at_once = functools.partial(of_rows, count=count)
                 return hidden.summed(at_once, targets) if isinstance(hidden, SharedHidden) else at_once(hidden, targets)
             rows = hidden.row_by_row(of_rows, targets) if isinstance(hidden, SharedHidden) else of_rows(hidden, targets)
@@ -212,20 +214,34 @@ class TiledLogits(LazyRows):
     def _of_rows(
         self, hidden: Tensor, targets: Tensor, *, losses: RowLosses, count: Tensor | int | None = None
     ) -> Tensor:
-        head, kept = self._recipe.head, self._recipe._replace(hidden=self._recipe.hidden.new_empty(0))
+        head, steps, dtype = self.head, self._steps, self.dtype  # not this tensor, which has the whole input
+
+        def of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+            return losses(_after(steps, logits), targets)
 
         def plain(hidden: Tensor) -> Tensor:
-            rows = losses(kept.after_head(head.linear(hidden)), targets)
+            rows = of_logits(head.linear(hidden), targets)
             return rows if count is None else rows.sum() / count
 
         def tiled(hidden: Tensor) -> Tensor:
-            function = _RowLosses if count is None else _SumOfLosses
-            result: Tensor = function.apply(  # type: ignore[no-untyped-call]
-                hidden, head.module.weight, head.module.bias, targets, kept, losses, count
-            )
+            weight, bias = head.module.weight, head.module.bias
+            result: Tensor
+            if count is None:
+                result = _RowLosses.apply(hidden, weight, bias, targets, head, of_logits)  # type: ignore[no-untyped-call]
+            else:
+                outer = torch.ones((), dtype=dtype, device=hidden.device) / count
+                result = _SumOfLosses.apply(  # type: ignore[no-untyped-call]
+                    hidden, weight, bias, targets, head, of_logits, count, outer
+                )
             return result
 
         return head.compute(plain if head.num_tokens is None else tiled, plain, hidden)
+
+
+def _after(steps: tuple[_Step, ...], logits: Tensor) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits
 
 
 def _in_half(hidden: Tensor) -> bool:
@@ -245,26 +261,20 @@ class _RowLosses(torch.autograd.Function):
         _weight: Tensor,
         _bias: Tensor | None,
         targets: Tensor,
-        recipe: _Recipe,
+        head: TiledHead,
         losses: RowLosses,
-        _count: None,
     ) -> Tensor:
-        ctx.recipe, ctx.losses = recipe, losses
+        ctx.head, ctx.losses = head, losses
         ctx.autocast = same_autocast(hidden)
         ctx.save_for_backward(hidden, targets)
-        return torch.cat(
-            [
-                losses(recipe.after_head(recipe.head.linear(inputs)), wanted)
-                for inputs, wanted in recipe.tiles(hidden, targets)
-            ]
-        )
+        return torch.cat([losses(head.linear(inputs), wanted) for inputs, wanted in head.tiles(hidden, targets)])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets = ctx.saved_tensors
         with ctx.autocast():
-            _, made = _differentiated(ctx, hidden, targets, gradient, ctx.recipe, ctx.losses)
-        return *made, None, None, None, None
+            _, made = _differentiated(ctx, hidden, targets, gradient, ctx.head, ctx.losses)
+        return *made, None, None, None
 
 
 class _SumOfLosses(torch.autograd.Function):
@@ -277,12 +287,12 @@ class _SumOfLosses(torch.autograd.Function):
         _weight: Tensor,
         _bias: Tensor | None,
         targets: Tensor,
-        recipe: _Recipe,
+        head: TiledHead,
         losses: RowLosses,
         count: Tensor | int,
+        outer: Tensor,
     ) -> Tensor:
-        outer = torch.ones((), dtype=TiledLogits(recipe).dtype, device=hidden.device) / count
-        rows, made = _differentiated(ctx, hidden, targets, outer.expand(len(hidden)), recipe, losses)
+        rows, made = _differentiated(ctx, hidden, targets, outer.expand(len(hidden)), head, losses)
         ctx.save_for_backward(*made)
         return rows.sum() / count
 
@@ -292,11 +302,11 @@ class _SumOfLosses(torch.autograd.Function):
         scale = torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
         # Views, because autograd copies a gradient that it does not alone refer to.
         made = [None if each is None else scale(each, gradient).view_as(each) for each in ctx.saved_tensors]
-        return *made, None, None, None, None
+        return *made, None, None, None, None, None
 
 
 def _differentiated(
-    ctx: Any, hidden: Tensor, targets: Tensor, outer: Tensor, recipe: _Recipe, losses: RowLosses
+    ctx: Any, hidden: Tensor, targets: Tensor, outer: Tensor, head: TiledHead, losses: RowLosses
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return the losses of rows, and the gradients of the head's input, weight and bias, as far as they are wanted.
 
@@ -305,22 +315,22 @@ def _differentiated(
         hidden: the head's input, ``[rows, width]``.
         targets: class indices, ``[rows]``.
         outer: gradients of the losses, ``[rows]``.
-        recipe: how logits are computed, without the head's input.
-        losses: of rows, from logits and targets.
+        head: computes logits.
+        losses: of rows, from what the head computes and targets.
     """
-    weight, wants = recipe.head.module.weight, ctx.needs_input_grad[:3]
+    weight, wants = head.module.weight, ctx.needs_input_grad[:3]
     of_hidden = torch.empty_like(hidden) if wants[0] else None
     of_weight: Tensor | None = None
     of_bias: Tensor | None = None
     found = []
     # What autograd saves of a tile is no activation of the plan's.
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        for inputs, wanted, of_rows, made in recipe.tiles(
+        for inputs, wanted, of_rows, made in head.tiles(
             hidden, targets, outer, hidden if of_hidden is None else of_hidden
         ):
             with torch.enable_grad():
-                logits = recipe.head.linear(inputs.detach()).detach().requires_grad_()
-                rows = losses(recipe.after_head(logits), wanted)
+                logits = head.linear(inputs.detach()).detach().requires_grad_()
+                rows = losses(logits, wanted)
             found.append(rows.detach())
             (of_logits,) = torch.autograd.grad(rows, logits, of_rows)
             del logits, rows
@@ -347,7 +357,7 @@ def _elementwise(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, *
         for other in (*others, *kwargs.values())
     ):
         return NotImplemented
-    return logits._recipe.then(lambda values: func(values, *others, **kwargs))
+    return logits.then(lambda values: func(values, *others, **kwargs))
 
 
 def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -358,17 +368,13 @@ def _to(logits: TiledLogits, func: Callable[..., Tensor], *args: Any, **kwargs: 
 
 
 def _detach(logits: TiledLogits, *_args: Any) -> TiledLogits:
-    return TiledLogits(logits._recipe._replace(hidden=logits._recipe.hidden.detach(), trains=False))
+    return logits.detached()
 
 
 def _argmax(logits: TiledLogits, _func: object, _self: object, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim % logits.ndim != logits.ndim - 1:
         return NotImplemented
-    recipe, head = logits._recipe, logits._recipe.head
-    rows = in_values(recipe.hidden.detach()).flatten(0, -2)
-    with recipe.reading(), torch.no_grad():
-        best = [recipe.after_head(head.linear(inputs)).argmax(-1) for (inputs,) in recipe.tiles(rows)]
-    found = torch.cat(best).view(logits.shape[:-1])
+    found = logits.largest()
     return found.unsqueeze(-1) if keepdim else found
 
 

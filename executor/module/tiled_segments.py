@@ -12,7 +12,6 @@ module mixes sequences (batch norm), or a tensor has that dimension by chance, t
 :mod:`executor.audit.audit`): it compares with a run of the whole micro-batch.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -36,22 +35,6 @@ from executor.module.caches import drop_caches, layer_number
 _REMEDY = "plan without --tiles segment"
 
 
-@dataclasses.dataclass
-class _Batch:
-    """The sequences of the model's call that is under way; 0 where only a part of the model is called."""
-
-    num_sequences: int = 0
-
-    def note(self, _model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take the first dimension of the first input; a hook before the model's forward."""
-        first = next((tensor for _, tensor in named_inputs(args, kwargs) if tensor.dim()), None)
-        self.num_sequences = 0 if first is None else len(first)
-
-    def forget(self, *_: object) -> None:
-        """The call has ended, or failed; a hook."""
-        self.num_sequences = 0
-
-
 def tile_segments(
     model: nn.Module, tiled: Mapping[nn.Module, tuple[Sequence[str], int]], callbacks: ModuleCallbacks
 ) -> Iterator[Callable[[], None]]:
@@ -62,12 +45,21 @@ def tile_segments(
         tiled: the modules of segments, each with the names of its units and the number of tiles.
         callbacks: report where the model is.
     """
-    batch = _Batch()
-    yield model.register_forward_pre_hook(batch.note, prepend=True, with_kwargs=True).remove
-    yield model.register_forward_hook(batch.forget, always_call=True).remove
+    num_sequences = 0  # of the model's call that is under way; 0 where only a part of the model is called
+
+    def begin(_model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        nonlocal num_sequences
+        num_sequences = next((len(tensor) for _, tensor in named_inputs(args, kwargs) if tensor.dim()), 0)
+
+    def end(*_: object) -> None:  # the call has ended, or failed
+        nonlocal num_sequences
+        num_sequences = 0
+
+    yield model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove
+    yield model.register_forward_hook(end, always_call=True).remove
     paths = {module: path for path, module in model.named_modules()}
     for module, (names, num_tiles) in tiled.items():
-        segment = TiledSegment(module, paths[module], names, num_tiles, callbacks, batch)
+        segment = TiledSegment(module, paths[module], names, num_tiles, callbacks, lambda: num_sequences)
         yield replace_attribute(module, "forward", segment.forward)
 
 
@@ -82,11 +74,11 @@ class TiledSegment:
         names: Sequence[str],
         num_tiles: int,
         callbacks: ModuleCallbacks,
-        batch: _Batch,
+        num_sequences: Callable[[], int],
     ) -> None:
         self._run: Callable[..., Any] = forward_of(module)
         self._signature = inspect.signature(module.forward)
-        self._path, self._num_tiles, self._batch = path, num_tiles, batch
+        self._path, self._num_tiles, self._num_sequences = path, num_tiles, num_sequences
         self._first, self._last, self._callbacks = names[0], names[-1], callbacks
         self._layer = layer_number(module)
 
@@ -97,7 +89,7 @@ class TiledSegment:
             BindingError: arguments or outputs cannot be cut into tiles.
         """
         floats = (leaf for leaf in tensors_of((args, kwargs)) if leaf.is_floating_point() and leaf.dim())
-        num_sequences = self._batch.num_sequences or next(map(len, floats), 0)
+        num_sequences = self._num_sequences() or next(map(len, floats), 0)
         if not torch.is_grad_enabled() or in_backward() or num_sequences == 1:
             return self._run(*args, **kwargs)
         bound = self._signature.bind(*args, **kwargs)

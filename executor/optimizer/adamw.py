@@ -14,10 +14,10 @@ from numba import njit
 
 from executor.optimizer.bf16 import MASK, noise_at, noise_key, noise_of_weight
 from executor.optimizer.passes import (
-    HostStep,
     as_float32,
     check_params,
     float32s,
+    host_step,
     store_rounded,
     store_weight,
 )
@@ -126,7 +126,7 @@ def _update(
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """Keys of both moments in a parameter's state."""
 
-adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args, seeded=True)
+adamw_step: Final = host_step(_update, _kernel_args, seeded=True)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g
@@ -134,8 +134,7 @@ adamw_step: Final = HostStep(_update, MOMENTS, _kernel_args, seeded=True)
     p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
 If weight decay is not decoupled, ``g = g + weight_decay * p`` comes first, as in ``torch.optim.Adam``.
-"""
 
-adamw_bf16_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint16", seeded=True)
-"""As :data:`adamw_step`; moments are bf16 bits (uint16), and the master copy may be, see [Note: Stochastic rounding] in
-:mod:`executor.optimizer.adamw_bf16`."""
+Moments may be bf16 bits (uint16), and then the master copy too, see [Note: Stochastic rounding] in
+:mod:`executor.optimizer.adamw_narrow`.
+"""

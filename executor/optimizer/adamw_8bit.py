@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits, in the format of ``bitsandbytes``: on a CPU in one pass, and on a device.
+"""AdamW with moments in 8 bits, in the format of ``bitsandbytes``, on a CPU in one pass.
 
 The format is in :mod:`executor.optimizer.blocks`. The step of the weights uses moments before they are quantized. Codes
 are the nearest ones, as those of ``bitsandbytes`` on a GPU, but second moments do not become 0, for a reason that
@@ -9,25 +9,19 @@ stands there too. Its CPU build finds codes in a table of 65,536 equal steps, wh
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numba import njit
 
 from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_factors, advanced, seeds_of
-from executor.optimizer.adamw_bf16 import round_weights_into
 from executor.optimizer.bf16 import bits_of_float32, float32_of_bits, noise_at, noise_of_weight
 from executor.optimizer.blocks import (
     LEAST_SCALE,
     SCALES,
-    SIGNED,
-    UNSIGNED,
     decode_signed,
     decode_unsigned,
-    decoded,
-    encode,
     encode_signed,
     encode_unsigned,
 )
-from executor.optimizer.passes import BLOCK, HostStep, as_float32, store_rounded, store_weight
+from executor.optimizer.passes import BLOCK, as_float32, host_step, store_rounded, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 KEYS: Final = (*MOMENTS, *(SCALES[key] for key in MOMENTS))
@@ -82,28 +76,7 @@ def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[obj
     return ((seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step)),)
 
 
-adamw_8bit_step: Final = HostStep(_update, MOMENTS, _kernel_args, buffer_dtype="uint8", scales=KEYS[2:], seeded=True)
+adamw_8bit_step: Final = host_step(_update, _kernel_args, in_blocks=True, seeded=True)
 """As :data:`executor.optimizer.adamw.adamw_step` with decoupled weight decay; moments are codes (uint8), and their
 scales (float32) one for each block. The first value is the first of a block. With seeds, the master copy may be bf16
-bits (uint16), see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`."""
-
-
-def adamw_8bit_(
-    master: torch.Tensor, buffers: tuple[torch.Tensor, ...], gradient: torch.Tensor, params: AdamWParams, step: int
-) -> None:
-    """Take one step with torch's operators; the bits are those of :data:`adamw_8bit_step`.
-
-    The gradient is overwritten. See [Note: Operators] in :mod:`planner.optimizers`.
-    """
-    exp_avg, exp_avg_sq, m_scales, v_scales = buffers
-    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, adamw_factors(params, step))
-    scratch = gradient * rest2
-    v = decoded(exp_avg_sq, v_scales, UNSIGNED).mul_(beta2).add_(scratch.mul_(gradient))
-    m = decoded(exp_avg, m_scales, SIGNED).mul_(beta1).add_(gradient.mul_(rest1))
-    root = scratch.copy_(v.double().sqrt_())  # rounded once: torch's float32 root on a CPU may be a unit off
-    moved = torch.mul(m, step_size, out=gradient).div_(root.mul_(root_bias2_inverse).add_(eps))
-    weight = master.float()  # the same tensor, if the master copy is float32
-    weight.mul_(decay).sub_(moved)
-    round_weights_into(master, weight, (gradient, scratch), params, step)
-    encode(m, exp_avg, m_scales, SIGNED)
-    encode(v, exp_avg_sq, v_scales, UNSIGNED)
+bits (uint16), see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_narrow`."""

@@ -179,7 +179,7 @@ class OwnStep:
         grad_scale: float = 1.0,
         team: WorkerTeam | None = None,  # noqa: ARG002 - torch has its own threads
     ) -> None:
-        """Take a step in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments."""
+        """Take a step in host memory; see :func:`executor.optimizer.passes.host_step` for the arguments."""
         scale = torch.full((1,), grad_scale, dtype=torch.float32, device="cpu")
         for begin in range(0, len(grad), _HOST_CHUNK):
             part = cut((*state, grad, weight_out), begin, min(begin + _HOST_CHUNK, len(grad)))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.passes import as_float32, check_params, float32s, host_step, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 _ZERO: Final = np.float32(0)
@@ -56,7 +56,7 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         close_chunk(master, chunk, values)
 
 
-lion_step: Final = HostStep(_update, ("exp_avg",), _kernel_args)
+lion_step: Final = host_step(_update, _kernel_args)
 """As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
 
     c = beta1 * m + (1 - beta1) * g

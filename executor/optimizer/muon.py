@@ -155,7 +155,7 @@ def muon_step(
     team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
     memory: torch.Tensor | None = None,
 ) -> None:
-    """Take a step of :func:`muon` in host memory; see :class:`executor.optimizer.passes.HostStep` for the arguments.
+    """Take a step of :func:`muon` in host memory; see :func:`executor.optimizer.passes.host_step` for the arguments.
 
     Only one matrix at a time has a scaled gradient. That and the products are in ``memory``, uint8, which is allocated
     if it is left out.

@@ -1,4 +1,4 @@
-"""The part that all optimizer steps on the host have in common: checked arrays, and a team that divides them.
+"""The part that all optimizer steps on the host have in common: a team that divides their arrays.
 
 [Note: Rounding]
 Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar, final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,6 @@ BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
 _NOT_IN_GROUPS: Final = frozenset({"decoupled_weight_decay", "seed", "parameter", "start", "shape"})
-_FLOAT32: Final[np.dtype[Any]] = np.dtype("float32")
-_BITS: Final[np.dtype[Any]] = np.dtype("uint16")  # of bf16
 
 BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""
@@ -45,46 +43,45 @@ IN_PLACE: Final = ()
 """Passed to a kernel as ``weight_out`` if the weights overwrite the gradient."""
 
 
-@final
-class HostStep(Generic[_Params]):
-    """A step of one optimizer in host memory: one pass over flat arrays of equal length, in place.
+def host_step(
+    kernel: Callable[..., object],
+    kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
+    has_buffers: Callable[[_Params], bool] = lambda _: True,
+    *,
+    in_blocks: bool = False,
+    seeded: bool = False,
+) -> Callable[..., None]:
+    """Return a step of one optimizer in host memory: one pass over flat arrays of equal length, in place.
 
     Factors of the whole step are worked out in double precision and rounded to float32 once; the rest is float32. NaN
-    and infinite gradients go through.
+    and infinite gradients go through. The bits do not depend on how a team cuts the range: see [Note: Rounding].
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
             with the result of ``kernel_args``; see also :func:`executor.optimizer.split.chunks`.
-        buffers: names of the state beside the master copy.
         kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
         has_buffers: whether an optimizer with these hyper-parameters has the buffers.
-        buffer_dtype: of the buffers: ``float32``, ``uint16`` for bf16 bits, or ``uint8`` for codes.
-        scales: names of float32 state that comes last, with one value for each :data:`BLOCK` parameters.
+        in_blocks: whether some state has one value for each :data:`BLOCK` parameters.
         seeded: whether hyper-parameters may have a seed. With one the master copy may be bf16 bits, which is the weight
             itself. A kernel of such a step also takes, last, where its piece begins.
+
+    Returns:
+        The step, a function of these arguments:
+
+        - ``state``: weights, float32, split or rounded to bf16 bits (uint16), and then buffers, each ``[num_params]``,
+          updated; no other arrays may overlap. Scales are ``[blocks]``. Nobody else uses blocks of split weights
+          meanwhile.
+        - ``grad``: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out``.
+        - ``weight_out``: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` where the master
+          copy is the weight.
+        - ``params``: hyper-parameters.
+        - ``step``: which step this is, from 1.
+        - ``grad_scale``: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
+        - ``team``: threads to run on; ``None`` means the calling thread.
     """
+    cached_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
 
-    def __init__(
-        self,
-        kernel: Callable[..., object],
-        buffers: tuple[str, ...],
-        kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
-        has_buffers: Callable[[_Params], bool] = lambda _: True,
-        buffer_dtype: str = "float32",
-        *,
-        scales: tuple[str, ...] = (),
-        seeded: bool = False,
-    ) -> None:
-        self._kernel = kernel
-        self._names = ("master", *buffers, *scales)
-        self._kernel_args = functools.lru_cache(maxsize=4)(kernel_args)  # an iteration's pieces have the same
-        self._has_buffers = has_buffers
-        self._dtypes = (_FLOAT32, *(np.dtype(buffer_dtype) for _ in buffers), *(_FLOAT32 for _ in scales))
-        self._scales = scales
-        self._seeded = seeded
-
-    def __call__(
-        self,
+    def take(
         state: Sequence[BufferArray | SplitMaster | None],
         grad: GradientArray,
         weight_out: Bf16Array | None,
@@ -93,41 +90,24 @@ class HostStep(Generic[_Params]):
         grad_scale: float = 1.0,
         team: WorkerTeam | None = None,
     ) -> None:
-        """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
-
-        Args:
-            state: weights, float32, split or rounded to bf16 bits (uint16), and then buffers, each ``[num_params]``,
-                updated; no other arrays may overlap. Scales are ``[blocks]``. Nobody else uses blocks of split weights
-                meanwhile.
-            grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
-            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` where the master copy
-                is the weight.
-            params: hyper-parameters.
-            step: which step this is, from 1.
-            grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
-            team: threads to run on; ``None`` means the calling thread.
-
-        Raises:
-            ValueError: an array that is missing or has the wrong dtype, length or layout, or ``step`` below 1.
-        """
-        if step < 1:
-            raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
+        assert step >= 1, step
         master, *buffers = state
-        held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
-        self._check(held, grad, weight_out, params)
-        args = self._kernel_args(params, step, grad_scale)
+        held = (master, *(buffers if has_buffers(params) else [None] * len(buffers)))
+        lengths = {len(grad), -(-len(grad) // BLOCK)} if in_blocks else {len(grad)}
+        assert all(each is None or len(each) in lengths for each in (*held, weight_out)), "a kernel checks nothing"
+        args = cached_args(params, step, grad_scale)
         in_place = weight_out is not None and np.may_share_memory(weight_out, grad)  # then they are the same
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
         halves = master.halves() if isinstance(master, SplitMaster) else None
         first, last = (master.start, master.stop) if isinstance(master, SplitMaster) else (0, len(grad))
-        grain = BLOCK if self._scales or halves else 1  # threads have whole blocks
+        grain = BLOCK if in_blocks or halves else 1  # threads have whole blocks
         before = first // grain
 
         def update(start: int, stop: int) -> None:
             begin, end = max(grain * (before + start), first), min(grain * (before + stop), last)
             whole, *others = cut(arrays, begin - first, end - first)
-            position = (begin - first,) if self._seeded else ()
-            self._kernel((*halves, begin, end) if halves else whole, *others, *args, *position)
+            position = (begin - first,) if seeded else ()
+            kernel((*halves, begin, end) if halves else whole, *others, *args, *position)
 
         num_grains = -(-last // grain) - before
         if team is None:
@@ -135,42 +115,7 @@ class HostStep(Generic[_Params]):
         else:
             team.run(update, num_grains)
 
-    def _check(
-        self,
-        held: Sequence[BufferArray | SplitMaster | None],
-        grad: GradientArray,
-        weight_out: Bf16Array | None,
-        params: _Params,
-    ) -> None:
-        num_params = len(held[0]) if held[0] is not None else 0
-        for name, dtype, array in zip(self._names, self._dtypes, held, strict=True):
-            if isinstance(array, SplitMaster):
-                if weight_out is not None:
-                    raise ValueError("weight_out is given, but a split master copy has the weight; pass None")
-            elif array is not None:
-                length = -(-num_params // BLOCK) if name in self._scales else num_params
-                rounds = name == self._names[0] and self._seeded and getattr(params, "seed", None) is not None
-                _check_array(name, array, (dtype, _BITS) if rounds else (dtype,), length)
-            elif name == self._names[0] or self._has_buffers(params):
-                raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
-        _check_array("grad", grad, (_BITS, _FLOAT32), num_params, written=False)
-        if weight_out is not None:
-            _check_array("weight_out", weight_out, (_BITS,), num_params)
-            if isinstance(held[0], np.ndarray) and held[0].dtype == _BITS:
-                raise ValueError("weight_out is given, but a master copy in bf16 is the weight itself; pass None")
-
-
-def _check_array(
-    name: str, array: npt.NDArray[Any], dtypes: tuple[np.dtype[Any], ...], num_params: int, *, written: bool = True
-) -> None:
-    if array.dtype not in dtypes:
-        remedy = "; a bf16 tensor is passed as tensor.view(torch.uint16).numpy()" if _BITS in dtypes else ""
-        raise ValueError(f"{name} has dtype {array.dtype}, but must be {' or '.join(map(str, dtypes))}{remedy}")
-    if array.shape != (num_params,):
-        raise ValueError(f"{name} has shape {array.shape}, but must be flat and as long as master: ({num_params},)")
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned and (flags.writeable or not written)):
-        raise ValueError(f"{name} must be contiguous, aligned{' and writeable' if written else ''}; pass a plain slice")
+    return take
 
 
 def cut(arrays: Sequence[Any], start: int, stop: int) -> tuple[Any, ...]:

@@ -7,8 +7,7 @@ from typing import Any, Final, final
 import torch
 
 from executor.optimizer.adamw import MOMENTS, AdamWParams
-from executor.optimizer.adamw_8bit import adamw_8bit_
-from executor.optimizer.adamw_bf16 import adamw_bf16_
+from executor.optimizer.adamw_narrow import adamw_narrow_
 from executor.optimizer.blocks import SCALES
 from executor.optimizer.lion import LionParams, lion_
 from executor.optimizer.passes import BLOCK, read
@@ -22,11 +21,9 @@ class _NarrowAdamW(torch.optim.Optimizer):
     """AdamW with narrow moments.
 
     Attributes:
-        _step: takes a step on a device.
         _dtypes: types of its buffers, by their keys in a parameter's state.
     """
 
-    _step: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, AdamWParams, int], None]
     _dtypes: Mapping[str, torch.dtype]
 
     def __init__(
@@ -63,7 +60,8 @@ class _NarrowAdamW(torch.optim.Optimizer):
         weight = (parameter if rounds(group) else parameter.float()).reshape(-1)
         assert parameter.grad is not None
         gradient = parameter.grad.to(torch.float32, copy=True).reshape(-1)
-        self._step(weight, tuple(buffers.values()), gradient, read_seeded(group, parameter=number), int(state["step"]))
+        params = read_seeded(group, parameter=number)
+        adamw_narrow_(weight, tuple(buffers.values()), gradient, params, int(state["step"]))
         parameter.copy_(weight.view(parameter.shape))
         state |= {key: values.view(state[key].shape) for key, values in buffers.items()}
 
@@ -72,7 +70,7 @@ class _NarrowAdamW(torch.optim.Optimizer):
 class AdamWBf16(_NarrowAdamW):
     """``torch.optim.AdamW`` with moments in bf16, rounded stochastically: 8 bytes of state a parameter instead of 12.
 
-    The same seed gives the same bits, see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_bf16`.
+    The same seed gives the same bits, see [Note: Stochastic rounding] in :mod:`executor.optimizer.adamw_narrow`.
 
     Args:
         params: parameters, or groups of them.
@@ -85,7 +83,6 @@ class AdamWBf16(_NarrowAdamW):
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
     """
 
-    _step = staticmethod(adamw_bf16_)
     _dtypes = dict.fromkeys(MOMENTS, torch.bfloat16)
 
 
@@ -107,7 +104,6 @@ class AdamW8bit(_NarrowAdamW):
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
     """
 
-    _step = staticmethod(adamw_8bit_)
     _dtypes = dict.fromkeys(MOMENTS, torch.uint8) | dict.fromkeys(SCALES.values(), torch.float32)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
+from executor.optimizer.passes import as_float32, check_params, float32s, host_step, store_weight
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
 
@@ -73,7 +73,7 @@ def _update(
         close_chunk(master, chunk, values)
 
 
-sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0)
+sgd_step: Final = host_step(_update, _kernel_args, has_buffers=lambda params: params.momentum != 0)
 """As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p
@@ -125,7 +125,7 @@ def _update_adagrad(master: Any, sum_of_squares: Any, grad: Any, weight_out: Any
         close_chunk(master, chunk, values)
 
 
-adagrad_step: Final = HostStep(_update_adagrad, ("sum",), _adagrad_args)
+adagrad_step: Final = host_step(_update_adagrad, _adagrad_args)
 """As ``torch.optim.Adagrad`` (Duchi et al., JMLR 12, 2011), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p

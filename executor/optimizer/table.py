@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from executor.optimizer import device
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_bf16_step, adamw_step
-from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_, adamw_8bit_step
-from executor.optimizer.adamw_bf16 import adamw_bf16_
+from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
+from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_step
+from executor.optimizer.adamw_narrow import adamw_narrow_
 from executor.optimizer.device import OwnParams, OwnStep
 from executor.optimizer.lion import LionParams, lion_, lion_step
 from executor.optimizer.muon import MuonParams, muon, muon_step
@@ -195,8 +195,8 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         planned_as="adamw-bf16",
         buffers=MOMENTS,
         read=read_seeded,
-        host=adamw_bf16_step,
-        device=adamw_bf16_,
+        host=adamw_step,
+        device=adamw_narrow_,
         converts=("AdamW", "AdamW8bit"),
     ),
     OptimizerEntry(
@@ -205,7 +205,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         buffers=KEYS,
         read=lambda group: read_seeded(group) if rounds(group) else read(AdamWParams, group, seed=None),
         host=adamw_8bit_step,
-        device=adamw_8bit_,
+        device=adamw_narrow_,
         converts=("AdamW", "AdamWBf16"),
     ),
     OptimizerEntry(

@@ -16,11 +16,12 @@ import torch
 
 from executor.devices.backend import Backend
 from executor.devices.host_exchange import HostExchange
+from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
 from executor.gradients import GradientError
 from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
-from executor.memory.units import FlatGradient, GradientBucket, ParameterState, UnitState
+from executor.memory.units import GradientBucket, ParameterState, UnitState
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.lowering.memory import exchange_bytes
@@ -56,19 +57,23 @@ class ScheduleCollectives:
         for task in schedule.tasks:
             if task.op is Op.SCATTER:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
+        self._through_host: dict[Group, HostExchange] = {}  # what groups use instead of their process groups
         sizes = exchange_bytes(units, decisions)
         for unit in units:
             if (num_bytes := sizes.pop(unit.parts(decisions), 0)) and (group := ranks.replicas(unit)).size > 1:
-                group.exchange = exchange = HostExchange(group, num_bytes, backend, ranks)
+                self._through_host[group] = exchange = HostExchange(group, num_bytes, backend, ranks)
+                ranks.leaving.callback(exchange.close)
                 host.count(f"collectives {num_bytes}", MemoryClass.WORKSPACE, exchange.own_memory)
 
     def all_gather(self, unit: UnitState) -> None:
         """All-gather a unit's weights on the device from the ranks' shards."""
-        assert unit.group is not None
         if unit.fp8 is not None and unit.on_device:
             unit.fp8.cast_on_device(unit.own_weights)
         for whole, own in unit.gathers():
-            unit.group.all_gather(whole, own)
+            self._way(unit).all_gather(whole, own)
+
+    def _way(self, unit: UnitState) -> Group | HostExchange:
+        return self._through_host.get(unit.group, unit.group)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
         """Add a gradient to its unit's bucket, in the thread that runs backward."""
@@ -104,24 +109,27 @@ class ScheduleCollectives:
             values[start:stop].zero_()
         self._backend.scale(values, self.mean_factor)
         mean = values
-        assert unit.group is not None
         if self._shards:
             mean = self._backend.scratch(len(unit.own_weights), mean.dtype)
-            unit.group.reduce_scatter(mean, values)
+            self._way(unit).reduce_scatter(mean, values)
         else:
-            unit.group.all_reduce(mean)
+            self._way(unit).all_reduce(mean)
         self._backend.record_stream(values)
-        gradient = FlatGradient(mean, unit.start)
         copy = any(piece.leaves for piece in unit.pieces)
-        for parameter in unit.parameters:
+        own = [(parameter, parameter.own_of(mean, unit.start)) for parameter in unit.parameters]
+        for parameter, gradient in own:
             unit.keep_gradient(parameter, gradient, copy=copy)
-        unit.flushing[micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
+        unit.flushing[micro_batch] = {parameter.name: gradient for parameter, gradient in own if parameter.leaving}
 
     def exchange(self, unit: UnitState, values: torch.Tensor) -> None:
         """Add up this rank's part of a gradient, zeros elsewhere, over the shards of ranks and over stages."""
-        if unit.group is not None and len(unit.own_weights) < len(unit.device_weights):
-            unit.group.all_reduce(values)
+        self.sum_shards(unit, values)
         self._ranks.sharing.all_reduce(values)
+
+    def sum_shards(self, unit: UnitState, values: torch.Tensor) -> None:
+        """Add up a gradient of which each rank has its share, and zeros elsewhere."""
+        if len(unit.own_weights) < len(unit.device_weights):
+            self._way(unit).all_reduce(values)
 
     def first_summed(self, task: Task) -> int:
         """Return the first micro-batch whose gradient a ``SCATTER`` task reduces. The last one is the task's own."""
@@ -168,7 +176,7 @@ class ScheduleCollectives:
         size, count = mesh.degrees.tensor_parallel, len(squares)
         rows = [0.0] * (size * count)  # one row per tensor-parallel rank
         for i, (unit, _) in enumerate(parameters):
-            if self._shards or unit.group is None or unit.group.rank == 0:
+            if self._shards or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
         self._ranks.check_same_call("clipping, or reading norms")
         sums = np.array(self._ranks.all_reduce(rows)).reshape(size, count)

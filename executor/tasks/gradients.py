@@ -8,7 +8,7 @@ import torch
 
 from executor.devices.backend import Backend
 from executor.memory.state import ModelState
-from executor.memory.units import FlatGradient, ParameterState, UnitState
+from executor.memory.units import ParameterState, UnitState
 from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from planner.decisions import Decisions
@@ -35,16 +35,16 @@ class GradientTasks:
             due = self._decisions.num_micro_batches - 1 if self._decisions.in_rounds else micro_batch
             sums = unit.flushing.setdefault(due, {})
             if parameter.name in sums:
-                sums[parameter.name].values.add_(held.values)
+                sums[parameter.name].add_(held)
             else:
                 sums[parameter.name] = held
 
     def take(
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
-    ) -> FlatGradient | None:
-        """Take a gradient as :meth:`collect` does; return it if parts of it go to the host now."""
+    ) -> torch.Tensor | None:
+        """Take a gradient as :meth:`collect` does; return the rank's own part if any of it goes to the host now."""
         flat = gradient if gradient.dim() == 1 else gradient.reshape(-1)
-        if (collectives := self._collectives) is not None and unit.group is not None:
+        if (collectives := self._collectives) is not None and unit.group.size > 1:
             parameter.arrive(iteration)
             collectives.collect(unit, parameter, flat, micro_batch)
             return None
@@ -54,20 +54,20 @@ class GradientTasks:
 
     def keep(
         self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int
-    ) -> FlatGradient | None:
-        """Take a flat gradient that is the mean over ranks; return it if parts of it go to the host now."""
+    ) -> torch.Tensor | None:
+        """Take a flat gradient that is the mean over ranks; return the same as :meth:`take`."""
         parameter.arrive(iteration)
-        held = FlatGradient(flat, parameter.start)
+        held = parameter.own_of(flat, parameter.start)
         if parameter.staying:
             # A view keeps the whole gradient alive, so a part is copied if the rest is flushed, or that of other ranks.
-            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving) or unit.group is not None)
+            unit.keep_gradient(parameter, held, copy=bool(parameter.leaving) or unit.group.size > 1)
         return held if parameter.leaving else None
 
-    def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
+    def sum_up(self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, iteration: int) -> None:
         """Add host memory's part of an iteration's gradient to what has been flushed."""
         self._backend.settle()
         for part in parameter.leaving:
-            target, values = unit.arrival(part), gradient.of(part)
+            target, values = unit.arrival(part), parameter.part_of(part, gradient)
             if parameter.flushed == iteration:
                 target.add_(values)
             else:
@@ -172,11 +172,11 @@ class GradientTasks:
                 self._state.nvme.spill((unit.name, piece.index))
 
     def _flush_one(
-        self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int
+        self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, iteration: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Copy an iteration's first gradient of a parameter; of later ones, yield what is to be added to what."""
         for part in parameter.leaving:
-            target, source = unit.arrival(part), gradient.of(part)
+            target, source = unit.arrival(part), parameter.part_of(part, gradient)
             if target.data_ptr() == source.data_ptr():
                 continue  # it was added up there, see [Note: On demand] in executor.driver.on_demand
             if parameter.flushed == iteration:
@@ -186,20 +186,20 @@ class GradientTasks:
             else:  # and wait: the host may read it next, for its norm
                 target.copy_(source)
         if self._is_on_device(gradient):
-            self._backend.record_stream(gradient.values)
+            self._backend.record_stream(gradient)
         parameter.flushed = iteration
 
     def _squares(
-        self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient | None
+        self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor | None
     ) -> Iterator[torch.Tensor | float]:
         for part in parameter.leaving:
             # The device is faster, and the copy to the host may still run.
             if self._decisions.num_micro_batches == 1 and gradient is not None and self._is_on_device(gradient):
-                yield self._backend.sum_of_squares(gradient.of(part))
+                yield self._backend.sum_of_squares(parameter.part_of(part, gradient))
             else:
                 self._backend.settle()
                 yield self._backend.sum_of_squares_on_host(unit.arrival(part), self._team)
 
-    def _is_on_device(self, gradient: FlatGradient) -> bool:
+    def _is_on_device(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient came from autograd, and was not added up on the host."""
-        return gradient.values.device.type == self._backend.device.type
+        return gradient.device.type == self._backend.device.type

@@ -80,11 +80,6 @@ class Snapshots:
         if self.engine is not None:
             self.engine.release(key)
 
-    def take_remaining(self) -> None:
-        """Between iterations, take the rest of all checkpoints that have begun, so that state may change afterwards."""
-        if self.engine is not None:
-            self.engine.take_remaining()
-
     def keys(self, key: Key) -> tuple[str, ...]:
         """See :class:`executor.checkpoint.source.Source`."""
         return (MASTER, *self._entry.of(self._state.units[key[0]].pieces[key[1]].kind).buffers)
@@ -130,7 +125,7 @@ class Snapshots:
     def _slices_of(self, key: Key, number: int) -> list[Slice]:
         """Return the slices of a piece that this rank saves. If several ranks hold it, they take turns by unit."""
         unit = self._state.units[key[0]]
-        if unit.group is not None and not unit.is_sharded and number % unit.group.size != unit.group.rank:
+        if not unit.is_sharded and number % unit.group.size != unit.group.rank:
             return []
         return [
             Slice(

@@ -59,8 +59,7 @@ def _restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str,
     if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
     _check_tensors(optimizer, checkpoint, (entry for _, entry in held), extra["shapes"])
-    if session.runtime.snapshots is not None:
-        session.runtime.snapshots.take_remaining()  # running checkpoints need the old state
+    session.runtime.take_remaining()
     units = list({unit.name: unit for unit, _ in held}.values())
     alike = [
         unit

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from executor.checkpoint.divided import DividedPlace
 from executor.checkpoint.engine import CheckpointEngine, Outcome
@@ -83,7 +84,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             raise ValueError("the session has no buffers for checkpoints; pass checkpoint_buffer_bytes to prepare()")
         session.runtime.enter("Checkpoints()")
         rank, size = session.collectives.rank, session.collectives.size
-        nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
+        nonce = int(session.collectives.broadcast(torch.tensor(secrets.randbits(32), device="cpu")))
         self._rank = rank
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
         self._nodes = nodes = Nodes(session.runtime.ranks)
@@ -101,7 +102,6 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             peers=nodes,
             is_divided=num_divided > 0,
             nonce=f"{nonce:08x}" if size > 1 else "",
-            is_lost=session.collectives.has_failed,
             on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
@@ -340,7 +340,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Yield the checkpoints that rank 0 has found, with their levels. All ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
-            level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
+            own = torch.tensor(next(found, (-1, 0, 0)), device="cpu")
+            level, step, nonce = self._session.collectives.broadcast(own).tolist()
             if level < 0:
                 return
             yield level, self.levels.places[level].folder(step, nonce)

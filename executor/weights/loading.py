@@ -78,8 +78,7 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
         failure = error
     if session.collectives.any(failure is not None):
         raise failure or ValueError(f"{weights}: another rank cannot load them; see the error of that rank")
-    if session.runtime.snapshots is not None:
-        session.runtime.snapshots.take_remaining()  # running checkpoints need the old weights
+    session.runtime.take_remaining()
     with files, session.runtime.changing("load()"):
         buffers = {**dict(session.model.named_buffers()), **session.runtime.state.as_buffers}
         for name in origins.there & buffers.keys():

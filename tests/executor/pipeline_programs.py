@@ -258,7 +258,7 @@ def _exchanged(session, pipeline) -> Counter[str]:
         return method
 
     runtime = session.runtime
-    replicas = {unit.group for unit in runtime.state.units.values() if unit.group is not None}
+    replicas = {unit.group for unit in runtime.state.units.values()}
     for kind, groups in {"replicas": replicas, "layers": {runtime.ranks.tensor, runtime.ranks.contexts}}.items():
         for group in groups:
             for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from executor.prepare import OffloadedOptimizer, check_prepared
 from planner.fitting.refit import Refit, refit
@@ -117,7 +118,7 @@ def replan(optimizer: OffloadedOptimizer, on_change: Callable[[], object] = lamb
     session = optimizer.session
     found = plan_again(optimizer.plan, session.mean_timeline(), session.collectives.broadcast_text)
     after = found.after
-    if after is None or not session.collectives.broadcast(int(found.is_faster)):
+    if after is None or not session.collectives.broadcast(torch.tensor(found.is_faster, device="cpu")):
         return found
     on_change()
     if session.runtime.snapshots is not None and session.runtime.snapshots.engine is not None:

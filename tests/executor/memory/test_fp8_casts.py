@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor.devices.backend import as_array
+from executor.distributed.ranks import ALONE
 from executor.memory.fp8_weights import Fp8Copy, cast_to_fp8, largest_bits, scales_of
 from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Fp8Weights
@@ -48,7 +49,7 @@ def casts_on_device(values: torch.Tensor, ranges: list[slice]) -> tuple[np.ndarr
     """Return the same from a slot, which the values before the first range reach in their own type."""
     sizes = Fp8Weights(len(values), ranges[0].start, len(ranges), 1, values.itemsize)
     slot = torch.full((sizes.slot_bytes,), 77, dtype=torch.uint8)
-    copy = Fp8Copy(sizes, None, tuple(ranges), slot, torch.empty(0, dtype=torch.uint8))
+    copy = Fp8Copy(sizes, ALONE, tuple(ranges), slot, torch.empty(0, dtype=torch.uint8))
     copy.cast_on_device(values)
     assert torch.equal(copy.others.view(torch.uint8), values[: sizes.num_others].view(torch.uint8))
     return copy.scales.numpy(), slot[: len(values)].numpy()

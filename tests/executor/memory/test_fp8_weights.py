@@ -32,6 +32,7 @@ from training import (
 )
 
 from executor.devices.lanes import LaneError
+from executor.distributed.ranks import ALONE
 from executor.distributed.shards import BindingError
 from executor.distributed.watchdog import RankError
 from executor.memory.fp8_weights import Fp8Copy
@@ -86,7 +87,7 @@ def test_slots_have_a_byte_for_each_weight() -> None:
 def test_scales_are_aligned_behind_shards_of_odd_length() -> None:
     sizes = Fp8Weights(shard_params=33, num_others=48, num_scales=2, num_ranks=3, weight_bytes=2)
     slot, host = (torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (sizes.slot_bytes, sizes.host_bytes))
-    held = Fp8Copy(sizes, None, (), slot, host)
+    held = Fp8Copy(sizes, ALONE, (), slot, host)
     held.scales[:] = torch.tensor([3.0, 5.0])
     held.others[:] = 7.0
     assert held.scales.tolist() == [3.0, 5.0]

@@ -7,7 +7,7 @@ import torch
 
 from executor.memory.forward_state import SMALL_BYTES, ForwardState
 from executor.memory.recompute_cache import ActivationError
-from executor.module.kept_inputs import KeptInputs, with_copies
+from executor.module.kept_inputs import giving_again, with_copies
 
 
 def test_small_inputs_are_given_again_as_they_were_and_large_ones_must_not_change():
@@ -17,10 +17,10 @@ def test_small_inputs_are_given_again_as_they_were_and_large_ones_must_not_chang
     before = [state.save(args) for _ in range(2)]
     assert before[0].copies[id(small)] is before[1].copies[id(small)], "blocks share a copy"
     args, _ = with_copies(args, {}, (), before[0].copies)
-    inputs = KeptInputs(args, {}, before[0].copies.values(), ())
+    given_again = giving_again("it", args, {}, before[0].copies.values(), ())
     for _ in range(3):  # with retain_graph, there may be several
         small.add_(1)
-        (first, (other, same)), _ = inputs.given_again(args, {}, "it")
+        (first, (other, same)), _ = given_again(args, {})
         assert first is other
         assert same is large
         assert first.eq(0).all()
@@ -28,7 +28,7 @@ def test_small_inputs_are_given_again_as_they_were_and_large_ones_must_not_chang
     assert state.save([small]).copies[id(small)].eq(3).all()
     large.add_(1)
     with pytest.raises(ActivationError, match="an input of it was changed in place"):
-        inputs.given_again(args, {}, "it")
+        given_again(args, {})
 
 
 def test_a_large_buffer_that_the_loop_changes_before_the_second_pass_is_refused_there():

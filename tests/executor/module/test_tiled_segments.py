@@ -128,7 +128,7 @@ def _counting(found, perform, unit_states, each, iteration):
         found[each.op] += sum(served.nbytes for _, served in unit.fetches())
     else:
         found[each.op] += sum(
-            gradient.of(part).nbytes
+            parameter.part_of(part, gradient).nbytes
             for parameter in unit.parameters
             if (gradient := unit.flushing.get(each.micro_batch, {}).get(parameter.name)) is not None
             for part in parameter.leaving

@@ -33,8 +33,7 @@ from executor.devices.backend import as_array
 from executor.devices.cuda import update_on_device
 from executor.devices.meter import MemoryMeter
 from executor.memory.pieces import state_buffers
-from executor.optimizer.adamw import AdamWParams, adamw_bf16_step
-from executor.optimizer.adamw_8bit import adamw_8bit_step
+from executor.optimizer.adamw import adamw_step
 from executor.optimizer.passes import BLOCK, cut
 from executor.optimizer.table import Rule, entry_of
 from executor.optimizer.workers import WorkerTeam
@@ -119,12 +118,12 @@ def test_bits_of_weights_are_independent_of_those_of_moments():
     gradient = torch.full((num_params,), between).numpy()
     weight, m, v = (torch.zeros(num_params).bfloat16() for _ in range(3))
     weight.fill_(1.0)
-    adamw_bf16_step([as_array(weight), as_array(m), as_array(v)], gradient, None, rule.params, 1, 1.0)
+    adamw_step([as_array(weight), as_array(m), as_array(v)], gradient, None, rule.params, 1, 1.0)
     assert bool((weight == 1).all()), "a weight that does not move stays as it is"
     decayed = rule_of("adamw-bf16-rounded", lr=1.0, betas=(0.0, 0.0), weight_decay=2**-9, eps=1e30)
     for moment in (m, v):
         moment.zero_()
-    adamw_bf16_step([as_array(weight), as_array(m), as_array(v)], gradient, None, decayed.params, 1, 1.0)
+    adamw_step([as_array(weight), as_array(m), as_array(v)], gradient, None, decayed.params, 1, 1.0)
     rounded = [values == values.max() for values in (weight, m, v)]
     for one in rounded[:2]:
         assert 0.45 < float(one.float().mean()) < 0.55
@@ -176,19 +175,6 @@ def test_weights_that_are_not_finite_stay_so(name, bad):
     for seen in (stepped(rule, state, 2), stepped_on_device(rule, state, 2)):
         assert not bool(seen[0][:7].isfinite().any())
         assert bool(seen[0][7:].isfinite().all())
-
-
-def test_kernels_refuse_a_second_weight_and_to_round_without_a_seed():
-    def arrays(*kinds: type) -> list[np.ndarray]:
-        return [np.zeros(3, kind) for kind in kinds]
-
-    params = rule_of("adamw-bf16-rounded").params
-    *state, grad, weight = arrays(*[np.uint16] * 5)
-    with pytest.raises(ValueError, match="weight_out is given, but a master copy in bf16 is the weight itself"):
-        adamw_bf16_step(state, grad, weight, params, 1)
-    state = arrays(np.uint16, np.uint8, np.uint8) + [np.zeros(1, np.float32) for _ in range(2)]
-    with pytest.raises(ValueError, match="master has dtype uint16, but must be float32"):
-        adamw_8bit_step(state, grad, None, AdamWParams(), 1)
 
 
 # --- under plans ----------------------------------------------------------------------------------------------------

@@ -367,25 +367,6 @@ def test_wrong_hyper_parameters_are_named(make, message):
         make()
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_wrong_arrays_and_steps_are_named(name):
-    kernel, num_buffers, params = KERNELS[name]
-    state = random_state(10, 0, num_buffers)
-    with pytest.raises(ValueError, match="step is 0, but steps count from 1"):
-        stepped(kernel, state, params, 0)
-    with pytest.raises(ValueError, match="weight_out has dtype float32, but must be uint16"):
-        kernel(state[:-1], state[-1], state[0].copy(), params, 1)
-    if name != "sgd-plain":
-        with pytest.raises(ValueError, match=r"has shape \(9,\), but must be flat and as long as master: \(10,\)"):
-            kernel([state[0], *(array[:-1] for array in state[1:-1])], state[-1], None, params, 1)
-
-
-def test_momentum_needs_a_buffer():
-    state = random_state(10, 0, 1)
-    with pytest.raises(ValueError, match=r"the state has no momentum_buffer, but SgdParams\(.*momentum=0\.9"):
-        sgd_step((state[0], None), state[2], None, SgdParams(momentum=0.9), 1)
-
-
 def test_lion_takes_a_closure_and_leaves_out_what_has_no_gradient():
     one, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = Lion([one, other], lr=0.5)

@@ -12,7 +12,7 @@ from test_kernels import KERNELS
 from test_narrow_adamw import Traffic
 
 from executor.devices.meter import MemoryMeter
-from executor.optimizer.adamw import AdamWParams, adamw_bf16_step, adamw_step
+from executor.optimizer.adamw import AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import adamw_8bit_step
 from executor.optimizer.split import BLOCK, SplitMaster, join, join_with_operators, split, split_with_operators
 from executor.optimizer.workers import WorkerTeam
@@ -181,7 +181,7 @@ def state_of(kernel, seed, length, start):
         return adamw_step, [rng.random(length, np.float32) for _ in range(2)], AdamWParams(), start
     seeded = AdamWParams(seed=seed % 1000, parameter=3, start=5 * BLOCK)
     if kernel == "adamw-bf16":
-        return adamw_bf16_step, [rng.integers(0, 1 << 14, length, np.uint16) for _ in range(2)], seeded, start
+        return adamw_step, [rng.integers(0, 1 << 14, length, np.uint16) for _ in range(2)], seeded, start
     codes = [rng.integers(0, 256, length, np.uint8) for _ in range(2)]
     scales = [rng.random(-(-length // BLOCK), np.float32) + np.float32(0.1) for _ in range(2)]
     return adamw_8bit_step, [*codes, *scales], seeded, start // BLOCK * BLOCK

@@ -1,5 +1,6 @@
 """Formulas of fp8 products against the layers that run, traced."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_layers_that_read_one_input_cast_it_once() -> None:
     stated = [float8_linear(ROWS, INPUTS, OUTPUTS, 2, bias=False, shares=i > 0) for i in range(3)]
     assert forward == [kernel for work in stated for kernel in one_by_one(work.forward)]
     assert layers[0].shared is not None
-    assert layers[0].shared.held is None, "nothing outlives the last of them"
+    assert inspect.getclosurevars(layers[0].shared).nonlocals["held"] is None, "nothing outlives the last of them"
 
 
 def test_which_modules_read_one_input() -> None:

@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16 and stochastic rounding, on a device; the host's is in :mod:`executor.optimizer.adamw`.
+"""AdamW with moments in bf16 or 8 bits, on a device; for the host's see :mod:`executor.optimizer.adamw`.
 
 [Note: Stochastic rounding] Rounded to the nearest bf16, the second moment would stand still: a step changes it by
 1 - beta2 of the difference, often less than half a unit in its last place. So would weights in bf16. Therefore a value
@@ -11,49 +11,51 @@ do the same operations in the same order, each rounded once. The step of the wei
 rounded.
 """
 
-from typing import Any
-
 import torch
 
 from executor.optimizer.adamw import AdamWParams, adamw_factors, seeds_of
 from executor.optimizer.bf16 import MASK, MIXERS, SPREAD
+from executor.optimizer.blocks import SIGNED, UNSIGNED, decoded, encode
 
 
-def adamw_bf16_(
+def adamw_narrow_(
     master: torch.Tensor,
     buffers: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
     params: AdamWParams,
     step: int,
 ) -> None:
-    """Take one step with torch's operators; the bits are those of :data:`executor.optimizer.adamw.adamw_bf16_step`.
+    """Take one step with torch's operators.
 
-    The gradient is overwritten. See [Note: Operators] in :mod:`planner.optimizers`.
+    The bits are those of :data:`executor.optimizer.adamw.adamw_step`, or where moments are codes with scales of
+    :data:`executor.optimizer.adamw_8bit.adamw_8bit_step`. The gradient is overwritten. See [Note: Operators] in
+    :mod:`planner.optimizers`.
     """
-    exp_avg, exp_avg_sq = buffers
+    exp_avg, exp_avg_sq, *scales = buffers
     beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, adamw_factors(params, step))
+    if scales:
+        m, v = decoded(exp_avg, scales[0], SIGNED), decoded(exp_avg_sq, scales[1], UNSIGNED)
+    else:
+        m, v = exp_avg.float(), exp_avg_sq.float()
     scratch = gradient * rest2
-    v = exp_avg_sq.float().mul_(beta2).add_(scratch.mul_(gradient))
-    m = exp_avg.float().mul_(beta1).add_(gradient.mul_(rest1))
-    noise, half = gradient.view(torch.int32), scratch.view(torch.int32)  # neither value is needed any more
-    _noise_into(noise, half, *map(int, seeds_of(params, step)))
-    _round_into(exp_avg, m, torch.bitwise_and(noise, 0xFFFF, out=half))
-    _round_into(exp_avg_sq, v, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    v.mul_(beta2).add_(scratch.mul_(gradient))
+    m.mul_(beta1).add_(gradient.mul_(rest1))
     root = scratch.copy_(v.double().sqrt_())  # rounded once: torch's float32 root on a CPU may be a unit off
+    moved = torch.mul(m, step_size, out=gradient).div_(root.mul_(root_bias2_inverse).add_(eps))
     weight = master.float()  # the same tensor, if the master copy is float32
-    weight.mul_(decay).sub_(m.mul_(step_size).div_(root.mul_(root_bias2_inverse).add_(eps)))
-    round_weights_into(master, weight, (gradient, scratch), params, step)
-
-
-def round_weights_into(
-    master: torch.Tensor, weight: torch.Tensor, scratch: tuple[torch.Tensor, torch.Tensor], params: Any, step: int
-) -> None:
-    """Round new weights to the master copy, unless they are the same tensor. ``scratch``, float32, is overwritten."""
-    if weight is master:
-        return
-    noise, shifted = (values.view(torch.int32) for values in scratch)
-    _noise_into(noise, shifted, *map(int, seeds_of(params, step)))
-    _round_into(master, weight, noise.mul_(signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    weight.mul_(decay).sub_(moved)
+    noise, half = gradient.view(torch.int32), scratch.view(torch.int32)  # neither value is needed any more
+    seeds = tuple(map(int, seeds_of(params, step)))
+    if weight is not master:
+        _noise_into(noise, half, *seeds)
+        _round_into(master, weight, noise.mul_(signed(SPREAD)).bitwise_right_shift_(16).bitwise_and_(0xFFFF))
+    if scales:
+        encode(m, exp_avg, scales[0], SIGNED)
+        encode(v, exp_avg_sq, scales[1], UNSIGNED)
+    else:
+        _noise_into(noise, half, *seeds)
+        _round_into(exp_avg, m, torch.bitwise_and(noise, 0xFFFF, out=half))
+        _round_into(exp_avg_sq, v, noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF))
 
 
 def _noise_into(bits: torch.Tensor, shifted: torch.Tensor, key: int, start: int) -> None:
