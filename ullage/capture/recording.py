@@ -109,8 +109,7 @@ def record(
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
-        output = run()
-        loss, words = find_loss(output) if found.is_step else _planned_loss(output)
+        loss, words = (find_loss if found.is_step else _planned_loss)(run())  # nothing else holds the output
         if not found.visits:
             raise CaptureError("the step calls neither the model nor a part of it; let it call them")
         recorder.begin_backward(loss)
