@@ -21,7 +21,6 @@ from executor.driver.runtime import Runtime
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
-from executor.module.binding import last_with_backward
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
@@ -86,7 +85,7 @@ class IterationDriver:
         self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
         self._evaluated = {unit.name for unit in units if unit.evaluates}
-        self._last = last_with_backward(units)
+        self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
         # See [Note: Interrupted] in executor.driver.unbroken.
         self._forward = Unbroken(runtime, "forward", keeps=True, expected=(GradientError,))

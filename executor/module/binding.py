@@ -19,7 +19,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import nn
@@ -163,11 +163,6 @@ def calls(units: Iterable[Unit]) -> dict[int, tuple[Unit, ...]]:
     return {call: tuple(group) for call, group in itertools.groupby(units, key=lambda unit: unit.call)}
 
 
-def last_with_backward(units: Sequence[Unit]) -> str:
-    """Return the last of some units through which backward passes; the last one if it passes none."""
-    return next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
-
-
 def bind(
     model: nn.Module,
     units: tuple[Unit, ...],
@@ -184,8 +179,6 @@ def bind(
     """
     unit_of = unit_modules(model, calls(units)[1], several=units[-1].call > 1)
     undo.append(model.register_forward_hook(lambda *given: callbacks.on_model_end(given[-1]), always_call=True).remove)
-    ended: dict[str, int] = {}
-    undo.append(model.register_forward_hook(_watch_outputs(units, callbacks, ended)).remove)
     is_elsewhere = (head := find_head(model)) is not None and head not in unit_of  # in the last stage of a pipeline
     if (decisions.loss_tile_tokens is not None or decisions.context_parallel > 1) and not is_elsewhere:
         undo.append(
@@ -207,8 +200,11 @@ def bind(
     if decisions.layer_tile_tokens is not None:
         whole += (tiled := tiled_modules(model, units))
         undo += tile_modules(tiled, decisions.layer_tile_tokens)
-    for module, of_module in marked(model, units, whole, several=bool(decisions.round_starts)).items():
-        undo += _hooks(module, of_module, callbacks, ended)
+    marks = marked(model, units, whole, several=bool(decisions.round_starts))
+    between = _Between(callbacks, set(_of_containers(model, units, marks)))
+    undo.append(model.register_forward_hook(lambda *given: between.hand_over(given[-1])).remove)
+    for module, of_module in marks.items():
+        undo += _hooks(module, of_module, callbacks, between)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin(), prepend=True).remove)
     again: dict[nn.Module, dict[int, list[Unit]]] = {}
     for segment in segments(units):
@@ -325,18 +321,61 @@ def _bind_ties(model: nn.Module) -> Iterator[Any]:
             yield owner.register_state_dict_post_hook(tying(keys))  # type: ignore[no-untyped-call]
 
 
+def _of_containers(
+    model: nn.Module, units: Iterable[Unit], marks: Mapping[nn.Module, Mapping[int, Marker]]
+) -> Iterator[str]:
+    """Yield the units whose weights code outside of their modules may use: that of a module with other units inside."""
+    reads = any(not o.path and (o.parameters or o.shared_parameters) for unit in units for o in unit.operators)
+    for module, of_call in marks.items():
+        if module is not model or reads or next(model.parameters(recurse=False), None) is not None:
+            yield from (marker.unit for marker in of_call.values() if not marker.ends)
+
+
+@final
+class _Between:
+    """Reports when backward reaches what containers compute between modules with weights of their own.
+
+    [Note: Between modules] A weight that code between two modules uses, as a scale of the model's own, is in one unit
+    with the modules around it. Backward reads the weight before it reaches the module in front of it. The module behind
+    may have been passed over, or there is none. So what a unit makes behind its modules, and gives to another unit or
+    returns, says that backward has come to the unit.
+
+    Args:
+        units: the units with such weights.
+    """
+
+    def __init__(self, callbacks: ModuleCallbacks, units: Collection[str]) -> None:
+        self._callbacks, self._units = callbacks, units
+        self._unit, self._ended = "", 0  # the last one that has run, and autograd's next number then
+
+    def has_run(self, unit: str) -> None:
+        """A module of a unit has run."""
+        if unit in self._units:
+            self._unit, self._ended = unit, torch._C._autograd._get_sequence_nr()
+
+    def hand_over(self, values: Any, to: str = "") -> None:
+        """Forward leaves the last unit with these values: it reaches another one, or ends."""
+        unit = self._unit
+        if not unit or unit == to:
+            return
+        self._unit = ""
+        if torch.is_grad_enabled() and not (in_backward() and not self._callbacks.on_demand):
+            # Logits in tiles, of a class of their own, are not computed yet.
+            made = [leaf for leaf in tensors_of(values) if type(leaf) is torch.Tensor]
+            hook_outputs(made, functools.partial(self._callbacks.on_backward, unit), self._ended)
+
+
 def _hooks(
-    module: nn.Module, of_call: Mapping[int, Marker], callbacks: ModuleCallbacks, ended: dict[str, int]
+    module: nn.Module, of_call: Mapping[int, Marker], callbacks: ModuleCallbacks, between: _Between
 ) -> Iterator[Callable[[], None]]:
     """Let hooks before and after a module's forward report that forward or backward has reached it.
 
-    ``of_call`` has what it marks in each call. ``ended`` gets autograd's next number when a module of a unit has run.
-    Yield functions that remove the hooks.
+    ``of_call`` has what it marks in each call. Yield functions that remove the hooks.
     """
     begun = 0  # autograd's next number when the forward began
     first = next(iter(of_call.values()))
 
-    def before(module: nn.Module, _args: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
         if not callbacks.follows:
@@ -344,6 +383,7 @@ def _hooks(
             with outside_transforms():
                 callbacks.on_transformed(reads)
         elif (marker := of_call.get(callbacks.call, first)).begins:
+            between.hand_over((args, kwargs), marker.unit)
             with outside_transforms():
                 callbacks.on_forward(marker.unit)
 
@@ -354,35 +394,15 @@ def _hooks(
             return
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
-        ended[marker.unit] = torch._C._autograd._get_sequence_nr()
+        between.has_run(marker.unit)
         # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
         if marker.ends and torch.is_grad_enabled() and not (in_backward() and not callbacks.on_demand):
             hook_outputs(output, arrives[marker.unit], begun)
 
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
-        yield module.register_forward_pre_hook(before, prepend=True).remove
+        yield module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
     yield module.register_forward_hook(after).remove
-
-
-def _watch_outputs(units: tuple[Unit, ...], callbacks: ModuleCallbacks, ended: dict[str, int]) -> Callable[..., None]:
-    """Return a hook to run after the model's forward.
-
-    It reports when backward reaches what the model computes behind its last unit: a loss, or what a loss is computed
-    from. Weights of the model's own that are used there are in that unit. ``ended`` is that of :func:`_hooks`.
-    """
-    last_of = {call: last_with_backward(mine) for call, mine in calls(units).items()}
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward() and callbacks.follows:
-            unit = last_of.get(callbacks.call, last_of[1])
-            # Logits in tiles, of a class of their own, are not computed yet.
-            made = [leaf for leaf in tensors_of(output) if type(leaf) is torch.Tensor]
-            if (end := ended.get(unit)) is not None:
-                hook_outputs(made, functools.partial(callbacks.on_backward, unit), end)
-        ended.clear()
-
-    return after
 
 
 def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:

@@ -11,6 +11,7 @@ TRIED = {
     "edits": (
         "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
         "distance_to_initial_weights", "weights_behind_the_last_module",
+        "weights_between_modules",
         "planned_penalty", "weights_made_again", "checkpoints_between_blocks", "parts_without_gradients",
         "derivatives_along_a_direction", "derivatives_of_the_model", "gradients_of_single_samples", "gradients_of_zero",
         "thawed_before_backward", "masked_gradients",

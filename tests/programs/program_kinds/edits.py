@@ -7,7 +7,7 @@ import types
 import torch
 import torch.nn.functional as F
 from program_catalogue import Trained, registry, seeded
-from program_kinds.loops import NUM_STEPS, Net, batch, made
+from program_kinds.loops import NUM_STEPS, Block, Net, batch, made
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -212,6 +212,36 @@ def weights_behind_the_last_module(ullage) -> Trained:
             loss = loss + model(2 * x).mean() ** 2
         if step > 1:
             loss = loss + (model.last(x, x) / model.last.bias.exp()).mean() + model.layers[0](x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+class Between(nn.Module):
+    """Blocks with a scale of the model's own between two of them; every other batch passes over the one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64) for _ in range(5))
+        self.head, self.scale = nn.Linear(64, 10), nn.Parameter(torch.ones(64))
+
+    def forward(self, x, whole=True):
+        for number, block in enumerate(self.blocks):
+            x = block(x) if whole or number != 2 else x
+            x = x / self.scale if number == 1 else x
+        return self.head(x)
+
+
+@program
+def weights_between_modules(ullage) -> Trained:
+    """A model's own weight is used behind a block, and the next one may be passed over."""
+    generator, losses, model = seeded(1), [], Between()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = ullage.prepare(model, optimizer, torch.randn(8, 64, generator=generator))
+    for step in range(4):
+        loss = model(torch.randn(8, 64, generator=generator), step % 2 == 0).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
