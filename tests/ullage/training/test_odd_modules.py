@@ -277,6 +277,7 @@ def test_linear_layers_without_a_weight_of_their_own_train(way: str) -> None:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+        assert optimizer.session.num_left == 0
         found = optimizer.session.full_parameters()
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
