@@ -201,7 +201,11 @@ def bind(
         whole += (tiled := tiled_modules(model, units))
         undo += tile_modules(tiled, decisions.layer_tile_tokens)
     marks = marked(model, units, whole, several=bool(decisions.round_starts))
-    between = _Between(callbacks, set(_of_containers(model, units, marks)))
+    behind = (
+        next((u for u in reversed(mine) if u.backward or u.num_params), mine[-1]) for mine in calls(units).values()
+    )
+    # A loss of the model's own is computed behind the last unit, whose backward it belongs to.
+    between = _Between(callbacks, {*_of_containers(model, units, marks), *(unit.name for unit in behind)})
     undo.append(model.register_forward_hook(lambda *given: between.hand_over(given[-1])).remove)
     for module, of_module in marks.items():
         undo += _hooks(module, of_module, callbacks, between)
@@ -341,7 +345,7 @@ class _Between:
     returns, says that backward has come to the unit.
 
     Args:
-        units: the units with such weights.
+        units: the units with such weights, and those behind which the model computes its loss.
     """
 
     def __init__(self, callbacks: ModuleCallbacks, units: Collection[str]) -> None:
