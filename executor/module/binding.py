@@ -354,7 +354,7 @@ class _Between:
 
     def has_run(self, unit: str) -> None:
         """A module of a unit has run."""
-        if unit in self._units:
+        if unit in self._units and not _is_recomputing(self._callbacks):
             self._unit, self._ended = unit, torch._C._autograd._get_sequence_nr()
 
     def hand_over(self, values: Any, to: str = "") -> None:
@@ -363,10 +363,15 @@ class _Between:
         if not unit or unit == to:
             return
         self._unit = ""
-        if torch.is_grad_enabled() and not (in_backward() and not self._callbacks.on_demand):
+        if torch.is_grad_enabled() and not _is_recomputing(self._callbacks):
             # Logits in tiles, of a class of their own, are not computed yet.
             made = [leaf for leaf in tensors_of(values) if type(leaf) is torch.Tensor]
             hook_outputs(made, functools.partial(self._callbacks.on_backward, unit), self._ended)
+
+
+def _is_recomputing(callbacks: ModuleCallbacks) -> bool:
+    """Whether backward does not pass through what modules return; on demand the user's own checkpointing runs them."""
+    return in_backward() and not callbacks.on_demand
 
 
 def _hooks(
@@ -399,8 +404,7 @@ def _hooks(
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
         between.has_run(marker.unit)
-        # Backward does not pass through recomputed outputs, unless the user's own checkpointing runs it there.
-        if marker.ends and torch.is_grad_enabled() and not (in_backward() and not callbacks.on_demand):
+        if marker.ends and torch.is_grad_enabled() and not _is_recomputing(callbacks):
             hook_outputs(output, arrives[marker.unit], begun)
 
     if any(marker.begins for marker in of_call.values()):
