@@ -46,7 +46,7 @@ TASK = Task("llama", num_micro_batches=2, iterations=3, products="fp8")
 OPTIMIZERS = ("adamw", "adamw-8bit", "adamw-bf16-rounded", "sgd", "lion")
 
 
-@settings(max_examples=examples(35))
+@settings(max_examples=examples(21))
 @given(
     plans(families=("llama", "llama-tied", "qwen3", "mixtral"), optimizers=OPTIMIZERS, products="fp8"),
     st.integers(0, 99),

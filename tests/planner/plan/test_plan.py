@@ -1,5 +1,6 @@
 """plan.json: the same plan is the same bytes, and nothing in it can be changed unnoticed."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import ALL
 from machines import machine
 
 from hwprofiles.files import write_whole
@@ -71,7 +73,7 @@ def changed(value: Any) -> Any:
 
 def test_any_edited_value_is_noticed(data: dict[str, Any], tmp_path: Path) -> None:
     path, tried = tmp_path / "plan.json", 0
-    for *parents, last in leaves(data):
+    for *parents, last in itertools.islice(leaves(data), None, None, 1 if ALL else 3):
         edited = json.loads(json.dumps(data))
         place = edited
         for key in parents:
@@ -80,7 +82,7 @@ def test_any_edited_value_is_noticed(data: dict[str, Any], tmp_path: Path) -> No
         with pytest.raises(PlanError, match=r"plan\.json"):
             load_plan(save(path, edited))
         tried += 1
-    assert tried > 300
+    assert tried > (300 if ALL else 100)
 
 
 def test_an_edited_number_is_called_an_edit(data: dict[str, Any], tmp_path: Path) -> None:

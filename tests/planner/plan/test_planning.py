@@ -91,7 +91,7 @@ def test_the_same_request_gives_the_same_bytes_in_another_process() -> None:
         "from planner.plan.planning import Request, make_plan\n"
         "model = resolve_model('demo-llama')\n"
         "asked = Request(model, machine(gpu_bytes=2e8), seq_len=256, micro_batch=1, subgroup_params=1_000_000)\n"
-        "print(make_plan(asked, max_simulations=60).to_json(), end='')\n"
+        "print(make_plan(asked, max_simulations=20).to_json(), end='')\n"
     )
     root, here = Path(__file__).parents[3], Path(__file__).parents[1]
     outputs = [

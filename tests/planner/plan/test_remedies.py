@@ -88,6 +88,7 @@ CHANGES: dict[str, Callable[[Request, int], tuple[dict[str, Any], dict[str, Any]
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [

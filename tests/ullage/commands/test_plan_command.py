@@ -223,6 +223,7 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("no_engines")
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("host_bytes", "options", "change", "effect"),
     [
