@@ -48,52 +48,51 @@ def _shrunk(layout: Layout, sizes: dict[int, int]) -> Layout:
     return Layout(layout.dtype, shape, tuple(strides))
 
 
-class OperatorChecks:
-    """Tries operators; equal calls are tried once.
+def check_operator(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any, *, as_on_gpu: bool, tried: set[Any]
+) -> None:
+    """Check that a real kernel accepts a call that the fake kernel accepted. Call it under the fake tensor mode.
 
     Args:
+        function: the operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: what the fake kernel returned.
         as_on_gpu: a GPU will run the operators; it has kernels for bf16 and fp16 that a CPU lacks.
+        tried: calls that were tried, to which this one is added; equal calls are tried once.
+
+    Raises:
+        RefusedOperatorError: the real kernel refuses the call.
     """
-
-    def __init__(self, *, as_on_gpu: bool) -> None:
-        self._as_on_gpu = as_on_gpu
-        self._tried: set[Any] = set()
-
-    def check(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Check that a real kernel accepts a call that the fake kernel accepted. Call it under the fake tensor mode.
-
-        Raises:
-            RefusedOperatorError: the real kernel refuses the call.
-        """
-        if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
-            return  # the number of values depends on the values of the mask
-        if self._as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
-            _check_narrow(args[0].shape, args[1].shape)
-        leaves, spec = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
-            return  # a sparse one cannot be made anew from its sizes
-        likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        key = (function, str(spec), *((type(like), like) for like in likes))
-        if key in self._tried:
+    if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
+        return  # the number of values depends on the values of the mask
+    if as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
+        _check_narrow(args[0].shape, args[1].shape)
+    leaves, spec = tree_flatten((args, kwargs))
+    if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+        return  # a sparse one cannot be made anew from its sizes
+    likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    key = (function, str(spec), *((type(like), like) for like in likes))
+    if key in tried:
+        return
+    tried.add(key)
+    call = _Call(function, spec, likes)
+    written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    if sum(math.prod(like.shape) for like in call.layouts()) + written > _MOST_VALUES:
+        small = call.shrunk()
+        refusal = small.refusal() if small.is_possible() else None
+        if refusal is not None and all(other.refusal() for other in small.of_other_types()):
             return
-        self._tried.add(key)
-        call = _Call(function, spec, likes)
-        written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        if sum(math.prod(like.shape) for like in call.layouts()) + written > _MOST_VALUES:
-            small = call.shrunk()
-            refusal = small.refusal() if small.is_possible() else None
-            if refusal is not None and all(other.refusal() for other in small.of_other_types()):
-                return
-        else:
-            refusal = call.refusal()
-        is_narrow = any(like.dtype in _NARROW for like in call.layouts())
-        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and is_narrow):
-            return
-        reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
-        raise RefusedOperatorError(
-            f"{call} does not run: {reason}; give its operands types that it takes "
-            "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
-        )
+    else:
+        refusal = call.refusal()
+    is_narrow = any(like.dtype in _NARROW for like in call.layouts())
+    if refusal is None or (as_on_gpu and _lacks_kernel(refusal) and is_narrow):
+        return
+    reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
+    raise RefusedOperatorError(
+        f"{call} does not run: {reason}; give its operands types that it takes "
+        "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
+    )
 
 
 def _check_narrow(one: torch.Size, other: torch.Size) -> None:
