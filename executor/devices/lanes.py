@@ -72,7 +72,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         submitted: lanes without a thread.
         in_order: whether a task is launched in issue order, whatever its lane, see [Note: One order] in
             :mod:`planner.lowering.launches`.
-        capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
+        capacity_bytes: device memory, see :mod:`executor.devices.room`; ``None``: no limit.
         record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` recorded iterations are kept.
         on_stop: called with the failure, if any, when the machine stops, in the thread that stops it. If tasks wait for

@@ -65,7 +65,7 @@ class Runtime:
         machine: runs the tasks on lanes.
         loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        unpark: takes freed device memory again, see [Note: Parked] in :mod:`executor.driver.parking`; ``None`` unless
+        unpark: takes freed device memory again, see :mod:`executor.driver.parking`; ``None`` unless
             the session is parked.
         parking_memory: uint8, on the host, what is parked; kept for the next time.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
