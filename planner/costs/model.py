@@ -34,8 +34,7 @@ _ACCUMULATE_PASSES = 3
 _STAGED_PASSES = {"up": 4, "down": 1}
 # A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
 _HOST_FLOP_PER_CORE_S = 50e9
-# [Note: Reports] in :mod:`planner.lowering.compute`.
-_REPORTS_PER_MICRO_BATCH, _REPORTS_PER_STEP = 4, 2
+_REPORTS = 6  # of memory, that the scripts of published runs make in an iteration with one micro-batch
 # What gloo exchanges between processes of one machine, an order of magnitude: it copies through sockets.
 _HOST_EXCHANGE_BYTES_PER_S = 1e9
 _INSTANT_S = 1e-9
@@ -151,8 +150,7 @@ class CostModel:
         if task.num_params and device.gradient_norm is not None:
             host_s += self._rank.read_s(device.gradient_norm, task.num_params, "gradient norm")
         if task.op is Op.LOOP:
-            num_reports = _REPORTS_PER_MICRO_BATCH * (task.micro_batch + 1) + _REPORTS_PER_STEP
-            host_s = _seconds(device.loop_s) * num_reports / (_REPORTS_PER_MICRO_BATCH + _REPORTS_PER_STEP)
+            host_s = _seconds(device.loop_s) * task.num_modules / _REPORTS
         return Price(_seconds(device.exchange_s) if task.op is Op.RECEIVE else host_s, 0.0)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:

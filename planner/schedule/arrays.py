@@ -59,8 +59,7 @@ def kind_of(work: Task) -> tuple[Hashable, ...]:
     """Return all that a task's price depends on: tasks of one kind have one price on any machine."""
     amounts = _amounts(work)
     # The unit has kernels and parts of parameters. Only the first micro-batch does not add to an earlier gradient.
-    number = work.micro_batch if work.op is Op.LOOP else work.micro_batch > 0  # [Note: Reports]
-    return (amounts, number, work.unit if amounts[0] in _OF_UNITS else "")
+    return (amounts, work.micro_batch > 0, work.unit if amounts[0] in _OF_UNITS else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -148,7 +148,8 @@ class Task:
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``), or whose gradients are added to those of
             earlier micro-batches; 0 otherwise.
-        num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
+        num_modules: modules whose hooks the host runs (``ISSUE``), or reports that a script makes (``LOOP``); 0
+            otherwise.
         slot: slot that is filled, on the device (``FETCH``, ``GATHER``, ``LOAD``) or in a ring of host buffers
             (``READ``, ``SWAP_IN``), or -1.
         stage: pipeline stage whose rank it belongs to; every stage has lanes and resources of its own.
