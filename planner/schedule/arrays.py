@@ -107,11 +107,8 @@ class Arrays:
         """Make them from tasks, their predecessors, and a column of all buffers for each of the last six attributes."""
         numbers, works = dict[tuple[Hashable, ...], int](), list[Task]()
         number_of = list[int]()
-        amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
-        for task in tasks:  # kind_of, but for the call
-            amounts = amounts_of(task)
-            kind = (amounts, task.micro_batch > 0, task.unit if amounts[0] in of_units else "")
-            if (number := number_for(kind, len(works))) == len(works):
+        for task in tasks:
+            if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
                 works.append(task)
             number_of.append(number)
         work = np.array(number_of, np.int64)
