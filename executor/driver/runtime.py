@@ -483,7 +483,7 @@ class Runtime:
         self._gathered = "", torch.empty(0)
         for unit in self.state.units.values():
             for piece in unit.pieces:
-                if unit.on_device and piece.by_host:
+                if unit.on_device and piece.place.by_host:
                     self.actions.upload(unit, piece)
             if unit.is_resident and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
                 self.actions.all_gather(unit)
