@@ -388,13 +388,13 @@ class Runtime:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        if self.inside_iteration and not self.is_settled(name) and (at_hand := self.at_hand(name)) is not None:
+        if self.inside_iteration and self.is_settled(name):
+            if self.gathers and self.ranks is not None:
+                self.ranks.check_same_call(f"a read of {name}")
+            return self._view(name)
+        if self.inside_iteration and (at_hand := self.at_hand(name)) is not None:
             return at_hand.clone()
-        if not (self.inside_iteration and self.is_settled(name)):
-            return self.weights(name, f"a read of {name}")
-        if self.gathers and self.ranks is not None:
-            self.ranks.check_same_call(f"a read of {name}")
-        return self._view(name)
+        return self.weights(name, f"a read of {name}")
 
     def leaves(self, name: str) -> list[torch.Tensor]:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""

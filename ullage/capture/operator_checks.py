@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ullage.capture.records import Layout
+from ullage.capture.records import CaptureError, Layout
 
 _MOST_VALUES = 2**16  # values of arguments and results up to which an operator is tried at its own sizes
 _GRAIN = 16
@@ -31,10 +31,6 @@ _LARGEST_SIZE = 2**48  # larger integers are marks such as "to the end"
 _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
 _PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 _NARROW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
-
-
-class RefusedOperatorError(ValueError):
-    """A real kernel refuses arguments that the fake kernel accepted."""
 
 
 def _shrunk(layout: Layout, sizes: dict[int, int]) -> Layout:
@@ -62,7 +58,7 @@ def check_operator(
         tried: calls that were tried, to which this one is added; equal calls are tried once.
 
     Raises:
-        RefusedOperatorError: the real kernel refuses the call.
+        CaptureError: the real kernel refuses the call.
     """
     if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
         return  # the number of values depends on the values of the mask
@@ -89,7 +85,7 @@ def check_operator(
     if refusal is None or (as_on_gpu and _lacks_kernel(refusal) and is_narrow):
         return
     reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
-    raise RefusedOperatorError(
+    raise CaptureError(
         f"{call} does not run: {reason}; give its operands types that it takes "
         "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
     )
@@ -98,7 +94,7 @@ def check_operator(
 def _check_narrow(one: torch.Size, other: torch.Size) -> None:
     """Check the sizes of a product in fp8 on a GPU; CPUs have no such rule."""
     if any(size % _GRAIN for size in (one[1], *other)):
-        raise RefusedOperatorError(
+        raise CaptureError(
             f"a product in fp8 of {list(one)} and {list(other)} does not run on a GPU, which needs multiples of "
             f"{_GRAIN}; leave the layer out with module_filter_fn, or give it such sizes and numbers of tokens"
         )

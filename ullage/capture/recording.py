@@ -35,7 +35,7 @@ from planner.models.operators import Batch
 from ullage.capture.fakes import Fakes, traceable_functions
 from ullage.capture.inputs import input_of
 from ullage.capture.kernels import has_known_cost, kernels_of
-from ullage.capture.operator_checks import RefusedOperatorError, check_operator
+from ullage.capture.operator_checks import check_operator
 from ullage.capture.quantized import multiply_4bit
 from ullage.capture.records import (
     OF_STEP,
@@ -90,8 +90,8 @@ def record(
 
     Raises:
         LongLoopError: forward has more events than ``repeats`` allows.
-        CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
-        RefusedOperatorError: a real kernel refuses the arguments of an operator.
+        CaptureError: the output has no loss, backward fails or reaches no parameter, or a real kernel refuses the
+            arguments of an operator.
     """
     check = functools.partial(check_operator, as_on_gpu=as_on_gpu, tried=set())
     recorder = _Recorder(found, inputs, fakes, check, repeats, tiled, token_wise)
@@ -325,7 +325,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         try:
             self._check(func, args, kwargs, output)
-        except RefusedOperatorError as error:
+        except CaptureError as error:
             if not self._in_backward:
                 raise
             raise CaptureError(f"backward of {self._at()}: {error}") from error
