@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from executor.devices.backend import Backend, HostBackend
-from executor.devices.cores import CoreChoice
 from executor.module.batches import BatchShapes
 from executor.module.cuts import Operators
-from planner.terms import AuditTime
+from planner.terms import AuditTime, CoreChoice
 
 
 def _say_nothing(_line: str) -> None:

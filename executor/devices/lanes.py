@@ -29,10 +29,9 @@ from executor.devices.backend import Backend, Event
 from executor.devices.room import Room
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Task
+from planner.schedule.tasks import CALLER_LANES, Lane, Op, Task
 from planner.schedule.timeline import Span, Timeline
 
-CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
 """At most so many of the latest iterations keep their times, so that memory does not grow with the run."""
 _END_S: Final = 30.0  # longest wait, when the machine stops, for tasks that have begun

@@ -39,7 +39,7 @@ _REPORTS = 6  # of memory, that the scripts of published runs make in an iterati
 _HOST_EXCHANGE_BYTES_PER_S = 1e9
 _INSTANT_S = 1e-9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
-_STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
+STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 class CostModel:
@@ -137,7 +137,7 @@ class CostModel:
             return self._send(task)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
-        return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
+        return self._storage(task) if task.lane in _STORAGE_READS | STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Task) -> Price:
         """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors.

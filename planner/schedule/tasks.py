@@ -104,6 +104,9 @@ HOST_LANES = frozenset(
 )
 """Lanes whose work threads of the host do. Where there is a GPU, all others submit theirs to a stream."""
 
+CALLER_LANES = frozenset({Lane.COMPUTE, Lane.LAUNCH})
+"""Lanes whose tasks run in the thread that calls the model."""
+
 
 class Tier(StrEnum):
     """A place with a capacity and a bandwidth."""

@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from executor import options as executor_options
-from executor.devices.cores import CoreChoice
 from executor.distributed.meeting import meeting
 from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
@@ -34,7 +33,7 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
-from planner.terms import AuditTime, Storage
+from planner.terms import AuditTime, CoreChoice, Storage
 from ullage.calibrate.run import USABLE_SHARE
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
