@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from executor import options as executor_options
-from executor.distributed.meeting import meeting
+from executor.distributed.meeting import meeting, world_size
 from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
@@ -424,11 +424,6 @@ def _divided(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
         "topology": [*profile.topology, *joined],
     }
     return HardwareProfile.model_validate(data)
-
-
-def world_size() -> int:
-    """Return the number of processes of the process group, or else those that ``torchrun`` has started."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def made_by_rank_0(make: Callable[[], Plan]) -> Plan:
