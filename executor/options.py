@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from executor.devices.backend import Backend, HostBackend
-from executor.devices.cores import CoreChoice
 from executor.module.batches import BatchShapes
 from executor.module.cuts import Operators
-from planner.terms import AuditTime
+from planner.terms import AuditTime, CoreChoice
 
 
 def _say_nothing(_line: str) -> None:
@@ -27,7 +26,7 @@ class Options:
         cores: the cores that the ranks of this machine divide, see [Note: Shares of cores] in
             :mod:`executor.devices.cores`.
         gpu_capacity_bytes: limit of device memory for everything that the plan keeps there all the time. If the host is
-            the device, tasks also wait until there is room, see [Note: Room] in :mod:`executor.devices.room`.
+            the device, tasks also wait until there is room, see :mod:`executor.devices.room`.
         host_capacity_bytes: the same limit for host memory.
         storage_dir: folder on a fast drive for state that the plan keeps on NVMe. During training, each rank has a file
             in it.

@@ -25,6 +25,9 @@ from hwprofiles.quantity import (
     Seconds,
 )
 
+NAME_PATTERN: Final = r"[a-z0-9][a-z0-9._-]*"
+"""Names of profiles."""
+
 Dtype = Literal["bf16", "fp32"]
 ProductType = Literal[Dtype, "fp8"]
 """Types of the two matrices of a product; everything else, its output included, has a :data:`Dtype`."""
@@ -302,7 +305,7 @@ class HardwareProfile(Frozen):
     """
 
     schema_version: Literal[1] = 1
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
     description: str
     device: Device
     devices_per_node: Annotated[int, Field(ge=1)]

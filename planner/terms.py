@@ -5,6 +5,13 @@ from typing import Final, Literal, get_args
 AuditTime = Literal["first", "off"] | int
 """When a session audits itself: in its first iterations; never; or in the first ones after every so many."""
 
+CoreChoice = tuple[int, ...] | Literal["auto", "free"]
+"""Cores that the ranks of a machine divide.
+
+``auto``: all cores that the process may use; if there are several ranks, each process is bound to its share. ``free``:
+the same cores, but nothing is bound.
+"""
+
 Storage = Literal["never", "activations", "nvme"]
 """What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 
@@ -37,6 +44,9 @@ Level = Literal["memory", "nvme", "pfs"]
 
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 """Fastest first. A slower level survives every failure that a faster one survives."""
+
+DAY_S: Final = 86400.0
+"""Seconds of a day."""
 
 DEFAULT_RESTART_S: Final = 60.0
 """Seconds from a failure until checkpoints can be read again; assumed."""

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peers.jobs import BETAS, EPS, WEIGHT_DECAY, Cell, Job, lr_factor, model_config
 from planner.models import to_hf_config_dict
-from ullage.training.text import TokenStream, read_text
+from ullage.training.text import read_text, sequences, windows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SEED = 0
@@ -86,9 +86,10 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 def micro_batches(job: Job) -> Iterator[list[Tensor]]:
     """Yield the micro-batches of one iteration after another: English text, one token per byte."""
-    stream = TokenStream(read_text(None), job.cell.seq_len, SEED)
+    text, size = windows(read_text(None), job.cell.seq_len), job.cell.micro_batch
+    positions = itertools.count(step=size)
     for _ in range(job.num_iterations):
-        batch = [stream.next(job.cell.micro_batch) for _ in range(job.cell.num_micro_batches)]
+        batch = [sequences(text, next(positions), size, seed=SEED) for _ in range(job.cell.num_micro_batches)]
         yield [tokens.to(job.device) for tokens in batch]
 
 

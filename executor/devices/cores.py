@@ -13,20 +13,14 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import torch
 
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import this_machine
 from hwprofiles.machine import num_issuing_cores
-
-CoreChoice = tuple[int, ...] | Literal["auto", "free"]
-"""Cores that the ranks of this machine divide.
-
-``auto``: all cores that the process may use; if there are several ranks, each process is bound to its share. ``free``:
-the same cores, but nothing is bound.
-"""
+from planner.terms import CoreChoice
 
 _SYSTEM: Final = Path("/sys/devices/system/cpu")
 _THREADS: Final = Path("/proc/self/task")

@@ -29,10 +29,9 @@ from executor.devices.backend import Backend, Event
 from executor.devices.room import Room
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Task
+from planner.schedule.tasks import CALLER_LANES, Lane, Op, Task
 from planner.schedule.timeline import Span, Timeline
 
-CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
 """At most so many of the latest iterations keep their times, so that memory does not grow with the run."""
 _END_S: Final = 30.0  # longest wait, when the machine stops, for tasks that have begun
@@ -72,7 +71,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         submitted: lanes without a thread.
         in_order: whether a task is launched in issue order, whatever its lane, see [Note: One order] in
             :mod:`planner.lowering.launches`.
-        capacity_bytes: device memory, see [Note: Room] in :mod:`executor.devices.room`; ``None``: no limit.
+        capacity_bytes: device memory, see :mod:`executor.devices.room`; ``None``: no limit.
         record: whether to record times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` recorded iterations are kept.
         on_stop: called with the failure, if any, when the machine stops, in the thread that stops it. If tasks wait for

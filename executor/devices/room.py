@@ -1,9 +1,9 @@
 """Counts the device memory that a running schedule holds.
 
-[Note: Room] A plan fits if tasks take their simulated times: a gradient is freed when its copy to the host ends, before
-backward needs the memory. In a real iteration the copy may be late, and both would be held at once. So a task of the
-caller begins only if there is room for the buffers that it makes, or if no running task is going to free memory. If all
-times are as simulated, no task waits.
+A plan fits if tasks take their simulated times: a gradient is freed when its copy to the host ends, before backward
+needs the memory. In a real iteration the copy may be late, and both would be held at once. So a task of the caller
+begins only if there is room for the buffers that it makes, or if no running task is going to free memory. If all times
+are as simulated, no task waits.
 
 This is not done on a GPU. There a task is issued long before it runs, and the plan leaves a margin.
 """

@@ -29,6 +29,11 @@ _HANDSHAKE_S: Final = 8.0  # of one attempt, for each answer of the store; gloo 
 _PERIOD_S: Final = 0.2  # between two looks at other ranks
 
 
+def world_size() -> int:
+    """Return the number of processes of the process group, or else those that ``torchrun`` has started."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def join(size: int) -> None:
     """Check the number of processes, and make the default process group if there is none and they are several.
 
@@ -36,8 +41,7 @@ def join(size: int) -> None:
         ValueError: the number of processes is another.
         RankError: a rank is missing, or cannot be reached.
     """
-    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
-    if started != size:
+    if (started := world_size()) != size:
         raise ValueError(
             f"the plan is for {size} device(s), but {started} process(es) were started; plan for {started} "
             f"(gpus={started}, --gpus {started}), or start one per device: torchrun --nproc-per-node {size}, plus "

@@ -127,7 +127,8 @@ class IterationDriver:
             used,
             self._norms,
             self._end_early,
-            self.collector.edited,
+            lambda name: self.collector.edited().gradient(name),
+            lambda name, values: self.collector.edited().replace(name, values),
             keeps=has_adapters and runtime.ranks is None,
         )
         runtime.has_written, runtime.at_hand = self.visibility.has_written, self.visibility.at_hand

@@ -1,10 +1,10 @@
 """Frees a session's device memory between steps, so that another program can use it, and takes it again.
 
-[Note: Parked] Some state exists only on the device: optimizer state, and weights that are updated there. It moves to
-pinned host memory. State that the host has too is dropped: weights that the host updates or streams, and slots, which
-are filled at each use. The session's tensor objects stay the same; only their memory is freed and taken again. While a
-session is parked, state is read from the host. The host memory is taken when a session is parked for the first time,
-and kept for the next time.
+Some state exists only on the device: optimizer state, and weights that are updated there. It moves to pinned host
+memory. State that the host has too is dropped: weights that the host updates or streams, and slots, which are filled at
+each use. The session's tensor objects stay the same; only their memory is freed and taken again. While a session is
+parked, state is read from the host. The host memory is taken when a session is parked for the first time, and kept for
+the next time.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from planner.schedule.tasks import MemoryClass
 def park(
     runtime: Runtime, model: torch.nn.Module, link_bytes_per_s: tuple[float, float] | None, *, keep_weights: bool
 ) -> Moved:
-    """Park a session; see [Note: Parked]. Until :attr:`Runtime.unpark` is set, nothing has changed.
+    """Park a session; see the module. Until :attr:`Runtime.unpark` is set, nothing has changed.
 
     Args:
         runtime: the session's runtime.

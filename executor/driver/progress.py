@@ -130,7 +130,7 @@ class Progress:
     def note_other_shape(self, shape: tuple[int, ...]) -> None:
         """A forward of the plan begins with a batch of another shape; leave the iteration out of comparisons.
 
-        See [Note: Other shapes] in :mod:`executor.module.batches`.
+        See :mod:`executor.module.batches`.
         """
         if len(self._other_shapes) < _MANY:
             self._other_shapes.add(tuple(shape))

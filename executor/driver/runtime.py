@@ -65,7 +65,7 @@ class Runtime:
         machine: runs the tasks on lanes.
         loop: issues the tasks in order.
         inside_iteration: whether an iteration is under way.
-        unpark: takes freed device memory again, see [Note: Parked] in :mod:`executor.driver.parking`; ``None`` unless
+        unpark: takes freed device memory again, see :mod:`executor.driver.parking`; ``None`` unless
             the session is parked.
         parking_memory: uint8, on the host, what is parked; kept for the next time.
         doing: the call that this rank is in, in words. All ranks must be in the same call when a collective begins.
@@ -388,13 +388,13 @@ class Runtime:
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
         self.check_readable(name)
-        if self.inside_iteration and not self.is_settled(name) and (at_hand := self.at_hand(name)) is not None:
+        if self.inside_iteration and self.is_settled(name):
+            if self.gathers and self.ranks is not None:
+                self.ranks.check_same_call(f"a read of {name}")
+            return self._view(name)
+        if self.inside_iteration and (at_hand := self.at_hand(name)) is not None:
             return at_hand.clone()
-        if not (self.inside_iteration and self.is_settled(name)):
-            return self.weights(name, f"a read of {name}")
-        if self.gathers and self.ranks is not None:
-            self.ranks.check_same_call(f"a read of {name}")
-        return self._view(name)
+        return self.weights(name, f"a read of {name}")
 
     def leaves(self, name: str) -> list[torch.Tensor]:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
@@ -483,7 +483,7 @@ class Runtime:
         self._gathered = "", torch.empty(0)
         for unit in self.state.units.values():
             for piece in unit.pieces:
-                if unit.on_device and piece.by_host:
+                if unit.on_device and piece.place.by_host:
                     self.actions.upload(unit, piece)
             if unit.is_resident and unit.is_sharded:  # ZeRO-1 and 2: ranks have updated shards of resident weights
                 self.actions.all_gather(unit)

@@ -1,13 +1,13 @@
 """What a module's forward reads and changes besides its inputs and weights, so that it can run again as it ran before.
 
-[Note: The same forward twice] Recomputation runs a block's forward a second time. It must compute with the same values
-as the first time, and must leave no trace. But forward may draw random numbers, and may change buffers and attributes:
-moving averages, codebooks, counters, queues. The loop may change what forward reads before backward runs. So a
-snapshot is taken before the first pass, and the second pass runs on it. Afterwards everything is put back as it was:
-the generators of Python, NumPy and torch, and those that the modules hold; the modules' attributes and buffers; the
-variables that their methods, hooks and functions use (:mod:`executor.memory.variables`); context variables, and which
-kernels ``sdpa_kernel`` allows. ``torch.utils.checkpoint`` could do it for torch's global generators, but goes a longer
-way than to ask a generator for its state.
+Recomputation runs a block's forward a second time. It must compute with the same values as the first time, and must
+leave no trace. But forward may draw random numbers, and may change buffers and attributes: moving averages, codebooks,
+counters, queues. The loop may change what forward reads before backward runs. So a snapshot is taken before the first
+pass, and the second pass runs on it. Afterwards everything is put back as it was: the generators of Python, NumPy and
+torch, and those that the modules hold; the modules' attributes and buffers; the variables that their methods, hooks and
+functions use (:mod:`executor.memory.variables`); context variables, and which kernels ``sdpa_kernel`` allows.
+``torch.utils.checkpoint`` could do it for torch's global generators, but goes a longer way than to ask a generator for
+its state.
 
 Attributes are compared and exchanged by identity, which costs microseconds. Tensors may change in place, so they are
 copied: small ones always, large ones only if the first forward of all changed them. If another large one changes before

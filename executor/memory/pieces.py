@@ -93,11 +93,6 @@ class Piece:
         """Length of this record, in whole blocks."""
         return self.state_start + in_blocks(self.state_bytes)
 
-    @property
-    def by_host(self) -> bool:
-        """Whether the host updates it."""
-        return self.place in {Place.CPU, Place.NVME}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -210,6 +205,6 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
         )
         for slab, buffer in zip(slabs, form, strict=False):
             taken[slab] += buffer.length(num_params)
-        taken["staging"] += num_params if pieces[-1].by_host else 0
+        taken["staging"] += num_params if pieces[-1].place.by_host else 0
         taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0
     return tuple(pieces)

@@ -327,7 +327,7 @@ class ModelState:
         )
         num_stored = sum(p.num_params for p in stored)
         num_leaving = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
-        num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
+        num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.place.by_host) if on_device else shard
         resident = None
         if on_device:
             num_resident = padded if holding is Holding.RESIDENT else shard

@@ -294,7 +294,7 @@ class UnitState:
             return None
         if self.host_weights is None and piece.place is Place.NVME:
             return self.host[0][piece.offsets[0] : piece.offsets[0] + piece.num_params]
-        if self.host_weights is None or (self.on_device and not piece.by_host):
+        if self.host_weights is None or (self.on_device and not piece.place.by_host):
             return None
         start = piece.staging if self.on_device else piece.start - self.start
         return self.host_weights[start : start + piece.num_params]

@@ -1,9 +1,9 @@
 """Detects batches of other shapes than planned. They train too, but their compute tasks take less or more time.
 
-[Note: Other shapes] Only forward, backward and activations depend on the shape of a batch. The result is the same as
-without a plan. Saved activations are offloaded as far as they fit into the memory that the plan has for them; the rest
-is recomputed (:mod:`executor.memory.activations`). So a smaller batch takes less time and memory, and a
-larger one takes more device memory. The times of such an iteration are not compared with the prediction.
+Only forward, backward and activations depend on the shape of a batch. The result is the same as without a plan. Saved
+activations are offloaded as far as they fit into the memory that the plan has for them; the rest is recomputed
+(:mod:`executor.memory.activations`). So a smaller batch takes less time and memory, and a larger one takes more device
+memory. The times of such an iteration are not compared with the prediction.
 """
 
 import math
@@ -54,7 +54,7 @@ def bind_batches(
         model: the bound model, or the part of it that a planned step calls first.
         planned: planned inputs.
         begins: returns whether a forward that begins now is the first one of the plan's in a micro-batch.
-        on_other: called with the shape before the forward of a batch of another one; see [Note: Other shapes].
+        on_other: called with the shape before the forward of a batch of another one; see the module.
     """
     has_warned = False
 

@@ -339,10 +339,10 @@ def _of_containers(
 class _Between:
     """Reports when backward reaches what containers compute between modules with weights of their own.
 
-    [Note: Between modules] A weight that code between two modules uses, as a scale of the model's own, is in one unit
-    with the modules around it. Backward reads the weight before it reaches the module in front of it. The module behind
-    may have been passed over, or there is none. So what a unit makes behind its modules, and gives to another unit or
-    returns, says that backward has come to the unit.
+    A weight that code between two modules uses, as a scale of the model's own, is in one unit with the modules around
+    it. Backward reads the weight before it reaches the module in front of it. The module behind may have been passed
+    over, or there is none. So what a unit makes behind its modules, and gives to another unit or returns, says that
+    backward has come to the unit.
 
     Args:
         units: the units with such weights, and those behind which the model computes its loss.
@@ -454,14 +454,8 @@ def _checkpoint(call: Callable[..., Any], bound: inspect.BoundArguments, **setti
     return output
 
 
-class _Weight(NamedTuple):
-    """A parameter in forward: the dictionary and name that has it, whether it takes gradients, and its version."""
-
-    held: dict[str, Any]
-    name: str
-    weight: torch.Tensor
-    trains: bool
-    version: int
+_Weight = tuple[dict[str, Any], str, torch.Tensor, bool, int]
+"""A parameter in forward: the dictionary and name that has it, whether it takes gradients, and its version."""
 
 
 def _recompute(
@@ -564,7 +558,7 @@ def _watch_forward(
 def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[_Weight]:
     with unguarded():
         weights = ((held, name, held[name]) for held, name in owned if name in held)
-        return [_Weight(held, name, weight, weight.requires_grad, weight._version) for held, name, weight in weights]
+        return [(held, name, weight, weight.requires_grad, weight._version) for held, name, weight in weights]
 
 
 @contextlib.contextmanager
@@ -577,13 +571,13 @@ def _with_weights(then: Iterable[_Weight], unit: str) -> Iterator[None]:
         ValueError: one has been written to since. Autograd notices this only where it has saved the parameter.
     """
     with unguarded():
-        if written := [w.name for w in then if w.weight._version != w.version]:
+        if written := [name for _, name, weight, _, version in then if weight._version != version]:
             raise ValueError(
                 f"the {written[0]} of a module was written to between forward and backward, where the plan recomputes "
                 f"{unit}: gradients would be those of other activations; write it before forward, or after backward"
             )
-        others = [(w.held, w.name, w.held[w.name], w.weight) for w in then if w.held[w.name] is not w.weight]
-        changed = [(w.weight, w.trains) for w in then if w.weight.requires_grad != w.trains]
+        others = [(held, name, held[name], weight) for held, name, weight, *_ in then if held[name] is not weight]
+        changed = [(weight, trains) for _, _, weight, trains, _ in then if weight.requires_grad != trains]
         for held, name, _, weight in others:
             held[name] = weight
         for weight, trains in changed:

@@ -95,6 +95,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return functools.partial(setattr, owner, name, before)
 
 
+def reason(error: Exception) -> str:
+    """Return why something cannot be compiled, in one line; advice for debugging follows in the error."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
+
+
 def compile_function(function: Callable[..., Any], what: str, backend: str) -> Callable[..., Any]:
     """Return a function that a backend of ``torch.compile`` compiles at its first call.
 
@@ -107,9 +112,8 @@ def compile_function(function: Callable[..., Any], what: str, backend: str) -> C
         try:
             return compiling(*args, **kwargs)
         except TorchDynamoException as error:
-            why = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
             raise CompileError(
-                f"{what} cannot be compiled: {why}; leave out compile_blocks (--compile), or fix it"
+                f"{what} cannot be compiled: {reason(error)}; leave out compile_blocks (--compile), or fix it"
             ) from error
 
     return call

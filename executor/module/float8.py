@@ -36,6 +36,7 @@ from executor.callbacks import replace_attribute
 from executor.devices.cuda import fused
 from executor.distributed.shards import BindingError
 from executor.memory.units import UnitState
+from executor.module.compilation import reason
 from planner.graph import Unit, multiplied_in_fp8
 from planner.models.formulas.float8 import input_of
 
@@ -185,8 +186,8 @@ def multiply_in_fp8(model: nn.Module, units: Iterable[Unit], device: torch.devic
             for rows, columns in ((True, True), (True, False), (False, True)):
                 cast_to_fp8(values, scale, gradient, rows, columns)
     except (TorchDynamoException, RuntimeError) as error:
-        what = " ".join(str(error).strip().split("\n\n")[0].split())
-        raise BindingError(f"casts to fp8 cannot be compiled: {what}; plan without --precision products=fp8") from error
+        why = reason(error)
+        raise BindingError(f"casts to fp8 cannot be compiled: {why}; plan without --precision products=fp8") from error
 
 
 def share_casts(layers: list[Linear]) -> None:

@@ -4,7 +4,7 @@ Loops over all parameters run unguarded ([Note: Guarded parameters]), because th
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -12,16 +12,6 @@ from executor.gradients import GradientError, OffloadedGradient, forget_factor
 from executor.memory.units import ParameterState
 from executor.module.guarded_parameters import unguarded
 from planner.decisions import Decisions
-
-
-class GradientEditor(Protocol):
-    """Reads and replaces gradients one by one, off the plan."""
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's gradient on the device, of its shape; zeros if none has come."""
-
-    def replace(self, name: str, values: torch.Tensor) -> None:
-        """Set a parameter's gradient."""
 
 
 @final
@@ -32,7 +22,8 @@ class UserGradients:
         used: the ``id`` of each parameter that the optimizer has.
         norms: waits for all gradients of the iteration, and returns their norms by name of the whole parameter.
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
-        edit: leaves the plan, and returns what reads and replaces gradients.
+        read: leaves the plan, and returns a copy of a parameter's gradient on the device; zeros if none has come.
+        replace: leaves the plan, and sets a parameter's gradient.
         keeps: whether copies of gradients may be kept, so that they can be read after the step; see :meth:`see`.
 
     Attributes:
@@ -46,7 +37,8 @@ class UserGradients:
         used: Collection[int],
         norms: Callable[[], dict[str, torch.Tensor]],
         complete: Callable[[], None],
-        edit: Callable[[], GradientEditor],
+        read: Callable[[str], torch.Tensor],
+        replace: Callable[[str, torch.Tensor], None],
         *,
         keeps: bool = False,
     ) -> None:
@@ -59,7 +51,7 @@ class UserGradients:
         self._wholes = {name: parts[0].shard.whole for name, parts in self._parts.items()}
         self._of_optimizer = {name for name, whole in self._wholes.items() if id(whole) in used}
         self._find_norms = norms
-        self._complete, self._edit = complete, edit
+        self._complete, self._read, self._set = complete, read, replace
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
         self._graphs: dict[str, torch.Tensor] = {}  # sums that have a graph of their own, as create_graph=True makes
         self._keeps, self._is_kept_read = keeps, False
@@ -104,7 +96,7 @@ class UserGradients:
                 else:
                     self._stand_in(name)
             for name in arrived & self._own.keys():
-                self._own[name].copy_(self._edit().gradient(name))
+                self._own[name].copy_(self._read(name))
                 self._wholes[name].grad = self._own[name]
             self._shows = True
 
@@ -167,7 +159,7 @@ class UserGradients:
             return self._open[name]
         self._check_new(name)
         if name not in self._open:
-            values = self._edit().gradient(name)
+            values = self._read(name)
             self._open[name] = values if self.scale(name) == 1 else values.mul_(self.scale(name))
         return self._open[name]
 
@@ -217,7 +209,7 @@ class UserGradients:
 
     def _replace(self, name: str, values: torch.Tensor) -> None:
         values = values.to_dense() if values.is_sparse else values
-        self._edit().replace(name, values)
+        self._set(name, values)
         if self._keeps:
             self._kept[name] = values.detach().clone()
         self._zeroed.discard(name)
@@ -273,8 +265,7 @@ class UserGradients:
         """Forget norms, because more is added to the gradients that were not dropped. Scale these before."""
         for name, scale in self._scales.items():
             if scale != 1 and name not in dropped:
-                editor = self._edit()
-                editor.replace(name, editor.gradient(name).mul_(scale))
+                self._set(name, self._read(name).mul_(scale))
         self._stale -= dropped
         for held in (self._graphs, self._kept):
             for name in dropped & held.keys():

@@ -21,9 +21,8 @@ from planner.checkpoints.trial import Trial
 from planner.plan.checkpoints import Bound, CheckpointLevel, CheckpointPlan, CheckpointRequest
 from planner.plan.document import Plan
 from planner.schedule.tasks import Tier
-from planner.terms import LEVELS, Level
+from planner.terms import DAY_S, LEVELS, Level
 
-_DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time
 NOT_WORTH_IT: Final = "does not pay"
 """Why a level is left out that could be used."""
@@ -121,7 +120,7 @@ class _Choice:
             free = _size(max(free_bytes, 0))
             return f"{count} checkpoints of {_size(size_bytes)} have no room in the {free} that are free"
         if level == "nvme" and self._endured_s() == math.inf:
-            written = self._trial.written_bytes * _DAY_S / self._iteration_s
+            written = self._trial.written_bytes * DAY_S / self._iteration_s
             return f"training alone writes {_size(written)} a day, as much as the drives endure or more"
         return None
 
@@ -129,7 +128,7 @@ class _Choice:
         """Return the shortest time between checkpoints, in seconds, that the endurance of the node's drives allows."""
         if (per_day := self._endured_bytes_per_day()) is None:
             return 0.0
-        rate = per_day / _DAY_S - self._trial.written_bytes / self._iteration_s
+        rate = per_day / DAY_S - self._trial.written_bytes / self._iteration_s
         return self._node_bytes / rate if rate > 0 else math.inf
 
     def _endured_bytes_per_day(self) -> float | None:
@@ -289,7 +288,7 @@ class _Choice:
                 restart_s=each.restart_s,
                 mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
                 stored_bytes=(self._request.keep + EXTRA_CHECKPOINTS) * size_bytes,
-                written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
+                written_bytes_per_day=size_bytes * DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 
     def _bound(

@@ -19,7 +19,7 @@ from planner.checkpoints.lowering import (
     with_promotion,
 )
 from planner.checkpoints.policy import CHUNK_BYTES, NUM_THREADS, READING_SHARE
-from planner.costs.model import CostModel
+from planner.costs.model import STORAGE_WRITES, CostModel
 from planner.lowering import stages
 from planner.plan.document import Plan
 from planner.schedule.tasks import Lane, Op, Tier
@@ -100,7 +100,6 @@ _WARM_UP, _FIRST_ITERATIONS, _MAX_TASKS = 2, 8, 20_000
 _AS_LONG = 1.1  # writing beside training takes this much longer than alone, as a first estimate
 # Number of checkpoints in a run at close intervals, where one slows the next.
 _IN_A_ROW = 3
-_WRITING_LANES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 class Trial:
@@ -146,7 +145,7 @@ class Trial:
     def written_bytes(self) -> int:
         """Bytes that the ranks of one node write to its drives in every iteration of training."""
         tasks = self._schedule.tasks
-        return self.cost.ranks_per_node * sum(task.num_bytes for task in tasks if task.lane in _WRITING_LANES)
+        return self.cost.ranks_per_node * sum(task.num_bytes for task in tasks if task.lane in STORAGE_WRITES)
 
     def free_bytes(self, tier: Tier) -> int:
         """Return the bytes of one node's tier that the plan leaves free."""

@@ -110,9 +110,9 @@ def _fetched(request: Request, choice: Choice) -> Iterator[Choice]:
 def _mastered(request: Request, choice: Choice) -> Iterator[Choice]:
     """Yield a choice with whole master copies, and with split ones.
 
-    [Note: Whole or split] Split master copies take two bytes less of memory and of links for each parameter, and more
-    of the host's cores. They have the same values. Without a wish, they are compared where the device may be short of
-    room: room is what lets copies and updates run beside its work.
+    Split master copies take two bytes less of memory and of links for each parameter, and more of the host's cores.
+    They have the same values. Without a wish, they are compared where the device may be short of room: room is what
+    lets copies and updates run beside its work.
     """
     wanted, can = request.split_masters, request.types.can_be_split
     if not (wanted and can):

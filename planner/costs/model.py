@@ -34,13 +34,12 @@ _ACCUMULATE_PASSES = 3
 _STAGED_PASSES = {"up": 4, "down": 1}
 # A core with 8 lanes of fp32 and two multiply-adds a cycle has 64 at 2 GHz; instructions for bf16 would be faster.
 _HOST_FLOP_PER_CORE_S = 50e9
-# [Note: Reports] in :mod:`planner.lowering.compute`.
-_REPORTS_PER_MICRO_BATCH, _REPORTS_PER_STEP = 4, 2
+_REPORTS = 6  # of memory, that the scripts of published runs make in an iteration with one micro-batch
 # What gloo exchanges between processes of one machine, an order of magnitude: it copies through sockets.
 _HOST_EXCHANGE_BYTES_PER_S = 1e9
 _INSTANT_S = 1e-9
 _STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
-_STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
+STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 class CostModel:
@@ -138,7 +137,7 @@ class CostModel:
             return self._send(task)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
-        return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
+        return self._storage(task) if task.lane in _STORAGE_READS | STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Task) -> Price:
         """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors.
@@ -151,8 +150,7 @@ class CostModel:
         if task.num_params and device.gradient_norm is not None:
             host_s += self._rank.read_s(device.gradient_norm, task.num_params, "gradient norm")
         if task.op is Op.LOOP:
-            num_reports = _REPORTS_PER_MICRO_BATCH * (task.micro_batch + 1) + _REPORTS_PER_STEP
-            host_s = _seconds(device.loop_s) * num_reports / (_REPORTS_PER_MICRO_BATCH + _REPORTS_PER_STEP)
+            host_s = _seconds(device.loop_s) * task.num_modules / _REPORTS
         return Price(_seconds(device.exchange_s) if task.op is Op.RECEIVE else host_s, 0.0)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:

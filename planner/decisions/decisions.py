@@ -133,7 +133,7 @@ class Decisions(Sharding):
         """Return whether gradients of a unit's subgroups with this update place go to the host."""
         if place is Place.STREAM:
             return self.units[unit].streamed_gradients == "host"
-        return place in {Place.CPU, Place.NVME}
+        return place.by_host
 
     def serves(self, unit: str, place: Place) -> bool:
         """Return whether the host keeps weights for the device, of a unit's subgroups with this update place.
@@ -144,7 +144,7 @@ class Decisions(Sharding):
         params = self.units[unit].params
         if params == "nvme" or (self.weight_in_state and place is not Place.NVME):
             return False
-        return params == "host" or place in {Place.CPU, Place.NVME}
+        return params == "host" or place.by_host
 
     def arrives_in_place(self, unit: str, place: Place) -> bool:
         """Return whether gradients of a unit's subgroups with this update place overwrite the host's weights.

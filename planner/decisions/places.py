@@ -16,6 +16,11 @@ class Place(StrEnum):
     CPU = "cpu"  # lives on the host, updated by the host
     NVME = "nvme"  # lives on NVMe, read into host buffers, updated by the host, written back
 
+    @property
+    def by_host(self) -> bool:
+        """Whether the host updates it."""
+        return self in {Place.CPU, Place.NVME}
+
 
 class UnitDecision(Frozen):
     """Where one unit's parameters, activations and optimizer state live.

@@ -26,17 +26,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
-from planner.schedule.timeline import Timeline
+from planner.schedule.timeline import Seconds, Timeline
 from planner.simulate.critical_path import critical_walk
 from planner.simulate.kernel import simulate
 from planner.simulate.machine import Simulation, system_of
-
-Seconds = npt.NDArray[np.float64]
 
 # Iterations to simulate, and to skip at the beginning, until the effect of the start is gone.
 _NUM, _FIRST = 9, 4

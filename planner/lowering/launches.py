@@ -33,9 +33,8 @@ from planner.decisions import Decisions
 from planner.lowering.program import Program
 from planner.optimizers import OPTIMIZERS
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import HOST_LANES, Lane, Op, Task
+from planner.schedule.tasks import CALLER_LANES, HOST_LANES, Lane, Op, Task
 
-_CALLER_LANES = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 _Waits = dict[Lane, tuple[bool, int]]
 """Of each of the host's lanes, the latest task that must end: whether of this iteration, and its position there."""
 
@@ -70,13 +69,13 @@ def launches(program: Program) -> None:
     waits = _host_waits(order, position, _host_waits(order, position, {}))
     pending: _Waits = {}  # what later launches have to wait for; at first, for collectives at the end of an iteration
     for task in itertools.takewhile(lambda task: task.op is not Op.ISSUE, reversed(order)):
-        if task.lane not in _CALLER_LANES and exchanges(task, decisions):
+        if task.lane not in CALLER_LANES and exchanges(task, decisions):
             pending = {lane: (False, at) for lane, (is_now, at) in waits[task.index].items() if is_now} | pending
     issuing: _Waits = {}  # what an earlier compute task has waited for
     for task in order:
         if task.op is Op.ISSUE:
             own = issuing
-        elif task.lane not in _CALLER_LANES and exchanges(task, decisions):
+        elif task.lane not in CALLER_LANES and exchanges(task, decisions):
             own = waits[task.index]
         else:
             continue
@@ -103,7 +102,7 @@ def _host_waits(order: list[Task], position: dict[int, int], before: dict[int, _
 
     def of(is_now: bool, at: int) -> Iterator[tuple[Lane, tuple[bool, int]]]:
         task = order[at]
-        if task.lane in _CALLER_LANES:
+        if task.lane in CALLER_LANES:
             return
         if task.lane in HOST_LANES:
             yield task.lane, (is_now, at)
@@ -115,7 +114,7 @@ def _host_waits(order: list[Task], position: dict[int, int], before: dict[int, _
             )
 
     for at, task in enumerate(order):
-        if task.lane not in _CALLER_LANES and task.lane not in HOST_LANES:
+        if task.lane not in CALLER_LANES and task.lane not in HOST_LANES:
             needed = [(True, position[key]) for key in task.after]
             needed += [(False, position[key]) for key in task.after_previous]
             mine = waits[task.index] = {}

@@ -304,7 +304,7 @@ def host_workspace_bytes(units: Iterable[Unit], decisions: Decisions) -> int:
             subgroup.workspace_bytes
             for unit in units
             for subgroup, place in zip(decisions.subgroups(unit), decisions.units[unit.name].update, strict=True)
-            if place in {Place.CPU, Place.NVME}
+            if place.by_host
         ),
         default=0,
     )

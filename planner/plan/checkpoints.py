@@ -6,12 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from hwprofiles.quantity import Frozen
-from planner.terms import DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
+from planner.terms import DAY_S, DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
 
 Amount = Annotated[float, Field(gt=0)]
 Bound = Literal["waste", "iteration", "drain", "endurance", "overhead", "lost work"]
-
-_DAY_S = 86400.0
 
 
 class CheckpointRequest(Frozen):
@@ -127,7 +125,7 @@ class CheckpointPlan(Frozen):
     @property
     def work_s(self) -> float:
         """Seconds of training that the run has, or a day's."""
-        return _DAY_S if self.request.num_iterations is None else self.request.num_iterations * self.iteration_s
+        return DAY_S if self.request.num_iterations is None else self.request.num_iterations * self.iteration_s
 
     @property
     def expected_s(self) -> float:

@@ -59,8 +59,7 @@ def kind_of(work: Task) -> tuple[Hashable, ...]:
     """Return all that a task's price depends on: tasks of one kind have one price on any machine."""
     amounts = _amounts(work)
     # The unit has kernels and parts of parameters. Only the first micro-batch does not add to an earlier gradient.
-    number = work.micro_batch if work.op is Op.LOOP else work.micro_batch > 0  # [Note: Reports]
-    return (amounts, number, work.unit if amounts[0] in _OF_UNITS else "")
+    return (amounts, work.micro_batch > 0, work.unit if amounts[0] in _OF_UNITS else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,11 +107,8 @@ class Arrays:
         """Make them from tasks, their predecessors, and a column of all buffers for each of the last six attributes."""
         numbers, works = dict[tuple[Hashable, ...], int](), list[Task]()
         number_of = list[int]()
-        amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
-        for task in tasks:  # kind_of, but for the call
-            amounts = amounts_of(task)
-            kind = (amounts, task.micro_batch > 0, task.unit if amounts[0] in of_units else "")
-            if (number := number_for(kind, len(works))) == len(works):
+        for task in tasks:
+            if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
                 works.append(task)
             number_of.append(number)
         work = np.array(number_of, np.int64)

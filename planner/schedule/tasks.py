@@ -104,6 +104,9 @@ HOST_LANES = frozenset(
 )
 """Lanes whose work threads of the host do. Where there is a GPU, all others submit theirs to a stream."""
 
+CALLER_LANES = frozenset({Lane.COMPUTE, Lane.LAUNCH})
+"""Lanes whose tasks run in the thread that calls the model."""
+
 
 class Tier(StrEnum):
     """A place with a capacity and a bandwidth."""
@@ -148,7 +151,8 @@ class Task:
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``), or whose gradients are added to those of
             earlier micro-batches; 0 otherwise.
-        num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
+        num_modules: modules whose hooks the host runs (``ISSUE``), or reports that a script makes (``LOOP``); 0
+            otherwise.
         slot: slot that is filled, on the device (``FETCH``, ``GATHER``, ``LOAD``) or in a ring of host buffers
             (``READ``, ``SWAP_IN``), or -1.
         stage: pipeline stage whose rank it belongs to; every stage has lanes and resources of its own.

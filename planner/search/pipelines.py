@@ -7,7 +7,6 @@ the devices, plans compete in which more or fewer layers offload theirs in place
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from planner.decisions import Decisions, Place, Sharding, UnitDecision
 from planner.graph import Unit
@@ -18,6 +17,12 @@ from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
 _PARTS = 32
+_Shares = dict[str, int]
+"""Parts of a stage, of :data:`_PARTS`.
+
+These are units with resident weights, subgroups streamed or resident, layers with activations kept or offloaded.
+"""
+_NOTHING: _Shares = dict.fromkeys(("resident", "streamed", "updated_there", "kept", "left"), 0)
 _STREAMED = (6, 10, 14, 18)  # parts that are streamed, to be compared
 _LEFT = (4, 8, 16, 24, _PARTS)  # parts of the layers whose activations leave, likewise
 _COMPARED = {"streamed": _STREAMED, "left": _LEFT}
@@ -33,7 +38,7 @@ def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
         zero_stages = (0, *setup.zero_stages) if setup.given.data_parallel > 1 else (0,)
         best = best_of([best, *(found for stage in zero_stages for found in _offloaded(setup, scorer, stage))])
     elif setup.storage != "never":
-        on_devices, seen = _Shares(_PARTS, updated_there=_PARTS), best.decisions.zero_stage
+        on_devices, seen = _NOTHING | {"resident": _PARTS, "updated_there": _PARTS}, best.decisions.zero_stage
         least = scorer.score(_shared_out(setup, seen, on_devices))
         if not least.missing_bytes:
             found = _filled(on_devices, ("left", "kept"), lambda shares: scorer.score(_shared_out(setup, seen, shares)))
@@ -48,13 +53,13 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
         return scorer.score(_shared_out(setup, zero_stage, shares))
 
     may_fetch = zero_stage in {0, 3}
-    best = _Shares(resident=0 if may_fetch else _PARTS)
+    best = _NOTHING | {"resident": 0 if may_fetch else _PARTS}
     yield (least := score(best))
     if least.missing_bytes:  # the host may lack what the devices have room for
         found, low, high = None, 1, _PARTS // 2 - 1
         while low <= high:  # the more stays on devices, the less the host lacks
             middle = (low + high) // 2
-            shares = _Shares(resident=middle, updated_there=middle)
+            shares = _NOTHING | {"resident": middle, "updated_there": middle}
             if (missing := score(shares).missing_bytes).keys() - {Tier.GPU}:
                 low = middle + 1
             else:
@@ -67,20 +72,20 @@ def _offloaded(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candid
             yield from _filled(best, (*fields[:-1], *leaving, fields[-1]), score)
 
 
-def _filled(best: "_Shares", fields: Sequence[str], score: Callable[["_Shares"], Candidate]) -> Iterator[Candidate]:
+def _filled(best: _Shares, fields: Sequence[str], score: Callable[[_Shares], Candidate]) -> Iterator[Candidate]:
     """Yield candidates that raise one share after another, each as far as fits, or as is fastest."""
     for field in fields:
-        if field == "updated_there" and best.resident < _PARTS:
+        if field == "updated_there" and best["resident"] < _PARTS:
             continue
         if field in _COMPARED:  # the host updates the others meanwhile, and links have other things to do
-            ways = [best, *(best._replace(**{field: share}) for share in _COMPARED[field])]
+            ways = [best, *(best | {field: share} for share in _COMPARED[field])]
             best = min((way for way in ways if not score(way).missing_bytes), key=lambda way: score(way).order)
         else:
 
             def fits(share: int, best: _Shares = best, field: str = field) -> bool:
-                return not score(best._replace(**{field: share})).missing_bytes
+                return not score(best | {field: share}).missing_bytes
 
-            best = best._replace(**{field: _largest(fits, getattr(best, field), _PARTS)})
+            best = best | {field: _largest(fits, best[field], _PARTS)}
         yield score(best)
 
 
@@ -94,19 +99,6 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-class _Shares(NamedTuple):
-    """Parts of a stage, of :data:`_PARTS`.
-
-    These are units with resident weights, subgroups streamed or resident, layers with activations kept or offloaded.
-    """
-
-    resident: int
-    streamed: int = 0
-    updated_there: int = 0
-    kept: int = 0
-    left: int = 0
-
-
 def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
     """Return decisions in which every stage has these shares."""
     whole = staged(setup, 0, zero_stage)
@@ -115,11 +107,11 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
         own, decided, _ = stage_of(setup.units, whole, number)
         stage = Setup(own, Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields}))
         mix = Mix(
-            num_gpu=round(shares.updated_there * sum(stage.movable.values()) / _PARTS),
-            num_stream=round(shares.streamed * sum(stage.movable.values()) / _PARTS),
-            num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
-            num_offload=round(shares.left * len(stage.swappable) / _PARTS),
-            num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
+            num_gpu=round(shares["updated_there"] * sum(stage.movable.values()) / _PARTS),
+            num_stream=round(shares["streamed"] * sum(stage.movable.values()) / _PARTS),
+            num_keep=round(shares["kept"] * len(stage.swappable) / _PARTS),
+            num_offload=round(shares["left"] * len(stage.swappable) / _PARTS),
+            num_host=round((_PARTS - shares["resident"]) * len(own) / _PARTS),
             zero_stage=zero_stage,
         )
         made = mixed(stage, mix)

@@ -1,4 +1,4 @@
-"""The simulator's kernel, compiled by numba. Imported only to compile it; see [Note: Kernel file] in :mod:`.loaded`.
+"""The simulator's kernel, compiled by numba. Imported only to compile it; see :mod:`.loaded`.
 
 An event costs time in proportion to what it changes, not to the size of the system. A waiting lane is looked at again
 only when the task that it waits for ends. The next event comes off a heap of the running lanes. Speeds are solved again

@@ -1,9 +1,8 @@
 """The simulator's kernel as machine code: compiled by numba once, then loaded from a file without numba.
 
-[Note: Kernel file] Importing numba and reading its own cache takes a second, because that imports a whole compiler. So
-we store numba's object file ourselves, and LLVM alone loads it in less than a tenth of that time. The file's name
-contains a digest of everything that the code depends on. Its first line has a digest of the code; a damaged file is
-compiled again.
+Importing numba and reading its own cache takes a second, because that imports a whole compiler. So we store numba's
+object file ourselves, and LLVM alone loads it in less than a tenth of that time. The file's name contains a digest of
+everything that the code depends on. Its first line has a digest of the code; a damaged file is compiled again.
 """
 
 import ctypes

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 
 from hwprofiles import machine
 from hwprofiles.machine import available_memory_bytes
-from hwprofiles.profile import HardwareProfile, NarrowUpdate, Storage
+from hwprofiles.profile import NAME_PATTERN, HardwareProfile, NarrowUpdate, Storage
 from hwprofiles.quantity import Provenance, Quantity
 from ullage.calibrate import (
     CalibrationOptions,
@@ -33,7 +33,6 @@ from ullage.calibrate import (
 )
 from ullage.calibrate.backend import adamw_state
 from ullage.calibrate.compute import ComputeProbe
-from ullage.calibrate.options import NAME_PATTERN
 from ullage.calibrate.run import _divide_memory
 from ullage.calibrate.sampling import (
     SUSTAINED,
@@ -271,11 +270,6 @@ def test_options_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=r"(9999|1152921504606846976), but .* give (fewer|another number)"):
             calibrate(options, silent)
-
-
-def test_name_pattern_is_the_schema_s() -> None:
-    (constraint,) = HardwareProfile.model_fields["name"].metadata
-    assert constraint.pattern == f"^{NAME_PATTERN}$"
 
 
 @given(st.text())

@@ -10,9 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hwprofiles.catalogue import PARTS, Part
-from hwprofiles.profile import HardwareProfile
-
-NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile; checked before half a minute of measuring
+from hwprofiles.profile import NAME_PATTERN, HardwareProfile
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

@@ -134,7 +134,7 @@ def _with_collected(segments: Sequence[CapturedSegment], recording: Recording) -
 
 
 def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
-    """Add the blocks that were not recorded to a captured model; see [Note: Copies].
+    """Add the blocks that were not recorded to a captured model; see :mod:`ullage.capture.repeats`.
 
     Raises:
         UnequalError: these blocks are not equal to the recorded ones, or are not between segments, or code outside of

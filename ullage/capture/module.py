@@ -44,7 +44,6 @@ from ullage.capture.attention import assumed_attention, attention_in_words, fuse
 from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
-from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
@@ -556,7 +555,7 @@ def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequenc
             # Copying a module reads addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
-    except (CaptureError, RefusedOperatorError) as error:
+    except CaptureError as error:
         raise CaptureError(f"{name}{_at(error, model)}: {error}") from error
     except Exception as error:
         reader = fakes[-1].reader if fakes else None

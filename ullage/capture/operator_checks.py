@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ullage.capture.records import Layout
+from ullage.capture.records import CaptureError, Layout
 
 _MOST_VALUES = 2**16  # values of arguments and results up to which an operator is tried at its own sizes
 _GRAIN = 16
@@ -31,10 +31,6 @@ _LARGEST_SIZE = 2**48  # larger integers are marks such as "to the end"
 _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
 _PUTS = frozenset({torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default})
 _NARROW = frozenset({torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
-
-
-class RefusedOperatorError(ValueError):
-    """A real kernel refuses arguments that the fake kernel accepted."""
 
 
 def _shrunk(layout: Layout, sizes: dict[int, int]) -> Layout:
@@ -48,58 +44,57 @@ def _shrunk(layout: Layout, sizes: dict[int, int]) -> Layout:
     return Layout(layout.dtype, shape, tuple(strides))
 
 
-class OperatorChecks:
-    """Tries operators; equal calls are tried once.
+def check_operator(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any, *, as_on_gpu: bool, tried: set[Any]
+) -> None:
+    """Check that a real kernel accepts a call that the fake kernel accepted. Call it under the fake tensor mode.
 
     Args:
+        function: the operator.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: what the fake kernel returned.
         as_on_gpu: a GPU will run the operators; it has kernels for bf16 and fp16 that a CPU lacks.
+        tried: calls that were tried, to which this one is added; equal calls are tried once.
+
+    Raises:
+        CaptureError: the real kernel refuses the call.
     """
-
-    def __init__(self, *, as_on_gpu: bool) -> None:
-        self._as_on_gpu = as_on_gpu
-        self._tried: set[Any] = set()
-
-    def check(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Check that a real kernel accepts a call that the fake kernel accepted. Call it under the fake tensor mode.
-
-        Raises:
-            RefusedOperatorError: the real kernel refuses the call.
-        """
-        if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
-            return  # the number of values depends on the values of the mask
-        if self._as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
-            _check_narrow(args[0].shape, args[1].shape)
-        leaves, spec = tree_flatten((args, kwargs))
-        if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
-            return  # a sparse one cannot be made anew from its sizes
-        likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        key = (function, str(spec), *((type(like), like) for like in likes))
-        if key in self._tried:
+    if function in _PUTS and any(index is not None and index.dtype is torch.bool for index in args[1]):
+        return  # the number of values depends on the values of the mask
+    if as_on_gpu and function.overloadpacket is torch.ops.aten._scaled_mm:
+        _check_narrow(args[0].shape, args[1].shape)
+    leaves, spec = tree_flatten((args, kwargs))
+    if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in leaves):
+        return  # a sparse one cannot be made anew from its sizes
+    likes = [Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    key = (function, str(spec), *((type(like), like) for like in likes))
+    if key in tried:
+        return
+    tried.add(key)
+    call = _Call(function, spec, likes)
+    written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    if sum(math.prod(like.shape) for like in call.layouts()) + written > _MOST_VALUES:
+        small = call.shrunk()
+        refusal = small.refusal() if small.is_possible() else None
+        if refusal is not None and all(other.refusal() for other in small.of_other_types()):
             return
-        self._tried.add(key)
-        call = _Call(function, spec, likes)
-        written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        if sum(math.prod(like.shape) for like in call.layouts()) + written > _MOST_VALUES:
-            small = call.shrunk()
-            refusal = small.refusal() if small.is_possible() else None
-            if refusal is not None and all(other.refusal() for other in small.of_other_types()):
-                return
-        else:
-            refusal = call.refusal()
-        is_narrow = any(like.dtype in _NARROW for like in call.layouts())
-        if refusal is None or (self._as_on_gpu and _lacks_kernel(refusal) and is_narrow):
-            return
-        reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
-        raise RefusedOperatorError(
-            f"{call} does not run: {reason}; give its operands types that it takes "
-            "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
-        )
+    else:
+        refusal = call.refusal()
+    is_narrow = any(like.dtype in _NARROW for like in call.layouts())
+    if refusal is None or (as_on_gpu and _lacks_kernel(refusal) and is_narrow):
+        return
+    reason = next(iter(str(refusal).strip().splitlines()), type(refusal).__name__)
+    raise CaptureError(
+        f"{call} does not run: {reason}; give its operands types that it takes "
+        "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
+    )
 
 
 def _check_narrow(one: torch.Size, other: torch.Size) -> None:
     """Check the sizes of a product in fp8 on a GPU; CPUs have no such rule."""
     if any(size % _GRAIN for size in (one[1], *other)):
-        raise RefusedOperatorError(
+        raise CaptureError(
             f"a product in fp8 of {list(one)} and {list(other)} does not run on a GPU, which needs multiples of "
             f"{_GRAIN}; leave the layer out with module_filter_fn, or give it such sizes and numbers of tokens"
         )

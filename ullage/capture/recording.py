@@ -35,7 +35,7 @@ from planner.models.operators import Batch
 from ullage.capture.fakes import Fakes, traceable_functions
 from ullage.capture.inputs import input_of
 from ullage.capture.kernels import has_known_cost, kernels_of
-from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
+from ullage.capture.operator_checks import check_operator
 from ullage.capture.quantized import multiply_4bit
 from ullage.capture.records import (
     OF_STEP,
@@ -90,11 +90,11 @@ def record(
 
     Raises:
         LongLoopError: forward has more events than ``repeats`` allows.
-        CaptureError: the output has no loss, backward fails, or backward reaches no parameter.
-        RefusedOperatorError: a real kernel refuses the arguments of an operator.
+        CaptureError: the output has no loss, backward fails or reaches no parameter, or a real kernel refuses the
+            arguments of an operator.
     """
-    checks = OperatorChecks(as_on_gpu=as_on_gpu)
-    recorder = _Recorder(found, inputs, fakes, checks, repeats, tiled, token_wise)
+    check = functools.partial(check_operator, as_on_gpu=as_on_gpu, tried=set())
+    recorder = _Recorder(found, inputs, fakes, check, repeats, tiled, token_wise)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes.readable())
         if as_on_gpu:
@@ -222,14 +222,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: Recording,
         inputs: Sequence[Tensor],
         fakes: Fakes,
-        checks: OperatorChecks,
+        check: Callable[..., None],
         repeats: Repeats | None,
         tiled: Collection[nn.Module],
         token_wise: TokenWise | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
-        self._fakes, self._checks, self._repeats, self._token_wise = fakes, checks, repeats, token_wise
+        self._fakes, self._check, self._repeats, self._token_wise = fakes, check, repeats, token_wise
         # A module in tiles is one visit, because its submodules run once per tile.
         self._inner = {inner for module in tiled for inner in module.modules() if inner is not module}
         self._copied: set[nn.Module] = set()  # modules that are called now as copies, without running
@@ -324,8 +324,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self._fakes.by_values:
             return
         try:
-            self._checks.check(func, args, kwargs, output)
-        except RefusedOperatorError as error:
+            self._check(func, args, kwargs, output)
+        except CaptureError as error:
             if not self._in_backward:
                 raise
             raise CaptureError(f"backward of {self._at()}: {error}") from error
@@ -512,7 +512,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._token_wise is not None:
             self._token_wise.leave(visit.path, output)
         visit.stop, visit.last = len(self.found.forward), len(self.found.visits) - 1
-        # Recomputation starts from a copy of them: see [Note: The same forward twice] in executor.memory.forward_state.
+        # Recomputation starts from a copy of them: see executor.memory.forward_state.
         visit.state_bytes = sum(b.nbytes for b, before in buffers if b.nbytes <= SMALL_BYTES or b._version != before)
         for leaf in tensors_of(output):
             if leaf.requires_grad:

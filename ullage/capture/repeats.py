@@ -1,11 +1,11 @@
 """Record equal blocks once: in a list of equal blocks the first two and the last run, and the others are copies.
 
-[Note: Copies] Two blocks count as equal if they have the same classes, shapes and attributes, and are called with equal
-arguments. This ignores uses of a block's own number while it runs. ``transformers`` reads that number only when it
-makes a block, or to find an entry of a list in its configuration; these entries are compared. Copies are of the second
-block, because the first block may compute values that later blocks use, and other code follows the last block. A copy
-runs nothing, so blocks whose forward sets attributes are not copied. It returns tensors like those of the block, and in
-backward gradients like those of the block. So a copy takes no memory, and every count is that of one block.
+Two blocks count as equal if they have the same classes, shapes and attributes, and are called with equal arguments.
+This ignores uses of a block's own number while it runs. ``transformers`` reads that number only when it makes a block,
+or to find an entry of a list in its configuration; these entries are compared. Copies are of the second block, because
+the first block may compute values that later blocks use, and other code follows the last block. A copy runs nothing, so
+blocks whose forward sets attributes are not copied. It returns tensors like those of the block, and in backward
+gradients like those of the block. So a copy takes no memory, and every count is that of one block.
 
 Code between two blocks must be the same after every copy as after the block, and must not read weights. If it differs,
 or if the block is not a segment, all blocks are recorded.

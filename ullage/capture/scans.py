@@ -6,11 +6,11 @@ from a name assumes the kernels, says so, and is executed with them. The capture
 the same tensors, keep what the kernels keep for backward, and tell the work that they do. A model of the user's own has
 them where the package is installed: real kernels do not run without memory.
 
-[Note: Work of a scan] A scan of Mamba (``selective_scan``) reads its inputs once. Each channel of a token reads the
-values B and C of each state through the cache, and backward adds their gradients to sums in fp32, one message each:
-this traffic takes longer than the inputs', and counts as traffic of memory. Scans in chunks are batched products (Dao
-and Gu, arXiv:2405.21060, section 6; Yang et al., arXiv:2412.06464, section 3.3), each with its operands in memory, as
-in the kernels of ``mamba-ssm`` and ``flash-linear-attention``; backward computes again what forward does not keep.
+A scan of Mamba (``selective_scan``) reads its inputs once. Each channel of a token reads the values B and C of each
+state through the cache, and backward adds their gradients to sums in fp32, one message each: this traffic takes longer
+than the inputs', and counts as traffic of memory. Scans in chunks are batched products (Dao and Gu, arXiv:2405.21060,
+section 6; Yang et al., arXiv:2412.06464, section 3.3), each with its operands in memory, as in the kernels of
+``mamba-ssm`` and ``flash-linear-attention``; backward computes again what forward does not keep.
 """
 
 import contextlib
@@ -182,7 +182,7 @@ def _scan(
     return_last_state: bool = False,
     **_others: Any,
 ) -> Any:
-    """Return a scan of Mamba, ``[batch, channels, tokens]``; see [Note: Work of a scan]."""
+    """Return a scan of Mamba, ``[batch, channels, tokens]``; see the module."""
     num_bytes, backward_bytes, states = _scan_traffic(u, a.shape[-1], b.element_size(), gated=z is not None)
     kept = [states] if z is None else [states, (u.shape, u.dtype)]  # the output before the gate
     work = _Work(u.shape, num_bytes=num_bytes, backward_bytes=backward_bytes, kept=kept)
@@ -193,7 +193,7 @@ def _scan(
 def _scan_traffic(
     u: Tensor, num_states: int, value_bytes: int, *, gated: bool
 ) -> tuple[int, int, tuple[Sequence[int], torch.dtype]]:
-    """Return bytes of forward and of backward, and what stays of the states; see [Note: Work of a scan]."""
+    """Return bytes of forward and of backward, and what stays of the states; see the module."""
     batch, channels, tokens = u.shape
     through_cache = u.numel() * num_states
     moved = (3 if gated else 2) * u.nbytes  # inputs, and their gradients

@@ -5,9 +5,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from planner.terms import LEVELS, AuditTime, Level
+from planner.terms import LEVELS, AuditTime, CoreChoice, Level
 
 if TYPE_CHECKING:
     from planner.models.adapters import Lora
@@ -17,8 +17,6 @@ WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a weight in a saved model, by the name of its type."""
 
 _OF_TRAINERS = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
-
-Cores = tuple[int, ...] | Literal["auto", "free"]
 
 _MOST_COUNT = 10**9
 _MOST = 2**62 - 1
@@ -196,13 +194,13 @@ def audit(text: str) -> AuditTime:
         raise UnreadableError(f"{text!r} is not first, off, or a whole number from 1 on") from None
 
 
-def cores(text: str) -> Cores:
+def cores(text: str) -> CoreChoice:
     """Return the core numbers of a list such as ``0-3,8``; ``auto`` and ``free`` are returned as they are.
 
     Raises:
         UnreadableError: the text is none of these.
     """
-    words: dict[str, Cores] = {"auto": "auto", "free": "free"}
+    words: dict[str, CoreChoice] = {"auto": "auto", "free": "free"}
     if text in words:
         return words[text]
     found: list[int] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hwprofiles.files import check_output, make_folder
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import NAME_PATTERN, HardwareProfile
 from hwprofiles.registry import LOCAL, load_profile, local_profile_path, save_profile, update_profile
 from ullage.cli.arguments import parse_bytes, parts, positive_int
 from ullage.output.progress import seconds_bar
@@ -130,8 +130,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _name(output: Path | None) -> str | None:
     """Return the name that a file gives its profile; ``None``: the file's name cannot be one."""
-    from ullage.calibrate.options import NAME_PATTERN  # noqa: PLC0415
-
     return output.stem if output and re.fullmatch(NAME_PATTERN, output.stem) else None
 
 

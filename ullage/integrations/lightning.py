@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from executor.callbacks import replace_attribute
+from executor.distributed.meeting import world_size
 from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from planner.plan.document import Plan, PlanError
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Options, world_size
+from ullage.this_machine.planning import Options
 from ullage.training.preparing import prepare
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from executor.distributed.meeting import world_size
 from executor.prepare import OffloadedOptimizer
 from executor.training_state.rng_state import preserved_rng_state
 from hwprofiles.installation import check_versions
@@ -24,7 +25,7 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.module import as_before
 from ullage.capture.records import CaptureError
 from ullage.this_machine.checks import check_options
-from ullage.this_machine.planning import Options, world_size
+from ullage.this_machine.planning import Options
 from ullage.training.preparing import prepare
 
 check_versions(["accelerate"])  # an older one wraps models that are prepared

@@ -133,13 +133,10 @@ def kinds_section(plan: Plan) -> Section:
     rows = []
     for kind in plan.kinds():
         seen, own = kind.prediction, plan.of_rank(kind.first_rank)
-        memory = ", ".join(
-            f"{TIER_WORDS[t]} {percent(u.peak_bytes / u.capacity_bytes)}" for t, u in seen.memory.items()
-        )
         ranks = f"{kind.ranks.start} to {kind.ranks.stop - 1}" if kind.num_ranks > 1 else str(kind.first_rank)
         sequences = f"{kind.decisions.micro_batch} x {kind.decisions.num_micro_batches}"
         placed = describe(kind.decisions, own.units())
-        rows.append((kind.hardware.name, ranks, sequences, si(seen.iteration_s, "s"), memory, placed))
+        rows.append((kind.hardware.name, ranks, sequences, si(seen.iteration_s, "s"), _used(seen.memory), placed))
     names = ("devices", "ranks", "sequences of each", "iteration", "memory at the peak", "placement")
     assert plan.divisions_bound_s is not None
     over = percent(plan.prediction.iteration_s / plan.divisions_bound_s - 1)
@@ -154,8 +151,14 @@ def _fits(memory: Mapping[Tier, TierMemory]) -> tuple[str, str]:
     """Return whether the memory is enough, and how much of it is used or missing."""
     if short := [f"{si(use.missing_bytes, 'B')} of {tier} memory" for tier, use in memory.items() if use.missing_bytes]:
         return "no", f"lacks {' and '.join(short)}"
-    used = (f"{TIER_WORDS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}" for tier, use in memory.items())
-    return "yes", f"at the peak {', '.join(used)}"
+    return "yes", f"at the peak {_used(memory)}"
+
+
+def _used(memory: Mapping[Tier, TierMemory]) -> str:
+    """Return the share of each tier that the peak takes."""
+    return ", ".join(
+        f"{TIER_WORDS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}" for tier, use in memory.items()
+    )
 
 
 def _interval(plan: Plan) -> Iterator[Fact]:

@@ -277,7 +277,7 @@ def _check_on_device(decisions: RivalDecisions) -> None:
             f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
         )
     for name, unit in decisions.units.items():
-        if places := set(unit.update) & {Place.CPU, Place.NVME}:
+        if places := {place for place in unit.update if place.by_host}:
             raise ValueError(
                 f"unit {name}: gradient_path 'on-device' needs updates on the device, but there is one on "
                 f"{str(min(places))!r}; choose 'gpu' or 'stream'"

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from executor import options as executor_options
-from executor.devices.cores import CoreChoice
-from executor.distributed.meeting import meeting
+from executor.distributed.meeting import meeting, world_size
 from executor.module.batches import named_inputs
 from executor.module.guards import check_kinds, check_memory, check_plain, check_unprepared
 from executor.optimizer.reference import rounds
@@ -34,7 +33,7 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
 from planner.plan.planning import InfeasibleError
 from planner.schedule.tasks import Tier
-from planner.terms import AuditTime, Storage
+from planner.terms import AuditTime, CoreChoice, Storage
 from ullage.calibrate.run import USABLE_SHARE
 from ullage.capture.inputs import Example, input_of
 from ullage.capture.module import capture_called
@@ -425,11 +424,6 @@ def _divided(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
         "topology": [*profile.topology, *joined],
     }
     return HardwareProfile.model_validate(data)
-
-
-def world_size() -> int:
-    """Return the number of processes of the process group, or else those that ``torchrun`` has started."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def made_by_rank_0(make: Callable[[], Plan]) -> Plan:

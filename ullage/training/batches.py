@@ -12,7 +12,7 @@ from planner.plan.document import Plan, PlanError
 from ullage.capture.inputs import begun
 from ullage.capture.recording import find_loss
 from ullage.capture.records import DTYPES
-from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text, read_tokens
+from ullage.training.text import NUM_BYTES, Tokens, read_text, read_tokens, sequences, windows
 
 
 def tokens_for(plan: Plan, data: Mapping[str, Any]) -> Tokens | None:
@@ -80,10 +80,11 @@ class Batches:
         self._at_once, begin = sum(shares), sum(shares[:reader])
         self.num_sequences = num_sequences or self._num_micro_batches * self._at_once
         self._own = slice(begin, begin + decided.micro_batch)
-        self._stream: TokenStream | None = None
+        self._seed = seed
+        self._windows: Tokens | None = None
         self._random: list[tuple[str, Tensor]] = []
         if tokens is not None:
-            self._stream = TokenStream(tokens, plan.seq_len, seed, plan.model.vocab_size)
+            self._windows = windows(tokens, plan.seq_len)
         else:
             assert isinstance(plan.model, CapturedModel)
             generator, dtype = torch.Generator().manual_seed(seed + reader), DTYPES[decided.precision.weights]
@@ -134,11 +135,12 @@ class Batches:
 
     def _inputs(self, device: torch.device, own: slice, num_sequences: int) -> tuple[list[Tensor], dict[str, Any]]:
         """Return the model's arguments for its part of the next sequences, which all ranks together read."""
-        if self._stream is None:
-            there = [(name, to_device(tensor, device)) for name, tensor in self._random]
-            return [tensor for name, tensor in there if not name], {name: tensor for name, tensor in there if name}
-        self._stream.position = self.position
-        tokens = to_device(self._stream.next(num_sequences)[own], device)
+        if self._windows is None:
+            given = [(name, to_device(tensor, device)) for name, tensor in self._random]
+            return [tensor for name, tensor in given if not name], {name: tensor for name, tensor in given if name}
+        size = self._plan.model.vocab_size
+        there = sequences(self._windows, self.position, num_sequences, seed=self._seed, vocab_size=size)
+        tokens = to_device(there[own], device)
         further = {} if isinstance(self._plan.model, CapturedModel) else {"use_cache": False}
         return [], {"input_ids": tokens, "labels": tokens, **further}
 

@@ -1,5 +1,6 @@
 """Training tokens in a resumable order: a text with one token per byte, or memory-mapped files of tokens."""
 
+import functools
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,60 +22,49 @@ NUM_BYTES: Final = 256
 """Vocabulary size of text, which has one token per byte."""
 
 
-class TokenStream:
-    """Deterministic batches of tokens.
-
-    Sequences are consecutive, non-overlapping windows of the tokens. Each pass visits them in a new random order, which
-    depends only on the seed. Tokens after the last full window are not used. Only the tokens of a batch are read. The
-    order takes 8 bytes per window.
-
-    Args:
-        tokens: the tokens.
-        seq_len: tokens per sequence.
-        seed: seed of the order.
-        vocab_size: vocabulary size of the model; ``None``: tokens are not checked.
-
-    Attributes:
-        position: sequences that all ranks together have read since the first pass began. Set it to resume. With the
-            same tokens, ``seq_len`` and seed, a position means the same sequence.
+def windows(tokens: Tokens, seq_len: int) -> Tokens:
+    """Return tokens as consecutive sequences, ``[number, seq_len]``, without those after the last full one.
 
     Raises:
         ValueError: the tokens are not unsigned integers in one dimension, or fewer than one sequence needs.
     """
+    if tokens.ndim != 1 or tokens.dtype.kind != "u":
+        raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give unsigned integers in one dimension")
+    if not (number := len(tokens) // seq_len):
+        raise ValueError(f"there are {len(tokens)} tokens, but one sequence needs {seq_len}; give more of them")
+    return tokens[: number * seq_len].reshape(number, seq_len)
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int = 0, vocab_size: int | None = None) -> None:
-        if tokens.ndim != 1 or tokens.dtype.kind != "u":
-            raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give unsigned integers in one dimension")
-        self._num_windows = len(tokens) // seq_len
-        if not self._num_windows:
-            raise ValueError(f"there are {len(tokens)} tokens, but one sequence needs {seq_len}; give more of them")
-        self._windows = tokens[: self._num_windows * seq_len].reshape(self._num_windows, seq_len)
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of one pass
-        self.position = 0
 
-    def next(self, num_sequences: int) -> torch.Tensor:
-        """Return the next sequences as int64[num_sequences, seq_len].
+def sequences(
+    of: Tokens, position: int, num_sequences: int, *, seed: int = 0, vocab_size: int | None = None
+) -> torch.Tensor:
+    """Return the next sequences of a training run as int64[num_sequences, seq_len]. Only they are read.
 
-        Raises:
-            ValueError: the model does not know one of the tokens.
-        """
-        rows = [self._row(self.position + i) for i in range(num_sequences)]
-        found = self._windows[rows].astype(np.int64)
-        if self._vocab_size is not None and (most := int(found.max())) >= self._vocab_size:
-            raise ValueError(
-                f"token {most} is in the sequences from position {self.position} on, but the model knows tokens 0 to "
-                f"{self._vocab_size - 1}; give the tokens of its own tokenizer, in the type that they were written in"
-            )
-        self.position += num_sequences
-        return torch.from_numpy(found)
+    Each pass visits all sequences in a new random order, which depends only on the seed, and takes 8 bytes for each.
 
-    def _row(self, position: int) -> int:
-        epoch, offset = divmod(position, self._num_windows)
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._num_windows)
-        return int(self._order[1][offset])
+    Args:
+        of: all sequences, see :func:`windows`.
+        position: sequences that all ranks together have read since the first pass began.
+        num_sequences: how many are wanted.
+        seed: seed of the order.
+        vocab_size: vocabulary size of the model; ``None``: tokens are not checked.
+
+    Raises:
+        ValueError: the model does not know one of the tokens.
+    """
+    places = (divmod(position + i, len(of)) for i in range(num_sequences))
+    found = of[[_order(len(of), seed, epoch)[offset] for epoch, offset in places]].astype(np.int64)
+    if vocab_size is not None and (most := int(found.max())) >= vocab_size:
+        raise ValueError(
+            f"token {most} is in the sequences from position {position} on, but the model knows tokens 0 to "
+            f"{vocab_size - 1}; give the tokens of its own tokenizer, in the type that they were written in"
+        )
+    return torch.from_numpy(found)
+
+
+@functools.lru_cache(maxsize=1)
+def _order(num_sequences: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
 
 
 def read_text(path: Path | None) -> Tokens:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import ullage
 from ullage.web.jobs import Jobs
-from ullage.web.question import AXES, MOST_BYTES, QuestionError, question_of
+from ullage.web.question import AXES, MOST_BYTES, QuestionError, machines, question_of
 from ullage.web.worker import KINDS
 
 try:
@@ -178,11 +178,10 @@ def _asset(request: Request) -> Response:
 @functools.cache
 def _choices(*, public: bool) -> bytes:
     """Return what the page offers, as JSON."""
-    names = [name for name in ullage.list_profiles() if not (public and name == "local")]
-    machines = {}
-    for name in names:
+    offered = {}
+    for name in machines(public=public):
         profile = ullage.load_profile(name)
-        machines[name] = {
+        offered[name] = {
             "words": profile.description,
             "devices": profile.devices_per_node,
             "nodes": profile.inter_node is not None,
@@ -192,7 +191,7 @@ def _choices(*, public: bool) -> bytes:
     return json.dumps(
         {
             "models": ullage.list_models(),
-            "machines": machines,
+            "machines": offered,
             "optimizers": list(ullage.Request.__dataclass_fields__["optimizer"].metadata["choices"]),
             "axes": {name: values.split(",") for name, values in AXES.items()},
             "themes": ullage.page_assets()["themes"],

@@ -170,6 +170,11 @@ class Question(BaseModel):
         return self.machine if self.profile is None else f"{_plain(self.machine).lower()}.json"
 
 
+def machines(*, public: bool) -> list[str]:
+    """Return the names of the profiles that the page offers; where others reach it, without this machine's own."""
+    return [name for name in ullage.list_profiles() if not (public and name == "local")]
+
+
 def question_of(text: bytes, *, public: bool) -> Question:
     """Return a question that was sent.
 
@@ -203,10 +208,8 @@ def _named(asked: Question, *, public: bool) -> Question:
                     f"no model is called {asked.model!r}; choose one of the list, or drop a config.json"
                 )
             found["model"] = asked.model
-    if asked.profile is None:
-        known = [name for name in ullage.list_profiles() if not (public and name == "local")]
-        if asked.machine not in known:
-            raise QuestionError(f"no machine is called {asked.machine!r}; choose one of the list, or drop a profile")
+    if asked.profile is None and asked.machine not in machines(public=public):
+        raise QuestionError(f"no machine is called {asked.machine!r}; choose one of the list, or drop a profile")
     return asked.model_copy(update=found)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from hwprofiles.files import check_output, write_whole
 from hwprofiles.machine import num_cores
 from planner.models.registry import list_models, models_with_formulas
+from planner.terms import DAY_S
 from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.options import given_flags, known_options
 from ullage.output.progress import progress_bar
@@ -21,7 +22,6 @@ from ullage.whatif.study import Study, StudyRequest, load_study
 from ullage.whatif.tables import check_table_path, write_table
 
 EXAMPLE_PRICES = "example"
-_DAY_S = 86400.0
 _ASKING = ("set", "sweep", "design", "question", "certify", "tokens", "days")
 
 
@@ -87,7 +87,7 @@ def study_request(args: argparse.Namespace) -> StudyRequest:
         seed=design.get("seed", 0),
         certify=bool(args.certify),
         tokens=args.tokens,
-        deadline_s=args.days * _DAY_S if args.days else None,
+        deadline_s=args.days * DAY_S if args.days else None,
         question=args.question,
     )
 

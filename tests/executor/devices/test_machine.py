@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import executor.devices.lanes
 from benchmarks.simulator.reference import FluidTask, built
 from executor.devices.backend import HostBackend
-from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, LaneError, LaneMachine
+from executor.devices.lanes import NUM_RECORDED, LaneError, LaneMachine
 from planner.decisions import Place
 from planner.lowering import lower
 from planner.schedule.loop import Loop
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.schedule.tasks import CALLER_LANES, Lane, Op, Phase, Task
 from planner.simulate.kernel import simulate
 
 LANES = [Lane.COMPUTE, Lane.LAUNCH, Lane.H2D, Lane.D2H, Lane.CPU]

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from training import Task, batches, decide, memory_of_step, prepare, uniform
 
 from executor.devices.backend import HostBackend
-from executor.devices.lanes import CALLER_LANES, LaneMachine
+from executor.devices.lanes import LaneMachine
 from planner.schedule.loop import Loop
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Tier
+from planner.schedule.tasks import CALLER_LANES, Buffer, Lane, MemoryClass, Op, Phase, Tier
 from planner.schedule.tasks import Task as ScheduledTask
 
 ITERATIONS = 2

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
+from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.graph import Attention
 from planner.models import num_parameters, resolve_model
@@ -73,6 +74,14 @@ def test_every_micro_batch_reports_its_memory():
         phases = sum(values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
         outside.append(values[Metric.ITERATION] - phases)
     assert outside == pytest.approx([loop_s, loop_s * 10 / 6, loop_s * 22 / 6])
+    setup, decisions, _ = scheduled(some)
+    cost, priced = CostModel.of(load_profile(some.hardware), setup.units, decisions), []  # one, which keeps its prices
+    for num_micro_batches in (1, 2, 5):
+        more = decisions.model_copy(update={"num_micro_batches": num_micro_batches})
+        schedule = lower(setup.units, more, asynchronous=True)
+        prices = zip(schedule.tasks, cost.prices(schedule), strict=True)
+        priced += [price.latency_s for task, price in prices if task.op is Op.LOOP]
+    assert priced == pytest.approx(outside)
 
 
 def test_device_updates_keep_gradients_in_fp32():

@@ -107,7 +107,6 @@ OF_COMMANDS = {
     "CertificateError",
     "CheckpointsError",
     "InstallationError",
-    "RefusedOperatorError",
     "SignalledError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

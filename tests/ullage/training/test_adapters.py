@@ -30,7 +30,7 @@ from ullage.training.batches import Batches
 from ullage.training.loop import train
 from ullage.training.models import prepared
 from ullage.training.processes import Process
-from ullage.training.text import TokenStream, read_text
+from ullage.training.text import read_text, sequences, windows
 
 SIZES = {
     "vocab_size": 256,
@@ -176,7 +176,7 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     model, optimizer = prepared(plan, Process.of(plan), lr=1e-3, seed=0, weights=base, options={})
     with optimizer.session:
         step = next(train(model, optimizer, Batches(plan, read_text(None)), 0, 1))
-    tokens = TokenStream(read_text(None), plan.seq_len).next(2)
+    tokens = sequences(windows(read_text(None), plan.seq_len), 0, 2)
     model = AutoModelForCausalLM.from_pretrained(base)
     assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
 

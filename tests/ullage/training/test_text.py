@@ -1,5 +1,6 @@
 """What is trained on: order, position, and files that are mapped."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -7,37 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ullage.training.text import TokenStream, read_text, read_tokens
+from ullage.training.text import read_text, read_tokens, sequences, windows
 
 TOKENS = np.arange(10 * 8 + 3, dtype=np.uint16)
+WINDOWS = windows(TOKENS, 8)
 
 
-def sequences(stream: TokenStream, counts: list[int]) -> list[list[int]]:
-    return [row for count in counts for row in stream.next(count).tolist()]
+def read(counts: list[int], seed: int = 0) -> list[list[int]]:
+    """Read so many sequences at a time, from the first one on."""
+    ends = itertools.accumulate(counts)
+    return [r for n, end in zip(counts, ends, strict=True) for r in sequences(WINDOWS, end - n, n, seed=seed).tolist()]
 
 
 def test_a_pass_gives_every_window_once_in_another_order_each_time() -> None:
-    first, second = (sequences(TokenStream(TOKENS, 8, seed=3), [10, 10])[i : i + 10] for i in (0, 10))
-    windows = TOKENS[:80].reshape(10, 8).tolist()
-    assert sorted(first) == sorted(second) == windows
-    assert len({str(first), str(second), str(windows)}) == 3
-    assert sequences(TokenStream(TOKENS, 8, seed=4), [10]) != first
+    first, second = (read([10, 10], seed=3)[i : i + 10] for i in (0, 10))
+    in_order = TOKENS[:80].reshape(10, 8).tolist()
+    assert sorted(first) == sorted(second) == in_order
+    assert len({str(first), str(second), str(in_order)}) == 3
+    assert read([10], seed=4) != first
 
 
 @pytest.mark.parametrize("counts", [[1] * 24, [24], [6, 6, 12], [5, 7, 11, 1]])
 def test_the_order_does_not_depend_on_the_size_of_batches(counts: list[int]) -> None:
-    assert sequences(TokenStream(TOKENS, 8), counts) == sequences(TokenStream(TOKENS, 8), [3] * 8)
-
-
-def test_a_position_goes_on_where_another_stopped() -> None:
-    whole = TokenStream(TOKENS, 8)
-    expected = sequences(whole, [17, 9])
-    begun = TokenStream(TOKENS, 8)
-    sequences(begun, [17])
-    resumed = TokenStream(TOKENS, 8)
-    resumed.position = begun.position
-    assert sequences(resumed, [9]) == expected[17:]
-    assert (begun.position, resumed.position) == (17, whole.position)
+    assert read(counts) == read([3] * 8)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -58,10 +51,11 @@ def test_a_file_larger_than_memory_may_be_is_never_read_whole(tmp_path: Path) ->
     with path.open("wb") as file:
         file.truncate(2**40)  # a hole: 1 TiB that takes no room
     script = (
-        "import resource, sys; from pathlib import Path; from ullage.training.text import TokenStream, read_tokens\n"
+        "import resource, sys; from pathlib import Path\n"
+        "from ullage.training.text import read_tokens, sequences, windows\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "stream = TokenStream(read_tokens(Path(sys.argv[1]), 'uint16'), 2**20)\n"
-        "assert [stream.next(2).shape for _ in range(4)] == [(2, 2**20)] * 4\n"
+        "of = windows(read_tokens(Path(sys.argv[1]), 'uint16'), 2**20)\n"
+        "assert [sequences(of, position, 2).shape for position in (0, 2, 4, 6)] == [(2, 2**20)] * 4\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
@@ -69,12 +63,9 @@ def test_a_file_larger_than_memory_may_be_is_never_read_whole(tmp_path: Path) ->
 
 
 def test_tokens_that_the_model_does_not_know_are_refused() -> None:
-    stream = TokenStream(TOKENS, 8, vocab_size=82)
-    assert len(stream.next(10)) == 10  # tokens 0 to 79
-    stream = TokenStream(TOKENS, 8, vocab_size=40)
+    assert len(sequences(WINDOWS, 0, 10, vocab_size=82)) == 10  # tokens 0 to 79
     with pytest.raises(ValueError, match=r"token \d+ is in .* position 0 on, but the model knows tokens 0 to 39"):
-        stream.next(10)
-    assert stream.position == 0
+        sequences(WINDOWS, 0, 10, vocab_size=40)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +104,6 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
 
 def test_too_few_tokens_and_signed_ones_are_refused() -> None:
     with pytest.raises(ValueError, match="there are 3 tokens, but one sequence needs 8"):
-        TokenStream(TOKENS[:3], 8)
+        windows(TOKENS[:3], 8)
     with pytest.raises(ValueError, match=r"tokens are int64\[83\]; give unsigned integers"):
-        TokenStream(TOKENS.astype(np.int64), 8)  # type: ignore[arg-type]
+        windows(TOKENS.astype(np.int64), 8)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from torch import nn
 
 from executor.checkpoint.levels import Level
 from executor.devices.lanes import NUM_RECORDED
+from executor.distributed.meeting import world_size
 from executor.prepare import OffloadedOptimizer
 from executor.weights.files import weights_folder
 from executor.weights.saving import save
@@ -33,7 +34,7 @@ from ullage.output.formatting import si
 from ullage.report.run import comparison_section, replanned_table
 from ullage.report.terminal import Shown, answer
 from ullage.report.trace import chrome_trace, write_trace
-from ullage.this_machine.planning import Options, world_size
+from ullage.this_machine.planning import Options
 from ullage.training.batches import Batches, tokens_for
 from ullage.training.checkpoints import Saver, where_saved
 from ullage.training.drift import DriftWatch, warning

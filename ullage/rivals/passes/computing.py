@@ -140,10 +140,11 @@ def loop(program: Program) -> None:
     [Note: Reports] The scripts of the published DeepSpeed runs report memory: before and after every forward and
     backward, and before and after the step (``engine.py``, ``memory_breakdown``). Each report collects Python's garbage
     (``utils.py::see_memory_usage``), which takes 40 to 70 ms. Timers of phases leave them out. So they are one task at
-    the end of the iteration; its ``micro_batch`` is the last one and tells how many there were.
+    the end of the iteration.
     """
     updates = tuple(draft.index for draft in program.drafts if draft.phase is Phase.UPDATE)
     last = program.decisions.num_micro_batches - 1
     work = program.draft(Lane.LAUNCH, Op.LOOP, Phase.LOOP, micro_batch=last, after=updates)
+    work.num_modules = 4 * program.decisions.num_micro_batches + 2
     program.spine[0].after_previous += (work.index,)
     program.tail.append(work)
