@@ -4,12 +4,14 @@ A placement only makes :class:`planner.decisions.Decisions`. One set of passes l
 them.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from planner.decisions import Activations, Decisions, Place, UnitDecision
+from planner.decisions import Activations, Decisions, Place, Sharding, UnitDecision
+from planner.lowering.stages import stage_of
 from planner.setup import Mix, Setup, pieces
 
 ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
@@ -73,15 +75,80 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     evenly too. Units with a shared weight, and units updated on the device, keep their parameters there. So do very
     small units: anywhere else they would take a slot and a turn for almost nothing.
 
+    Each stage of a pipeline has its share of the counts, as a model of its own.
+
     Each mix is made once, because a search meets the same mixes again and again.
     """
     known = setup.known_mixes
     if (found := known.get(mix)) is None:
-        found = known[mix] = _mixed(setup, mix)
+        placed = _placed(setup, mix) if setup.given.pipeline_parallel == 1 else _placed_in_stages(setup, mix)
+        found = known[mix] = _ours(
+            setup,
+            placed,
+            zero_stage=mix.zero_stage,
+            num_param_slots=mix.num_slots,
+            num_state_slots=mix.num_state_slots,
+            num_gradient_slots=mix.num_gradient_slots,
+            num_nvme_slots=mix.num_nvme_slots,
+            spill_gradients=mix.spill > 0,
+        )
     return found
 
 
-def _mixed(setup: Setup, mix: Mix) -> Decisions:
+def _placed_in_stages(setup: Setup, mix: Mix) -> dict[str, UnitDecision]:
+    stages = _stages(setup)
+    places = [sum(stage.movable.values()) for stage in stages]
+    sizes = [len(stage.units) for stage in stages]
+    segments = [len(stage.swappable) for stage in stages]
+    shares = {"num_keep": _kept(mix.num_keep, segments, setup.given)}
+    for names, of_stages in (
+        (("num_gpu", "num_stream", "num_nvme"), places),
+        (("num_host", "num_on_nvme", "num_stay"), sizes),
+        (("num_offload", "num_evict"), segments),
+    ):
+        shares |= {name: _shared_out(getattr(mix, name), of_stages) for name in names}
+    units: dict[str, UnitDecision] = {}
+    for number, stage in enumerate(stages):
+        own = {name: share[number] for name, share in shares.items()}
+        units |= _placed(stage, dataclasses.replace(mix, **own))
+    for unit in setup.units:  # a stage updates its copy of shared weights with the last subgroup of the unit
+        decided = units[unit.name]
+        units[unit.name] = decided.model_copy(update={"update": decided.update[: len(pieces(setup, unit))]})
+    return units
+
+
+def _stages(setup: Setup) -> "list[Setup]":
+    """Return the setups of a pipeline's stages, each a model of its own. They are made once."""
+    if not setup.known_stages:
+        whole = next(resident(setup))
+        for number in range(setup.given.pipeline_parallel):
+            units, decided, _ = stage_of(setup.units, whole, number)
+            given = Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields})
+            setup.known_stages.append(Setup(units, given, setup.storage))
+    return setup.known_stages
+
+
+def _shared_out(count: int, sizes: Sequence[int]) -> list[int]:
+    """Return the share of each stage in a count, by its size."""
+    ends = [round(count * end / sum(sizes)) for end in itertools.accumulate(sizes, initial=0)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def _kept(count: int, sizes: Sequence[int], given: Sharding) -> list[int]:
+    """Return how many segments keep their activations in each stage, so that these take about the same memory.
+
+    A stage keeps those of all its micro-batches between forward and backward: without rounds, of fewer in later stages.
+    """
+    num_stages, most = given.pipeline_parallel, given.num_micro_batches
+    flying = [most if given.pipeline_rounds > 1 else min(num_stages - stage, most) for stage in range(num_stages)]
+    kept = [0] * num_stages
+    for _ in range(min(count, sum(sizes))):
+        stages = (stage for stage in range(num_stages) if kept[stage] < sizes[stage])
+        kept[min(stages, key=lambda stage: ((kept[stage] + 1) * flying[stage], -stage))] += 1
+    return kept
+
+
+def _placed(setup: Setup, mix: Mix) -> dict[str, UnitDecision]:
     counts = setup.movable
     fixed = setup.tied
     order = setup.in_turn
@@ -118,7 +185,7 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
     )
     on_host = list(itertools.compress(on_host, chosen))
     where: dict[str, Any] = dict.fromkeys(on_host, "host") | dict.fromkeys(on_nvme, "nvme")
-    units = {
+    return {
         unit.name: _decided(
             params=where.get(unit.name, "gpu"),
             activations=ways.get(unit.segment, "keep"),
@@ -127,16 +194,6 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
         )
         for unit in order
     }
-    return _ours(
-        setup,
-        units,
-        zero_stage=mix.zero_stage,
-        num_param_slots=mix.num_slots,
-        num_state_slots=mix.num_state_slots,
-        num_gradient_slots=mix.num_gradient_slots,
-        num_nvme_slots=mix.num_nvme_slots,
-        spill_gradients=mix.spill > 0,
-    )
 
 
 def _spread(total: int, num_gpu: int, num_stream: int, num_nvme: int) -> Iterator[Place]:

@@ -101,6 +101,11 @@ class Setup:
         return {}
 
     @functools.cached_property
+    def known_stages(self) -> "list[Setup]":
+        """The setups of a pipeline's stages, once :mod:`planner.placements` has made them."""
+        return []
+
+    @functools.cached_property
     def large(self) -> frozenset[str]:
         """The units that are not very small."""
         large = max(unit.num_weights for unit in self.units) * _SMALL

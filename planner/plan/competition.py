@@ -33,7 +33,6 @@ from planner.search import (
     search,
     smallest,
 )
-from planner.search.pipelines import search_pipeline
 from planner.simulate.prediction import Prediction
 
 # The most choices that get a short search, and a bound.
@@ -62,7 +61,7 @@ class Found:
         own: its variant.
         best: the best candidate.
         rivals: all variants.
-        searched: the variants that got a full search, but for pipelines.
+        searched: the variants that got a full search.
         num_simulations: number of simulated schedules, for all variants.
         misfits: proofs for choices and ZeRO stages that do not fit, if they were begun beside the search.
     """
@@ -110,10 +109,6 @@ class _Look:
     def num_tiled(self) -> int:
         return sum(tokens is not None for tokens in self.variant.choice.tiles.values())
 
-    @property
-    def is_pipeline(self) -> bool:
-        return self.variant.choice.pipeline_parallel > 1
-
 
 @no_garbage_collection()
 def compete(
@@ -135,7 +130,7 @@ def _compete(
     *,
     whole: bool,
 ) -> Found:
-    if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
+    if len(rivals) == 1:
         scorer = Scorer.of(rivals[0], deadline_s, whole=whole)
         best = search(rivals[0].setup, scorer, max_simulations, progress)
         best = _search_on(rivals[0], scorer, best, progress)
@@ -148,7 +143,7 @@ def _compete(
         if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
         scorer = Scorer.of(variant, looking_until_s, whole=whole)
-        looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
+        looks.append(_Look(variant, scorer, bound_s, first_look(variant.setup, scorer)))
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
@@ -158,15 +153,12 @@ def _compete(
     for number, look in enumerate(finalists):
         look.scorer.deadline_s = _share(deadline_s, len(finalists) - number)
         if not found or look.bound_s < _fastest_s(found) * (1 - _WORTH):
-            best, setup = look.found, look.variant.setup
-            if not look.is_pipeline:
-                best = search(setup, look.scorer, max_simulations, progress, _handed_on(look, found))
+            best = search(look.variant.setup, look.scorer, max_simulations, progress, _handed_on(look, found))
             found.append((look, best))
     best_look, best = min(found, key=lambda item: item[1].order)
-    if not best_look.is_pipeline:
-        best_look.scorer.deadline_s = deadline_s
-        best = _search_on(best_look.variant, best_look.scorer, best, progress)
-    searched = tuple(look.variant for look, _ in found if not look.is_pipeline)
+    best_look.scorer.deadline_s = deadline_s
+    best = _search_on(best_look.variant, best_look.scorer, best, progress)
+    searched = tuple(look.variant for look, _ in found)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
 
@@ -222,8 +214,6 @@ def _plainest(rivals: Sequence[Variant], winner: Variant, best: Candidate) -> tu
 
 def closest(rival: Variant, scorer: Scorer) -> Candidate:
     """Return the candidate of a choice that lacks least memory, if nothing fits."""
-    if rival.choice.pipeline_parallel > 1:
-        return search_pipeline(rival.setup, scorer)
     tried = list(smallest(rival.setup))
     if rival.cost.profile.one_memory:  # it is the device's
         tried += resident(rival.setup)
@@ -234,16 +224,10 @@ def closest(rival: Variant, scorer: Scorer) -> Candidate:
 def first_fit(rivals: Sequence[Variant]) -> Candidate | None:
     """Return a candidate that fits, from short searches of the first choices; ``None`` if there is none."""
     for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
-        found = _look(rival, Scorer.of(rival, whole=False))
+        found = first_look(rival.setup, Scorer.of(rival, whole=False))
         if not found.missing_bytes:
             return found
     return None
-
-
-def _look(variant: Variant, scorer: Scorer) -> Candidate:
-    if variant.choice.pipeline_parallel > 1:
-        return search_pipeline(variant.setup, scorer)
-    return first_look(variant.setup, scorer)
 
 
 def _handed_on(look: _Look, found: Sequence[tuple[_Look, Candidate]]) -> list[Decisions]:

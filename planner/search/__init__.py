@@ -40,14 +40,15 @@ _TIDY_SIMULATIONS = 40
 _TIDY_PATIENCE = 15
 # A plan within this fraction of the lower bound is good enough.
 _CLOSE = 1e-2
-# The default budget: so many simulations, or, of small schedules, so many that they have this number of tasks.
-_SIMULATIONS, _TASKS = 240, 400_000
+# The default budget: so many simulations, or, of small schedules, so many that they have this number of tasks. Of large
+# schedules, as those of pipelines are, at most so many that they have the last number.
+_SIMULATIONS, _TASKS, _MOST_TASKS = 240, 400_000, 1_500_000
 # The share of the budget for moving single units.
 _POLISH = 0.25
 # With the default budget, the search ends after this share of it in a row without a gain.
 _PATIENCE = 0.125
 # With the default budget, a descent ends within the first fraction of the lower bound. The patience is doubled as long
-# as the best plan is further from the bound than the second fraction.
+# as the best plan is further from the bound than the second fraction. Only then is more storage tried.
 _NEAR, _FAR = 3e-3, 4e-2
 # Seeds swap the activations of so many tenths of all segments.
 _SWAPPED_TENTHS = (0, 3, 6, 10)
@@ -88,8 +89,8 @@ def search(
         if kind == "nvme":
             found += map(scorer.score, _swapping(setup))
         allowed = dataclasses.replace(setup, storage=kind)
-        best, bound_s = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
-        enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
+        best = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
+        enough_s = NEVER_S if best.missing_bytes else best.iteration_s * (1 - _FAR)
         found.append(best)
     return best
 
@@ -103,8 +104,8 @@ def _improve(
     *,
     last: bool = True,
     enough_s: float = NEVER_S,
-) -> tuple[Candidate, float]:
-    """Return the best plan found from seeds and mixtures, and a lower bound on the iteration time.
+) -> Candidate:
+    """Return the best plan found from seeds and mixtures.
 
     Args:
         setup: the model, the machine and what the user has fixed.
@@ -122,14 +123,16 @@ def _improve(
     if bound_s >= enough_s or (bound_s == math.inf and not last):
         if last and best.missing_bytes:  # a solver says that nothing fits, which is no proof
             best = best_of([best, *map(scorer.score, smallest(setup))])
-        return best, bound_s
+        return best
     before = scorer.num_simulations
     if max_simulations is None:
         num_default = _default_simulations(scorer, best)
         num_default *= 2 if storage and enough_s == NEVER_S else 1  # no search with less storage found anything
         far_s = bound_s * (1 + _FAR)
         scorer.set_patience(
-            int(num_default * _PATIENCE), bound_s * (1 + _NEAR), far_s if best.order > (0.0, far_s) else math.inf
+            int(max(num_default, _SIMULATIONS) * _PATIENCE),
+            bound_s * (1 + _NEAR),
+            far_s if best.order > (0.0, far_s) else math.inf,
         )
         max_simulations = before + num_default
     room = max(max_simulations - before, 0)
@@ -158,11 +161,12 @@ def _improve(
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, best = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
         report(best)
-    return best, bound_s
+    return best
 
 
 def _default_simulations(scorer: Scorer, example: Candidate) -> int:
-    return max(_SIMULATIONS, _TASKS // scorer.schedule(example.decisions).num_tasks)
+    num_tasks = scorer.schedule(example.decisions).num_tasks
+    return max(min(_SIMULATIONS, _MOST_TASKS // num_tasks), _TASKS // num_tasks)
 
 
 def _all_resident(setup: Setup, scorer: Scorer) -> Iterator[Candidate]:

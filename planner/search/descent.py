@@ -118,7 +118,9 @@ def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: 
     the device. The count that was just moved stays.
     """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
+    # On average: of all stages of a pipeline, one has the subgroup.
     state_bytes = found.decisions.state_bytes_per_param * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
+    state_bytes /= setup.given.pipeline_parallel
     if set(found.missing_bytes) == {Tier.GPU} and moved != "num_gpu":
         lacking = math.ceil(found.missing_bytes[Tier.GPU] * scorer.cost.ranks_per_node / state_bytes)
         trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
@@ -139,7 +141,7 @@ def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple
     # Gradients stay there too.
     bytes_per_param = found.decisions.state_bytes_per_param + setup.given.precision.weight_bytes
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
-    room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
+    room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU] * setup.given.pipeline_parallel
     more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)
     num_gpu = min(trial.num_gpu + more, sum(setup.movable.values()) - trial.num_nvme)
     if found.missing_bytes or num_gpu <= trial.num_gpu:

@@ -179,6 +179,7 @@ def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
     return {
         name: (min(num_slots / count, 1.0) * boxes[name][1], boxes[name][1])
         for name, count in ((f"{RING}{size}", count) for size, count in counts.items())
+        if name in boxes
     }
 
 

@@ -21,9 +21,9 @@ from planner.decisions import (
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
+from planner.placements import mixed
 from planner.schedule.schedule import Schedule
-from planner.search import Setup
-from planner.search.pipelines import staged
+from planner.setup import Mix, Setup
 from ullage.rivals.decisions import GradientPath, HostUpdate, RivalDecisions
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
@@ -214,6 +214,11 @@ def masks(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> frozenset[str]:
     if kind == "all but some":
         return frozenset(names) - {resident} - draw(st.sets(st.sampled_from(names), max_size=3))
     return frozenset(draw(st.sets(st.sampled_from(names)))) - {resident}
+
+
+def staged(setup: Setup, num_kept: int, zero_stage: int = 0) -> Decisions:
+    """Return decisions with everything on the devices of a pipeline, where so many segments keep their activations."""
+    return mixed(setup, Mix(sum(setup.movable.values()), 0, num_kept, zero_stage=zero_stage))
 
 
 @st.composite

@@ -51,7 +51,8 @@ def engines_beside(found: Found) -> dict[str, tuple[Variant, Candidate]]:
     defaults.
     """
     known = {rival.choice: rival for rival in found.rivals}
-    chosen = [each.choice.model_copy(update={"split_masters": None}) for each in found.searched]
+    plain = [each.choice for each in found.searched if each.choice.pipeline_parallel == 1]
+    chosen = [choice.model_copy(update={"split_masters": None}) for choice in plain]
     chosen += filter(known.get, [each.model_copy(update={"loss_tile_tokens": None}) for each in chosen])
     tuned = dict.fromkeys(choice for each in chosen for choice in _in_depth(each))
     searched = tuple(known.get(choice) or variant(found.own.request, choice) for choice in tuned)

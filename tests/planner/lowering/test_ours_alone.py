@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from cases import decide, small_units
+from cases import decide, small_units, staged
 
 import planner.lowering as package
 from hwprofiles.registry import load_profile
@@ -23,7 +23,6 @@ from planner.lowering import lower
 from planner.lowering.stages import sharing_stages
 from planner.models import resolve_model
 from planner.placements import mixed
-from planner.search.pipelines import staged
 from planner.setup import Mix, Setup
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 from amount import ALL, examples
-from cases import small_units
+from cases import small_units, staged
 from hazards import violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,6 @@ from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
-from planner.search.pipelines import search_pipeline, staged
 from planner.setup import Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
@@ -304,7 +303,7 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
     for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.17):
         cost = CostModel(machine(devices_per_node=4, gpu_bytes=share * least_bytes), units, setup.given)
         scorer = Scorer(units, 64, cost)
-        best = search_pipeline(setup, scorer)
+        best = search(setup, scorer, 100)
         if best.missing_bytes:  # also with all of it on the host
             break
         decided_units = best.decisions.units
@@ -316,10 +315,10 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
         assert solution is not None
         assert solution.value <= scorer.predict(best.decisions).iteration_s * (1 + 1e-9)
     assert len(there) >= 5
-    assert there[0] == 1
-    assert 0 < there[1] < 1
+    assert there == sorted(there, reverse=True)
+    assert there[0] > 0.8
     assert seconds == sorted(seconds)
-    assert fetched[:2] == [0, 0]
+    assert fetched[0] == 0
     assert fetched[-1] > 0
 
 
@@ -334,26 +333,26 @@ def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     assert times[0] > times[1] > times[2]
     room = peaks[3].filled["gpu"] * 1e12 * 1.001  # type: ignore[index]
     tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, setup.given)
-    found = search_pipeline(setup, Scorer(units, 64, tight))
+    found = search(setup, Scorer(units, 64, tight), 100)
     assert not found.missing_bytes
     assert found.iteration_s <= times[1]
 
 
-@pytest.mark.parametrize("num_rounds", [1, 3])
-@pytest.mark.parametrize("room", [0.4, 1.0])
-def test_a_pipeline_offloads_activations_where_that_is_faster_than_to_recompute_them(num_rounds, room) -> None:
+@pytest.mark.parametrize(("num_micro_batches", "room"), [(24, 0.6), (48, 1.0)])
+def test_a_pipeline_offloads_activations_where_that_is_faster_than_to_recompute_them(num_micro_batches, room) -> None:
     units = small_units("demo-llama", 6)
-    setup = Setup(units, Sharding(pipeline_parallel=2, pipeline_rounds=num_rounds, num_micro_batches=8))
+    given = Sharding(pipeline_parallel=2, pipeline_rounds=3, num_micro_batches=num_micro_batches)
+    setup = Setup(units, given)
     slow = {"devices_per_node": 2, "issue_s": 1e-9, "flop_per_s": 1e12}
     free = Scorer(units, 64, CostModel(machine(**slow), units, setup.given))
     gpu_bytes = room * 1.01 * free.predict(staged(setup, 0, 0)).memory[Tier.GPU].peak_bytes
     scorer = Scorer(units, 64, CostModel(machine(**slow, gpu_bytes=gpu_bytes), units, setup.given))
-    without = search_pipeline(setup, scorer)
+    without = search(setup, scorer, 40)
     assert not without.missing_bytes
     leaving = dataclasses.replace(setup, storage="activations")
-    found = search_pipeline(leaving, scorer)
+    found = search(leaving, scorer, 40)
     assert any(map(found.decisions.offloads, found.decisions.units))
-    assert found.iteration_s < 0.97 * without.iteration_s
+    assert found.iteration_s < 0.95 * without.iteration_s
     solution = solve(conditions(leaving, scorer.cost, 1e9))
     assert solution is not None
     assert solution.value <= found.iteration_s * (1 + 1e-9)
