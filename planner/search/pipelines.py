@@ -2,7 +2,8 @@
 
 Everything is on the devices if that fits, and only recomputation is open. Later stages have fewer micro-batches in
 flight, so more of their layers can keep activations in the same memory. If it does not fit, every stage moves the same
-share of its state to the host, and then of its weights: as little as fits, by bisection. Where activations may leave
+share of its state to the host, and then of its weights: as little as fits, by bisection. Gradients of what is streamed
+stay on the device for all micro-batches where that is faster than to copy each of them. Where activations may leave
 the devices, plans compete in which more or fewer layers offload theirs in place of recomputing them.
 """
 
@@ -18,11 +19,14 @@ from planner.search import Candidate, Scorer, best_of
 from planner.setup import Mix, Setup
 
 _PARTS = 32
-_STREAMED = (6, 10, 14, 18)  # parts that are streamed, to be compared
+_STREAMED = (6, 10, 14, 18, 24, _PARTS)  # parts that are streamed, to be compared
 _LEFT = (4, 8, 16, 24, _PARTS)  # parts of the layers whose activations leave, likewise
-_COMPARED = {"streamed": _STREAMED, "left": _LEFT}
+_STAYING = (4, 8, 16, 24, _PARTS)  # parts of the units whose gradients stay on the device if streamed, likewise
+_COMPARED = {"streamed": _STREAMED, "left": _LEFT, "staying": _STAYING}
 # What is raised after what: state that stays on a device takes the room that streamed state needs.
-_ORDERS = ("resident", "updated_there", "streamed", "kept"), ("streamed", "resident", "kept")
+# Where gradients stay, more may be streamed: then fewer of them leave the device for each micro-batch.
+_GROWING = ("streamed", "staying", "streamed")
+_ORDERS = ("resident", "updated_there", *_GROWING, "kept"), (*_GROWING, "resident", "kept")
 
 
 def search_pipeline(setup: Setup, scorer: Scorer) -> Candidate:
@@ -97,7 +101,8 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 class _Shares(NamedTuple):
     """Parts of a stage, of :data:`_PARTS`.
 
-    These are units with resident weights, subgroups streamed or resident, layers with activations kept or offloaded.
+    These are units with resident weights, subgroups streamed or resident, layers with activations kept or offloaded,
+    and units whose gradients stay if their subgroups are streamed.
     """
 
     resident: int
@@ -105,6 +110,7 @@ class _Shares(NamedTuple):
     updated_there: int = 0
     kept: int = 0
     left: int = 0
+    staying: int = 0
 
 
 def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
@@ -120,6 +126,7 @@ def _shared_out(setup: Setup, zero_stage: int, shares: _Shares) -> Decisions:
             num_keep=round(shares.kept * len(stage.swappable) / _PARTS),
             num_offload=round(shares.left * len(stage.swappable) / _PARTS),
             num_host=round((_PARTS - shares.resident) * len(own) / _PARTS),
+            num_stay=round(shares.staying * len(own) / _PARTS),
             zero_stage=zero_stage,
         )
         made = mixed(stage, mix)

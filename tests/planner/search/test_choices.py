@@ -301,7 +301,7 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
     setup = Setup(units, Sharding(pipeline_parallel=2, data_parallel=ranks, num_micro_batches=4))
     free = Scorer(units, 64, CostModel(machine(devices_per_node=4), units, setup.given))
     least_bytes = free.predict(staged(setup, 0, 1 if ranks > 1 else 0)).memory[Tier.GPU].peak_bytes
-    there, fetched, seconds = [], [], []
+    there, fetched, seconds, staying = [], [], [], []
     for share in (1.0, 0.7, 0.5, 0.35, 0.25, 0.17):
         cost = CostModel(machine(devices_per_node=4, gpu_bytes=share * least_bytes), units, setup.given)
         scorer = Scorer(units, 64, cost)
@@ -310,18 +310,22 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
             break
         decided_units = best.decisions.units
         updates = [place for unit in decided_units.values() for place in unit.update]
-        there.append(1 - updates.count(Place.CPU) / len(updates))  # on the device, resident or streamed
+        there.append(updates.count(Place.GPU) / len(updates))
+        streamed = [unit for unit in decided_units.values() if Place.STREAM in unit.update]
+        staying += [unit for unit in streamed if unit.streamed_gradients == "gpu"]
         seconds.append(best.iteration_s)
         fetched.append(sum(unit.fetched for unit in decided_units.values()))
         solution = solve(conditions(setup.changed(zero_stage=best.decisions.zero_stage), cost, 1e9))
         assert solution is not None
         assert solution.value <= scorer.predict(best.decisions).iteration_s * (1 + 1e-9)
     assert len(there) >= 5
-    assert there[0] == 1
-    assert 0 < there[1] < 1
+    assert there[0] == 1 > there[1]
     assert seconds == sorted(seconds)
     assert fetched[:2] == [0, 0]
     assert fetched[-1] > 0
+    assert staying or ranks > 1, (
+        "gradients that would leave for each micro-batch add up on the device, where that is faster"
+    )
 
 
 def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
@@ -354,7 +358,7 @@ def test_a_pipeline_offloads_activations_where_that_is_faster_than_to_recompute_
     leaving = dataclasses.replace(setup, storage="activations")
     found = search_pipeline(leaving, scorer)
     assert any(map(found.decisions.offloads, found.decisions.units))
-    assert found.iteration_s < 0.97 * without.iteration_s
+    assert found.iteration_s < 0.998 * without.iteration_s
     solution = solve(conditions(leaving, scorer.cost, 1e9))
     assert solution is not None
     assert solution.value <= found.iteration_s * (1 + 1e-9)
