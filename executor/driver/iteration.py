@@ -622,10 +622,10 @@ class IterationDriver:
             self._sync_arrivals()
         self.gradients.expose(self._loop.iteration, micro_batch)
 
-    def make_later_gradients(self, micro_batch: int) -> None:
-        """Make the gradients of a micro-batch that its backward has left, see [Note: Zero bubble]."""
+    def make_later_gradients(self, turn: int, micro_batch: int) -> None:
+        """Make the gradients of a micro-batch that its backward in a round has left, see [Note: Zero bubble]."""
         with self._backward:
-            for unit in self.progress.later.units:
+            for unit in self.progress.left_in(turn):
                 self.progress.reach_weights(unit)
                 self.collector.collect_later(self._units[unit], micro_batch)
             self.progress.reach_weights()

@@ -126,7 +126,7 @@ class Pipeline:
                 if own_loss is not None:
                     found[micro_batch] = own_loss
             elif op is Op.WEIGHT_GRADIENT:
-                self._driver.make_later_gradients(micro_batch)
+                self._driver.make_later_gradients(turn, micro_batch)
             else:
                 self._backward(turn, *begun.pop((turn, micro_batch)))
         return self._on_all_stages([float(found.get(number, 0.0)) * count for number in range(count)])

@@ -159,6 +159,10 @@ class Progress:
         expected = self._loop.expected()
         return not self.has_left and expected is not None and expected.op in _INSIDE_BACKWARD | {Op.WEIGHT_GRADIENT}
 
+    def left_in(self, turn: int) -> list[str]:
+        """Return the units of a round whose backward leaves gradients, in the order of backward."""
+        return [unit for unit in self.later.units if self._rounds[unit] == turn]
+
     def reach_weights(self, unit: str = "") -> None:
         """What backward has left is made for a unit; without one, that has ended. Raises as :meth:`reach`."""
         if not self.has_left and unit:

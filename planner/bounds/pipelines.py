@@ -7,7 +7,7 @@ for every stage s of p:
 - *work*: an iteration lasts at least as long as any lane or resource of a rank needs for its work, with what is sent to
   other stages. The first forward of stage s waits for the forwards of the chunks before its first one, and their
   backwards follow its last backward. In between it computes all its micro-batches. If gradients of weights come after
-  backward ([Note: Zero bubble] in :mod:`planner.models.zero_bubble`), those of ``min(s + 1, micro-batches)`` may come
+  backward ([Note: Zero bubble] in :mod:`planner.models.zero_bubble`), the last ``s + 1`` of the stage may come
   meanwhile, and micro-batches pass other stages without them.
 - *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
   stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
@@ -65,8 +65,10 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
     total = load_of(on, segments)
     _sent(on, total, chunks, number)
     own_s, after_s = _later_s(on, own), 0.0
-    if number:  # some of its own may come at last, and the first stage's do
-        after_s = min(number + 1, count) * own_s - _later_s(on, chunks[:1])
+    if number:  # some of its own may come at last, those of its first chunk behind others, and the first stage's do
+        left = (min(max(number + 1 - turn * count, 0), count) for turn in range(len(own)))
+        after_s = sum(times * _later_s(on, [chunk]) for times, chunk in zip(left, own, strict=True))
+        after_s -= _later_s(on, chunks[:1])
     for key, load in total.items():
         needs = Sum().plus(load, 1.0 / on.loads.capacity[key])
         if key is Lane.COMPUTE:

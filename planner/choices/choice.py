@@ -148,16 +148,14 @@ def _stage_ways(request: Request, pipeline: int) -> list[tuple[int, Literal["zer
 
     Rounds are one, and as many as there are layers, so that each comes alone.
     """
-    rounds, asked, model = request.pipeline_rounds or 1, request.pipeline_order, request.model
-    if asked == "zero-bubble":
-        return [(rounds, asked)]
-    ways: list[tuple[int, Literal["zero-bubble"] | None]] = [(rounds, None)]
+    model, counts = request.model, [request.pipeline_rounds or 1]
     is_open = request.global_batch is not None and request.pipeline_rounds is None
     if is_open and not isinstance(model, CapturedModel) and model.num_layers // pipeline > 1 < pipeline:
-        ways.append((model.num_layers // pipeline, None))
-    if pipeline > 1 and rounds == 1 and asked is None:
-        ways.append((1, "zero-bubble"))
-    return ways
+        counts.append(model.num_layers // pipeline)
+    orders: list[Literal["zero-bubble"] | None] = [None] if request.pipeline_order != "zero-bubble" else []
+    if request.pipeline_order != "1f1b" and (pipeline > 1 or not orders):
+        orders.append("zero-bubble")
+    return list(itertools.product(counts, orders))
 
 
 def _expert_ways(request: Request, data: int, pipeline: int) -> list[int]:

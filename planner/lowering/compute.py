@@ -11,7 +11,7 @@ nothing else, in lowering or execution, says which comes next.
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from planner.decisions import Decisions
@@ -52,7 +52,7 @@ def turns(
 
     In the last round, and so without rounds, ``num_ahead`` forwards come first, and then backwards and forwards in
     turn. In each round before, all forwards come before the next round; their backwards follow in the same way.
-    Gradients of weights follow ``num_behind`` backwards later; ``None``: backward makes them.
+    Gradients of weights follow ``num_behind`` backwards later, of whatever round; ``None``: backward makes them.
     """
     *before, last = range(num_rounds)
     everything = range(num_micro_batches)
@@ -61,16 +61,16 @@ def turns(
     num_ahead = min(num_ahead, num_micro_batches)
     for micro_batch in everything[:num_ahead]:
         yield Op.FORWARD, last, micro_batch
-    for micro_batch in everything:
-        yield Op.BACKWARD, last, micro_batch
-        if micro_batch + num_ahead < num_micro_batches:
-            yield Op.FORWARD, last, micro_batch + num_ahead
-        if num_behind is not None and micro_batch >= num_behind:
-            yield Op.WEIGHT_GRADIENT, last, micro_batch - num_behind
-    for micro_batch in everything[max(num_micro_batches - num_behind, 0) :] if num_behind is not None else ():
-        yield Op.WEIGHT_GRADIENT, last, micro_batch
-    for turn, micro_batch in itertools.product(reversed(before), everything):
+    left = deque[tuple[int, int]]()  # whose gradients of weights are to come
+    for turn, micro_batch in itertools.product((last, *reversed(before)), everything):
         yield Op.BACKWARD, turn, micro_batch
+        if turn == last and micro_batch + num_ahead < num_micro_batches:
+            yield Op.FORWARD, last, micro_batch + num_ahead
+        left.append((turn, micro_batch))
+        if num_behind is not None and len(left) > num_behind:
+            yield Op.WEIGHT_GRADIENT, *left.popleft()
+    for turn, micro_batch in left if num_behind is not None else ():
+        yield Op.WEIGHT_GRADIENT, turn, micro_batch
 
 
 def lay_backward(program: Program, segment: Sequence[LoweredUnit], micro_batch: int, tile: int = 0) -> None:

@@ -43,6 +43,7 @@ def memory(program: Program, hold_gradients: HoldGradients | None = None) -> Non
         for room, num_bytes in enumerate(spill_rooms(program.model, program.decisions)[0]):
             program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
+    _made_in_forward(program)
     _host_exchange(program)
 
 
@@ -113,14 +114,11 @@ def hold_leaving(
         note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
         made = made or _sum_of_tiles(program, unit, micro_batch, summed) or maker.makes(micro_batch)
         if scatter := unit.scatters.get(micro_batch):
-            # First the unreduced gradient of all parameters, then the rank's shard.
-            num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
-            last = scatter if host else free_after.get(scatter.index, scatter)
-            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, last)
-            made = scatter
-        elif ranks > 1:
+            summed, made = _hold_reduced(program, unit, scatter, made, summed, free_after), None
             continue
-        elif host and micro_batch not in unit.flushes:  # added up until the last one
+        if ranks > 1:
+            continue
+        if host and micro_batch not in unit.flushes:  # added up until the last one
             summed = summed or made
             continue
         if host:
@@ -129,6 +127,29 @@ def hold_leaving(
         summed, made = summed or made, None
     if resident and summed:
         hold_resident(program, unit, tied, summed)
+
+
+def _hold_reduced(
+    program: Program, unit: LoweredUnit, scatter: Task, made: Task, summed: Task | None, free_after: Mapping[int, Task]
+) -> Task:
+    """Hold a gradient that ranks reduce; return the task since which the sum for the device's update is there.
+
+    Gradients of all parameters are in one block. Ranks reduce it to a shard in memory of its own, or in place. If a
+    part of the result goes to the host, the whole of it is there until then, and the sum is a copy.
+    """
+    amounts, gradient_bytes = unit.amounts, program.decisions.precision.gradient_bytes
+    freed, reduced = free_after.get(scatter.index, scatter), made
+    if program.decisions.zero_stage:
+        last, num_bytes = scatter if amounts.flushed_params else freed, gradient_bytes * amounts.padded_params
+        program.hold_while(MemoryClass.GRADIENTS, num_bytes, f"{unit.name} unreduced", made, last)
+        reduced = scatter
+    if flush := unit.flushes.get(scatter.micro_batch):
+        freed = free_after.get(flush.index, flush)
+    elif not summed:
+        return reduced
+    num_bytes = gradient_bytes * amounts.shard_params
+    program.hold_while(MemoryClass.GRADIENTS, num_bytes, unit.name, reduced, freed)
+    return summed or scatter
 
 
 def _sum_of_tiles(program: Program, unit: LoweredUnit, micro_batch: int, summed: Task | None) -> Task | None:
@@ -204,8 +225,11 @@ def _free_after(program: Program) -> dict[int, Task]:
 def hold_from(
     program: Program, unit: LoweredUnit, tied: Collection[str], num_bytes: int, label: str, first: Task, last: Task
 ) -> None:
-    """Hold a unit's gradients. Only those of a ``tied`` weight exist before the unit's own backward."""
-    if first.op is Op.BACKWARD and first.unit != unit.name:
+    """Hold a unit's gradients. Only those of a ``tied`` weight exist before the unit's own backward.
+
+    Where ranks reduce them, the first one allocates one block for all.
+    """
+    if first.op is Op.BACKWARD and first.unit != unit.name and unit.amounts.replicas == 1:
         num_late = sum(size for name, size in unit.unit.sizes.items() if name not in tied)
         late_bytes = num_bytes * num_late // unit.num_params
         own = unit.backwards[unit.back(first.micro_batch)]
@@ -295,6 +319,21 @@ def _backward_bytes(program: Program, unit: LoweredUnit, backward: Task, new: di
     if (num_tiles := unit.unit.num_tiles) > 1:
         new, piled = dict.fromkeys(new, float(backward.tile == num_tiles - 1)), False
     return backward_workspace_bytes(unit.unit, sizes, new, program.decisions.precision.gradient_bytes, piled=piled)
+
+
+def _made_in_forward(program: Program) -> None:
+    """Hold gradients that forward has made while other tasks run before backward takes them."""
+    making = [unit for unit in program.units if any(each.differentiates for each in unit.unit.operators)]
+    position = {draft.index: number for number, draft in enumerate(program.computing if making else ())}
+    for unit in making:
+        names = {name for each in unit.unit.operators if each.differentiates for name in each.parameter_names}
+        owners = [unit, *(program.named[name] for name in unit.unit.shared_units)]
+        num_params = sum(size for owner in owners for name, size in owner.unit.sizes.items() if name in names)
+        num_bytes, label = program.decisions.precision.gradient_bytes * num_params, f"{unit.name} made in forward"
+        for forward, backward in zip(unit.forwards, unit.backwards, strict=False) if num_bytes else ():
+            between = program.computing[position[forward.index] + 1 : position[backward.index]]
+            if between:
+                program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, between[0], between[-1])
 
 
 def host_workspace_bytes(units: Iterable[Unit], decisions: Decisions) -> int:

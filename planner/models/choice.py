@@ -82,7 +82,6 @@ class Choice(Frozen):
     def why_not_apart(self) -> str:
         """Why stages cannot make gradients of weights apart from backward, in words; empty if they can."""
         beside = {
-            "rounds": self.pipeline_rounds > 1,
             "tiles of layers": self.layer_tile_tokens,
             "compiled kernels": self.kernels in COMPILED,
         }

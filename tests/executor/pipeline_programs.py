@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 import warnings
 from collections import Counter
 from unittest import mock
@@ -15,6 +16,7 @@ from training import CONFIGS, Task, batches, grouped, make_model, make_optimizer
 from virtual.watch import watched
 
 import ullage
+from executor.distributed.groups import Group
 from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.choices.request import Request
@@ -371,10 +373,19 @@ def waiting_in_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -
 
 
 def memory_of_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -> tuple[int, int]:
-    """Return the bytes on the device in the third step, as planned and measured."""
+    """Return the bytes on the device in the third step, as planned and measured.
+
+    A thread of gloo drops a tensor a moment after its collective has ended. Nothing else begins before it has.
+    """
     model, optimizer = prepare(task, decisions, record=True)
     model.config.use_cache = False
-    with optimizer.session as session:
+    reduce = Group.all_reduce
+
+    def reduced(group, *given):
+        reduce(group, *given)
+        time.sleep(0.002)
+
+    with mock.patch.object(Group, "all_reduce", reduced), optimizer.session as session:
         *before, metered = steps(task, 0)
         for micro_batches in before:
             train(optimizer, micro_batches)

@@ -42,6 +42,7 @@ def small_units(
     in_fp8: bool = False,
     num_tiles: int = 1,
     splits_backward: bool = False,
+    **degrees: int,
 ) -> tuple[Unit, ...]:
     """Return the units of a model that has lost most of its layers, with some parameters ``frozen``.
 
@@ -56,6 +57,7 @@ def small_units(
         fp8_products=products,
         segment_tile_sequences=micro_batch if num_tiles > 1 else None,
         splits_backward=splits_backward,
+        **degrees,
     )
     operators = []
     for operator in build_graph(config, batch):
@@ -246,7 +248,7 @@ def in_stages(draw: st.DrawFn) -> Case:
     drawn = draw(decisions(small_units(model, num_layers), ours=True))
     given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "update_start": "step"}
     given |= {"num_micro_batches": draw(st.integers(1, 5)), "spill_gradients": False}
-    if num_rounds == 1 and not drawn.why_not_apart:
+    if not drawn.why_not_apart:
         given["pipeline_order"] = draw(st.sampled_from([None, "zero-bubble"]))
     return Case(model, num_layers, Decisions.model_validate(dict(drawn) | given), draw(st.booleans()))
 

@@ -119,6 +119,14 @@ STAGED = {
         AGAIN,
     ),
     "zero bubble, fewer micro-batches than stages": ("qwen3", 2, 3, ZERO_BUBBLE, LEAVING),
+    "zero bubble, in rounds": ("gpt2-deep-still-shared", 4, 2, ZERO_BUBBLE | {"pipeline_rounds": 3}, OFF),
+    "zero bubble, in rounds, tied, sharded": (
+        "llama-tied-deep-shared",
+        2,
+        2,
+        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3} | ZERO_BUBBLE,
+        OFF,
+    ),
     "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
 }
 EIGHT = {
@@ -321,13 +329,15 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, way
         ("llama-wide", KEPT, ZERO_BUBBLE),
         ("llama-wide", AGAIN, ZERO_BUBBLE),
         ("llama-wide", LEAVING, ZERO_BUBBLE),
+        ("llama-wide", AGAIN, ZERO_BUBBLE | {"pipeline_rounds": 3}),
         ("opt-words-still-shared", AGAIN, {}),  # which copies logits
+        ("llama-wide", KEPT, ZERO_BUBBLE | {"data_parallel": 2, "zero_stage": 2}),
     ],
 )
 def test_stages_hold_what_is_planned(processes, family, choose, way):
     task = Task(family, torch.float32, 4, iterations=3)
     decisions = decide(task, choose, pipeline_parallel=2, **way, subgroup_params=200_000)
-    for planned, measured in processes.call(2, memory_of_stage, task, decisions):
+    for planned, measured in processes.call(decisions.num_devices, memory_of_stage, task, decisions):
         assert 0.9 * planned < measured < 1.005 * planned
 
 

@@ -198,6 +198,7 @@ def test_nor_is_one_in_stages(case: Case, profile: HardwareProfile) -> None:
 
 SPEEDS = ({"flop_per_s": 1e16, "issue_s": 1e-9}, {"flop_per_s": 1e14}, {"flop_per_s": 3e12, "cpu_params_per_s": 1e9})
 OURS = {"num_param_slots": 2, "zero_stage": 3}
+ZERO_BUBBLE = {"pipeline_order": "zero-bubble"}
 
 
 @pytest.mark.part(5)
@@ -221,7 +222,9 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
 
 @pytest.mark.part(2)
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
-@pytest.mark.parametrize("way", [{}, {"pipeline_rounds": 3}, {"pipeline_order": "zero-bubble"}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{}, {"pipeline_rounds": 3}, ZERO_BUBBLE, ZERO_BUBBLE | {"pipeline_rounds": 2}], ids=str
+)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_bounds_of_plain_stages_hold_and_are_near(speed, way, activations):
     """Conditions that count more copies, sends, waiting or memory than there are would fail here."""

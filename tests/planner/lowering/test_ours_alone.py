@@ -73,7 +73,9 @@ def of_other_models() -> Iterator[tuple[tuple[Unit, ...], Decisions]]:
     yield share, decide(share, tensor_parallel=2)
     stages = Setup(small_units("gpt2", 4), Sharding(pipeline_parallel=2, num_micro_batches=3, data_parallel=2))
     yield stages.units, staged(stages, 2, 1)
-    split = Setup(small_units("gpt2", 4, splits_backward=True), stages.given.model_copy(update=ZERO_BUBBLE))
+    split = Setup(
+        small_units("gpt2", 4, splits_backward=True, loss_tile_tokens=8), stages.given.model_copy(update=ZERO_BUBBLE)
+    )
     yield split.units, staged(split, 2, 1)
     turns = stages.changed(pipeline_rounds=2)
     kept = staged(turns, 2, 1)

@@ -119,7 +119,8 @@ def test_backward_in_two_parts_does_the_same_work(model: str) -> None:
     """Kernel for kernel; the gradients of all matrices of layers are left for later."""
     for whole, part in zip(small_units(model), small_units(model, splits_backward=True), strict=True):
         assert Counter(part.backward) + Counter(part.weight_gradients) == Counter(whole.backward)
-        matrices = [spec for spec in whole.parameters if len(spec.shape) == 2] if whole.in_layer else []
+        is_left = any(operator.kind == "experts" for operator in whole.operators)
+        matrices = [spec for spec in whole.parameters if len(spec.shape) == 2 and whole.in_layer and not is_left]
         made = sum(kernel.m * kernel.n * kernel.count for kernel in part.weight_gradients)
         assert made == sum(spec.num_params for spec in matrices)
         assert bool(part.kept_bytes) == bool(matrices)
@@ -143,20 +144,19 @@ def test_in_rounds_weights_come_once_and_gradients_leave_once() -> None:
 
 
 @settings(deadline=None, max_examples=examples(30))
-@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 7))
-def test_with_rounds_the_bubble_is_that_of_chunks(num_stages: int, num_rounds: int, more: int) -> None:
-    """As above, of chunks of one layer each: p - 1 of them wait."""
-    units = small_units("demo-llama", num_stages * num_rounds)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 7), st.sampled_from([None, "zero-bubble"]))
+def test_with_rounds_the_bubble_is_that_of_chunks(num_stages: int, num_rounds: int, more: int, order) -> None:
+    """As above, of chunks of one layer each: p - 1 of them wait, or of each their forward alone."""
+    units = small_units("demo-llama", num_stages * num_rounds, splits_backward=order is not None)
     count = num_stages + more
-    decisions = decide(
-        units, Place.GPU, pipeline_parallel=num_stages, pipeline_rounds=num_rounds, num_micro_batches=count
-    )
+    given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "pipeline_order": order}
+    decisions = decide(units, Place.GPU, **given, num_micro_batches=count)
     schedule = lower(units, decisions, asynchronous=True)
-    taking_s = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
+    taking_s = {Op.FORWARD: 1.0, Op.BACKWARD: 1.0 if order else 2.0, Op.WEIGHT_GRADIENT: 1.0}
     prices = [Price(0.0, taking_s.get(t.op, 0.0) if t.unit.endswith(".mlp") else 0.0) for t in schedule.tasks]
     timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
     work_s = 3.0 * count * num_rounds
-    assert timeline.period_s(1) - work_s == pytest.approx(3.0 * (num_stages - 1), abs=1e-9)
+    assert timeline.period_s(1) - work_s == pytest.approx((1.0 if order else 3.0) * (num_stages - 1), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -285,6 +285,40 @@ def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
         assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
         ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
         assert {(b.first, b.last) for b in held} == ends
+
+
+def test_gradients_that_the_loss_makes_in_forward_are_held_until_backward_takes_them() -> None:
+    """The last stage makes gradients of weights between the two. They are of a head's weight, its own or another's."""
+    for model in ("demo-llama", "gpt2"):
+        units = small_units(model, 4, splits_backward=True, loss_tile_tokens=8)
+        decisions = decide(units, Place.GPU, pipeline_parallel=2, num_micro_batches=4, pipeline_order="zero-bubble")
+        schedule = lower(units, decisions, asynchronous=True)
+        held = [b for b in schedule.buffers if b.label.endswith(" made in forward")]
+        size = units[0].parameters[0].num_params  # of the embedding
+        assert [b.num_bytes for b in held] == [2 * size] * 2, "of those before which gradients of weights are made"
+        assert {schedule.tasks[b.first].op for b in held} == {Op.WEIGHT_GRADIENT}
+
+
+def test_a_reduced_gradient_that_is_added_is_held_beside_the_sum() -> None:
+    """Of each micro-batch but the first, whose shard becomes the sum; and all that goes to the host, until it has."""
+    units = small_units("demo-llama")
+    for place, stage, ends in ((Place.GPU, 3, Op.SCATTER), (Place.CPU, 3, Op.FLUSH), (Place.CPU, 0, Op.FLUSH)):
+        decisions = decide(units, place, data_parallel=2, zero_stage=stage, num_micro_batches=3)
+        schedule = lower(units, decisions, asynchronous=False)
+        for unit in (unit for unit in units if unit.num_params):
+            of_unit = (b for b in schedule.buffers if b.label == unit.name and b.last is not None)
+            held = [b for b in of_unit if schedule.tasks[b.last].op is ends]
+            assert [b.num_bytes for b in held] == [2 * decisions.shard_params(unit)] * (3 - (place is Place.GPU))
+            first = {schedule.tasks[b.first].op for b in held}
+            assert first == {Op.SCATTER if stage else Op.BACKWARD}, "without shards, ranks sum the gradient in place"
+
+
+@pytest.mark.parametrize("degrees", [{}, {"expert_parallel": 2}, {"expert_units": 2}], ids=str)
+def test_experts_make_their_gradients_in_backward(degrees: dict[str, int]) -> None:
+    """Nothing of them waits, as they could only wait as they are."""
+    units = small_units("mixtral-8x7b", splits_backward=True, **degrees)
+    waiting = {unit.name.split(".")[2] for unit in units if unit.weight_gradients}
+    assert waiting == {"attn"}
 
 
 def test_a_gradient_that_waited_is_made_beside_the_block_that_ranks_reduce() -> None:

@@ -124,10 +124,6 @@ def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, ten
         ({"pipeline_parallel": 4, "pipeline_rounds": 4}, "12 layers, which 4 pipeline stages cannot share in 4 rounds"),
         ({"context_exchange": "ring"}, "exchange=ring is of ranks that share sequences; leave it out, or choose"),
         ({"pipeline_order": "zero-bubble"}, "order=zero-bubble: it is of a pipeline's stages; leave it out"),
-        (
-            {"pipeline_order": "zero-bubble", "pipeline_parallel": 2, "pipeline_rounds": 2},
-            "order=zero-bubble: gradients of weights are not made apart from backward beside rounds",
-        ),
         ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages; leave --parallel rounds out, or choose"),
     ],
 )
@@ -144,6 +140,10 @@ def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> 
         ({"pipeline_rounds": 2}, "2 rounds are of a pipeline's stages"),
         ({"pipeline_order": "zero-bubble"}, "order=zero-bubble: it is of a pipeline's stages"),
         ({"pipeline_parallel": 2, "segment_tile_sequences": 1}, "2 pipeline stages cannot compute tiles of sequences"),
+        (
+            {"pipeline_parallel": 2, "pipeline_order": "zero-bubble", "layer_tile_tokens": 8},
+            "order=zero-bubble: gradients of weights are not made apart from backward beside tiles of layers",
+        ),
     ],
 )
 def test_decisions_keep_the_same_rules(degrees: dict[str, int], message: str) -> None:
@@ -179,7 +179,8 @@ def test_stages_fill_their_bubble_where_they_can() -> None:
         found = choices(dataclasses.replace(asked, pipeline_order=order))
         assert [choice.pipeline_order for choice in found] == [wanted]
     turning = dataclasses.replace(asked, pipeline_rounds=2)
-    assert [choice.pipeline_order for choice in choices(turning)] == [None]
+    ways = [(choice.pipeline_rounds, choice.pipeline_order) for choice in choices(turning)]
+    assert ways == [(2, None), (2, "zero-bubble")]
 
 
 def test_ranks_may_be_more_than_heads_where_keys_pass_on() -> None:
