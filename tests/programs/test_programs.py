@@ -33,7 +33,7 @@ TRIED = {
     "trainers": ("cross_encoder_with_cached_gradients",),
     "optimizers": (
         "own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later",
-        "several_optimizers_in_one",
+        "several_optimizers_in_one", "two_optimizers",
     ),
 }
 # fmt: on
