@@ -156,7 +156,9 @@ class UserGradients:
         if name in self._zeroed:
             return torch.zeros((), device=self._wholes[name].device)
         if self._is_anothers(name):
-            return as_real(self._kept[name].to(self._wholes[name].device)).float().norm()
+            values = as_real(self._kept[name].to(self._wholes[name].device))
+            norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+            return norm
         if self._norms is None or self._open or name in self._stale:
             self._check_clips(name)
             self.absorb()

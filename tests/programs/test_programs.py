@@ -27,7 +27,7 @@ TRIED = {
     "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
-        "texts_alone",
+        "texts_alone", "indices_in_a_list",
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
