@@ -134,8 +134,7 @@ class Collector:
                     "alone, because the others of this step are added up elsewhere, as ranks do; use register_hook, or "
                     "one backward for each step"
                 )
-            self._show(parameter, gradient)
-            gradient = gradient.detach()
+            shown, gradient = gradient, gradient.detach()
             # Of an embedding's sparse one, what it does not have is zero.
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             if not torch.is_grad_enabled():
@@ -150,10 +149,12 @@ class Collector:
                     )
                     on_demand = self._off_plan(OutOfOrderError(error), False)
                 if on_demand is not None:
-                    self._enter_backward()
+                    self._enter_backward()  # which forgets what was dropped
+                    self._show(parameter, shown)
                     on_demand.collect(unit, parameter, gradient)
                     return
                 assert task is not None
+                self._show(parameter, shown)
                 if progress.later.keep(unit, parameter, gradient):
                     return
                 if self._audit.is_active and not hooked:

@@ -121,6 +121,8 @@ class IterationDriver:
         trained_bytes = sum(shard.whole.nbytes for shard in shards if shard.trains)
         has_adapters = trained_bytes <= _MOST_KEPT_BYTES and not all(shard.trains for shard in shards)
         used = {id(parameter) for group in groups for parameter in group["params"]}
+        own = shards if runtime.ranks is None else ()
+        # Another optimizer may have what this one does not have.
         self.gradients = UserGradients(
             decisions,
             parameters,
@@ -129,7 +131,7 @@ class IterationDriver:
             self._end_early,
             lambda name: self.collector.edited().gradient(name),
             lambda name, values: self.collector.edited().replace(name, values),
-            keeps=has_adapters and runtime.ranks is None,
+            keeps=[s.name for s in own if has_adapters or id(s.whole) not in used],
         )
         runtime.has_written, runtime.at_hand = self.visibility.has_written, self.visibility.at_hand
         runtime.check_hook = self.visibility.check_hook

@@ -11,6 +11,7 @@ import torch
 from executor.gradients import GradientError, OffloadedGradient, forget_factor
 from executor.memory.units import ParameterState
 from executor.module.guarded_parameters import unguarded
+from executor.packed import as_real
 from planner.decisions import Decisions
 
 
@@ -24,7 +25,7 @@ class UserGradients:
         complete: ends the iteration's micro-batches. It is called when gradients are read or scaled.
         read: leaves the plan, and returns a copy of a parameter's gradient on the device; zeros if none has come.
         replace: leaves the plan, and sets a parameter's gradient.
-        keeps: whether copies of gradients may be kept, so that they can be read after the step; see :meth:`see`.
+        keeps: the parameters of whose gradients copies may be kept; see :meth:`see`.
 
     Attributes:
         refusal: why norms cannot be read; empty: they can.
@@ -40,7 +41,7 @@ class UserGradients:
         read: Callable[[str], torch.Tensor],
         replace: Callable[[str, torch.Tensor], None],
         *,
-        keeps: bool = False,
+        keeps: Collection[str] = (),
     ) -> None:
         self._clips = decisions.clip
         self.refusal = ""
@@ -54,8 +55,9 @@ class UserGradients:
         self._complete, self._read, self._set = complete, read, replace
         self._open: dict[str, torch.Tensor] = {}  # values that operations use, or views of which may be written to
         self._graphs: dict[str, torch.Tensor] = {}  # sums that have a graph of their own, as create_graph=True makes
-        self._keeps, self._is_kept_read = keeps, False
-        self._kept: dict[str, torch.Tensor] = {}  # copies of this iteration's gradients
+        self._keeps, self._is_kept_read = frozenset(keeps), False
+        # Copies of this iteration's gradients. Of parameters that the optimizer does not have, these are the gradients.
+        self._kept: dict[str, torch.Tensor] = {}
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
@@ -69,8 +71,12 @@ class UserGradients:
         self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def use(self, names: Iterable[str]) -> None:
-        """Note that the optimizer has more parameters."""
-        self._of_optimizer.update(names)
+        """Note that the optimizer has more parameters. Gradients that they have count as set by the loop."""
+        with unguarded():
+            for name in names:
+                if self._is_anothers(name) and self._wholes[name].grad is not None:
+                    self._wholes[name].grad = self._kept.pop(name).to(self._wholes[name].device)
+                self._of_optimizer.add(name)
 
     def begin_iteration(self) -> None:
         """Clear the last iteration's norms and scales."""
@@ -78,12 +84,14 @@ class UserGradients:
         self._scales.clear()
         self._open.clear()
         self._graphs.clear()
-        self._keeps = self._keeps and (self._is_kept_read or not self._kept)
-        self._kept.clear()
+        if not self._is_kept_read and not self._of_optimizer.isdisjoint(self._kept):
+            self._keeps -= self._of_optimizer
         self._stale.clear()
         self._dropped = False
         with unguarded():
             self._own = {name: own for name, own in self._own.items() if self._wholes[name].grad is not None}
+            kept = {name: kept for name, kept in self._kept.items() if self._belongs_to_another(name)}
+            self._kept = {name: values for name, values in kept.items() if self._wholes[name].grad is not None}
 
     def expose(self, iteration: int, micro_batch: int) -> None:
         """Set ``grad`` of every parameter that got a gradient to a stand-in, until the next micro-batch or the step."""
@@ -104,14 +112,28 @@ class UserGradients:
         """Keep what autograd adds to a gradient, where the loop needs it later.
 
         If it or what it is added to has a graph, ``grad`` leads on to weights. If the loop reads gradients after its
-        first step, as AdaLoRA does, copies are kept from then on.
+        first step, as AdaLoRA does, copies are kept from then on. What the optimizer does not have keeps its gradients:
+        another one may train it, which steps before or after this one, or in some iterations.
         """
-        if self._keeps:
+        if name in self._keeps:
             values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            self._kept[name] = self._kept[name] + values if name in self._kept else values.clone()
+            if name in self._kept:
+                values = self._kept[name] + values.to(self._kept[name].device)
+            self._keep(name, values)
         if gradient.requires_grad or name in self._graphs:
             with torch.enable_grad():  # as autograd adds in place, which keeps the graph of what is there
                 self._graphs[name] = self._graphs[name] + gradient if name in self._graphs else gradient
+
+    def _keep(self, name: str, values: torch.Tensor) -> None:
+        # Those of adapters are small; another optimizer's may be too large for the device.
+        self._kept[name] = values.to("cpu" if self._belongs_to_another(name) else values.device, copy=True)
+
+    def _belongs_to_another(self, name: str) -> bool:
+        return name not in self._of_optimizer
+
+    def _is_anothers(self, name: str) -> bool:
+        """Return whether a gradient is one that is kept for another optimizer."""
+        return name in self._kept and self._belongs_to_another(name)
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
@@ -125,6 +147,10 @@ class UserGradients:
             raise GradientError(self.refusal)
         if name in self._zeroed:
             return torch.zeros((), device=self._wholes[name].device)
+        if self._is_anothers(name):
+            values = as_real(self._kept[name].to(self._wholes[name].device))
+            norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
+            return norm
         if self._norms is None or self._open or name in self._stale:
             self._check_clips(name)
             self.absorb()
@@ -136,6 +162,9 @@ class UserGradients:
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
         if name in self._zeroed:
+            return
+        if self._is_anothers(name):
+            self._kept[name].mul_(factor)
             return
         self._check_clips(name)
         if name in self._open:
@@ -153,6 +182,9 @@ class UserGradients:
         """
         if name in self._zeroed:
             return self._open.setdefault(name, torch.zeros_like(self._wholes[name]))
+        if self._is_anothers(name):
+            self._open[name] = self._kept[name].to(self._wholes[name].device)
+            return self._open[name]
         if not self._num_added and name in self._kept:
             self._is_kept_read = True
             self._open[name] = self._kept[name] if self.scale(name) == 1 else self._kept[name] * self.scale(name)
@@ -169,12 +201,17 @@ class UserGradients:
             self._zeroed.discard(name)
             self._wholes[name].grad = self._open.pop(name)
             return
-        if written and not self._num_added:
+        if self._is_anothers(name):
+            if held:
+                self._kept[name] = self._open[name]  # whose memory the views share
+            elif written:
+                self._kept[name].copy_(self._open[name])
+        elif written and not self._num_added:
             raise GradientError(
                 f"the gradient of {name} was changed after optimizer.step(), which used it up; change gradients "
                 "between backward and the step, and call optimizer.zero_grad() after it"
             )
-        if written:
+        elif written:
             self._replace(name, self._open[name])
         if not held:
             del self._open[name]
@@ -184,14 +221,14 @@ class UserGradients:
             raise GradientError(
                 f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
                 "backward and the step, call optimizer.zero_grad() before the next backward, and if another optimizer "
-                "trains parameters of a prepared model, let it step before the prepared one"
+                "trains parameters of a model that ranks share, let it step before the prepared one"
             )
 
     def absorb(self) -> None:
         """Take over the gradients that the user has set, or has written to through views."""
         with unguarded():
             for name, values in self._open.items():
-                if self._wholes[name].grad is not None:
+                if self._wholes[name].grad is not None and not self._is_anothers(name):
                     self._replace(name, values)
             for name, values in self.replaced().items():
                 self._own[name] = values
@@ -210,8 +247,8 @@ class UserGradients:
     def _replace(self, name: str, values: torch.Tensor) -> None:
         values = values.to_dense() if values.is_sparse else values
         self._set(name, values)
-        if self._keeps:
-            self._kept[name] = values.detach().clone()
+        if name in self._keeps:
+            self._keep(name, values.detach())
         self._zeroed.discard(name)
         self._scales.pop(name, None)
         self._norms = None
@@ -258,7 +295,7 @@ class UserGradients:
         """Set ``grad`` to what so far is the gradient of a parameter. Autograd adds to it, and hooks see that."""
         with unguarded():
             for name, values in sums.items():
-                self._wholes[name].grad = values
+                self._wholes[name].grad = self._kept.pop(name).to(values.device) if self._is_anothers(name) else values
                 self._kept.pop(name, None)
 
     def reopen(self, dropped: frozenset[str]) -> None:
@@ -286,6 +323,8 @@ class UserGradients:
                 elif self._shows:
                     self._stale.discard(name)
                     self._zeroed.discard(name)
+                    if whole.grad is None:
+                        self._kept.pop(name, None)
             self._num_added, self._shows = 0, False
 
     def zero_used(self, name: str) -> bool:
@@ -294,6 +333,7 @@ class UserGradients:
             return False
         self._stale.discard(name)
         self._zeroed.add(name)
+        self._kept.pop(name, None)
         return True
 
     def zeros(self) -> set[str]:
@@ -316,7 +356,7 @@ class UserGradients:
         """Use the gradients up, because the step begins.
 
         As in torch, parameters with dropped gradients are not updated, and the others keep theirs until the loop drops
-        it. Its values are gone: whoever reads it is told so, as another optimizer that steps later.
+        it. Its values are gone, unless copies are kept: whoever reads it is told so.
 
         Raises:
             GradientError: a gradient was dropped after its update had begun.

@@ -27,13 +27,13 @@ TRIED = {
     "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
-        "texts_alone",
+        "texts_alone", "indices_in_a_list",
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
     "optimizers": (
         "own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later",
-        "several_optimizers_in_one",
+        "several_optimizers_in_one", "two_optimizers",
     ),
 }
 # fmt: on

@@ -102,16 +102,16 @@ def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
 def traceable_functions() -> Iterator[None]:
     """Replace functions of torch that read or write memory where no operator shows it.
 
-    ``torch.tensor`` takes a list of fake scalars then, packed sequences are padded, sparse tensors that take gradients
-    are dense, and a module that is converted to the type that it has keeps its parameters. ``transformers`` looks at
-    masks as it does in training: for fake tensors it would keep one that masks nothing.
+    ``torch.tensor`` takes a list of fake scalars then, and so does an index. Packed sequences are padded, sparse
+    tensors that take gradients are dense, and a module that is converted to the type that it has keeps its parameters.
+    ``transformers`` looks at masks as it does in training: for fake tensors it would keep one that masks nothing.
     """
     imported = sys.modules.get("transformers.utils.import_utils", types.SimpleNamespace())
     real, sparse, product, swap = torch.tensor, torch.sparse_coo_tensor, torch.sparse.mm, torch.utils.swap_tensors
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(data, list) and data and all(isinstance(value, FakeTensor) for value in data):
-            return torch.stack(data).to(kwargs.get("dtype", data[0].dtype))
+        if (found := _stacked(data)) is not data:
+            return found.to(kwargs.get("dtype", found.dtype))  # type: ignore[no-any-return]
         made: Tensor = real(data, *args, **kwargs)
         return made
 
@@ -133,6 +133,7 @@ def traceable_functions() -> Iterator[None]:
         mock.patch.object(torch.sparse, "mm", mm),
         mock.patch.object(torch.utils, "swap_tensors", swap_tensors),
         mock.patch.multiple(FakeTensor, coalesce=lambda dense: dense, _nnz=Tensor.numel, create=True),
+        mock.patch.multiple(FakeTensor, __getitem__=_get_item, __setitem__=_set_item, create=True),
         mock.patch.object(torch._VF, "_pad_packed_sequence", _pad_packed_sequence, create=True),
         mock.patch.object(imported, "is_fake_tensor", lambda _: False, create=True),
     ):
@@ -145,6 +146,24 @@ def fake_operators(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Callable
     fakes = Fakes(values, lambda _tensor: "", all_hold=False)
     with traceable_functions(), fakes.readable():
         yield fakes.run
+
+
+def _stacked(values: Any) -> Any:
+    """Return a list or tuple of fake tensors as one; anything else as it is."""
+    is_list = isinstance(values, list | tuple) and len(values) > 0
+    return torch.stack(tuple(values)) if is_list and all(isinstance(value, FakeTensor) for value in values) else values
+
+
+def _index(given: Any) -> Any:
+    return tuple(map(_stacked, given)) if isinstance(given, tuple) else given
+
+
+def _get_item(tensor: Tensor, index: Any) -> Tensor:
+    return Tensor.__getitem__(tensor, _index(index))
+
+
+def _set_item(tensor: Tensor, index: Any, values: Any) -> None:
+    Tensor.__setitem__(tensor, _index(index), values)
 
 
 def _pad_packed_sequence(

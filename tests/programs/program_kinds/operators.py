@@ -500,3 +500,24 @@ def texts_alone(ullage) -> Trained:
 
     batches = [[("ab", "c"), ("abc", ("d", "ef")), "gh"], [("a", "bc"), "d", "efg"], ["h", ("ij", "k"), ("l", "m")]]
     return train(ullage, Reads(), lambda step: {"trees": batches[step % 3]})
+
+
+@program
+def indices_in_a_list(ullage) -> Trained:
+    """UDOP: rows and columns of a table are tuples of numbers, each a tensor; patches with text are left out."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = stack(F.gelu)
+
+        def forward(self, x, places):
+            rows, columns = zip(*places.long(), strict=True)
+            keep = torch.ones_like(x, dtype=torch.bool)
+            keep[rows, columns] = False
+            return self.rest(x * keep + x[rows, columns].mean())
+
+    def batch(step: int):
+        return torch.randn(8, 16, generator=seeded(step)), torch.randint(8, (5, 2), generator=seeded(step)).float()
+
+    return train(ullage, Places(), batch)

@@ -220,6 +220,33 @@ def parameters_of_the_loss(ullage) -> Trained:
 
 
 @program
+def two_optimizers(ullage) -> Trained:
+    """An encoder and a generator, each with its optimizer: the second steps later, in every second iteration."""
+    made = model()
+    encoder, generator = list(made[:3].parameters()), list(made[3:].parameters())
+    optimizer = torch.optim.AdamW(encoder, lr=1e-2, eps=1e-4)
+    second = torch.optim.SGD(generator, lr=1e-1, momentum=0.9)
+    made, optimizer = ullage.prepare(made, optimizer, x(0))
+    losses = []
+    for number in range(5):
+        loss = made(*x(number)).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), norm.item()]
+        if number % 2:
+            for parameter in generator:
+                parameter.grad.add_(parameter.detach(), alpha=0.01)
+            losses.append(nn.utils.clip_grad_norm_(generator, 0.2).item())
+            second.step()
+            second.zero_grad()
+    optimizer.add_param_group({"params": generator, "lr": 1e-3})  # with the gradients of the last iteration
+    optimizer.step()
+    return losses, made
+
+
+@program
 def amsgrad_in_one_group(ullage) -> Trained:
     """AdamW with amsgrad for a part of the parameters."""
     made = model()
