@@ -11,8 +11,9 @@ for every stage s of p:
   meanwhile, and micro-batches pass other stages without them.
 - *windows*: with clipping, no update starts before all gradients of all stages are there. After the last unit of a
   stage is updated and is on the device, its forward comes. Then the first micro-batch passes the chunks behind the last
-  chunk of the stage, there and back, and only then comes the first backward of the stage. After its last one, the last
-  micro-batch passes the chunks before its first one.
+  chunk of the stage, there and back, and only then comes the first backward of the stage. Of the other micro-batches,
+  only those that may wait there have passed its last chunk by then. After its last backward, the last micro-batch
+  passes the chunks before its first one.
 - *memory*: in the order of :func:`planner.lowering.compute.turns`, it holds the activations of ``min(p - s,
   micro-batches)`` micro-batches of its last round when its first backward begins, and all of the rounds before; and
   weights and state that are resident. Between the passages of two micro-batches it holds the weights that it keeps in
@@ -81,6 +82,7 @@ def _work_and_windows(on: Placement, chunks: Sequence[Chunk], number: int) -> No
         return
     rest = _passing(on, own, backward_only=True, times=count).plus(_passing(on, before, backward_only=True))
     rest.plus(_passing(on, behind)).plus(Sum(("", count * own_s - after_s)))
+    rest.plus(_passing(on, own[-1:], forward_only=True, times=count - min(num_stages - number, count)))
     updates: Load = defaultdict(Sum)
     for unit in (unit for segment in segments for unit in segment):
         for key, load in returning(on, unit).items():

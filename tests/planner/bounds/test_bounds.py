@@ -251,6 +251,14 @@ def test_bounds_of_stages_that_only_compute_are_nearly_exact(num_stages, num_mic
     assert check(units, decisions, load_profile("h100")) > 0.85
 
 
+@pytest.mark.parametrize(("num_rounds", "share"), [(1, 0.78), (3, 0.9)])
+def test_stages_compute_the_other_micro_batches_when_all_is_updated(num_rounds, share):
+    model = resolve_model("llama-2-7b").model_copy(update={"num_layers": 6, "vocab_size": 1024})
+    units = units_of(build_graph(model, Batch(1, 2048)))
+    given = {"pipeline_parallel": 2, "pipeline_rounds": num_rounds, "num_micro_batches": 6, "activations": "keep"}
+    assert check(units, decide(units, Place.CPU, params="gpu", **given), load_profile("h100")) > share
+
+
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_bounds_of_weights_fetched_in_fp8_hold_and_are_near(speed, ranks):
