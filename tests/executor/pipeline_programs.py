@@ -349,7 +349,7 @@ def waiting_in_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -
         later, units = session.driver.progress.later, {unit.name: unit for unit in session.units}
         make = session.driver.make_later_gradients
 
-        def seen(micro_batch):
+        def seen(turn, micro_batch):
             if micro_batch == 0:
                 behind.add(len({number for _, number in later._waiting}))
             kept, names = 0, set()
@@ -361,7 +361,7 @@ def waiting_in_stage(_rank: int, _size: int, task: Task, decisions: Decisions) -
                 kept += sum(storages.values())
             if micro_batch == 0:
                 found.append((sum(units[name].kept_bytes for name in later.units), kept, names))
-            make(micro_batch)
+            make(turn, micro_batch)
 
         session.driver.make_later_gradients = seen
         for micro_batches in steps(task, 0):

@@ -16,7 +16,7 @@ from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute,
 from planner.fitting.refit import Refit, refit
 from planner.models.kernels import flop
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
-from planner.schedule.timeline import Timeline
+from planner.schedule.timeline import Timeline, peak_bytes
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation
 from ullage.analysis.provenance import unit_and_value
@@ -149,10 +149,15 @@ def _phase_s(phase: Phase, timeline: Timeline, iteration: int) -> float:
 
 def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Comparison:
     """Compare the prediction of an executed plan (simulated again, or given) with the measurements of its run."""
-    memory = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
+    plan, simulation = record.plan, predicted or simulate(record.plan)
+    memory = {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()}
+    if plan.decisions.pipeline_parallel > 1:  # the run is of the first stage, times the ranks of a node
+        num_ranks = min(plan.decisions.num_devices, plan.hardware.devices_per_node)
+        peaks = peak_bytes(simulation.timeline, simulation.steady)
+        memory = {tier: of[0] * (1 if tier is Tier.GPU else num_ranks) for tier, of in peaks.items() if 0 in of}
     if record.checkpoint_bytes:  # checkpoints are not part of the prediction
         memory[Tier.HOST] = memory.get(Tier.HOST, 0) + record.checkpoint_bytes
-    return compare(predicted or simulate(record.plan), record.timeline, record.steady_iterations, memory, record.memory)
+    return compare(simulation, record.timeline, record.steady_iterations, memory, record.memory)
 
 
 @dataclasses.dataclass(frozen=True)

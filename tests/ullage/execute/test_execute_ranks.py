@@ -113,6 +113,7 @@ def test_two_stages_train_one_model(tmp_path: Path) -> None:
     printed = json.loads(trained(plan, tmp_path / "out", "--iterations", "6", *words)[0])
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert printed["memory"]["host"]["error"] == pytest.approx(0, abs=0.15)
     run = load_run(tmp_path / "out" / "run.json")
     assert run.timeline.num_iterations == 6
     tasks = run.timeline.schedule.tasks

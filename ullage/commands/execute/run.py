@@ -357,7 +357,7 @@ def _record(
         data_position=batches.position,
         num_left=session.num_left,
         attention=session.attention,
-        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0) * process.per_node,
     )
 
 
