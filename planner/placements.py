@@ -58,9 +58,13 @@ def swapping(setup: Setup, num_swapped: int, num_evicted: int) -> Decisions:
 
 
 def _ours(setup: Setup, units: dict[str, UnitDecision], **options: Any) -> Decisions:
-    """Return decisions of our engine, which updates during backward unless gradients are clipped, or units stay."""
+    """Return decisions of our engine.
+
+    It updates during backward unless gradients are clipped, units stay, or stages may make gradients later.
+    """
     ours = {"policy": "ullage", "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots, "units": units}
-    if not (setup.given.clip or any(unit.stays for unit in setup.units)):
+    at_step = setup.given.clip or setup.given.pipeline_parallel > 1 or any(unit.stays for unit in setup.units)
+    if not at_step:
         ours |= {"update_start": "backward", "update_order": "backward"}
     return Decisions(**{**dict(setup.given), **ours, **options})
 
@@ -130,7 +134,8 @@ def _stages(setup: Setup) -> "list[Setup]":
 
 def _shared_out(count: int, sizes: Sequence[int]) -> list[int]:
     """Return the share of each stage in a count, by its size."""
-    ends = [round(count * end / sum(sizes)) for end in itertools.accumulate(sizes, initial=0)]
+    total = max(sum(sizes), 1)
+    ends = [round(count * end / total) for end in itertools.accumulate(sizes, initial=0)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 

@@ -28,17 +28,19 @@ from planner.costs.model import CostModel
 from planner.decisions import BF16, Choice, Decisions, Place, Sharding
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
+from planner.lowering.stages import of_stages
 from planner.lowering.workspace import least_workspace_bytes
 from planner.models import resolve_model
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Pattern
+from planner.placements import mixed
 from planner.plan.competition import compete
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
-from planner.setup import Setup
+from planner.setup import Mix, Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
 
@@ -321,6 +323,28 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
     assert seconds == sorted(seconds)
     assert fetched[0] == 0
     assert fetched[-1] > 0
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(2, 3), st.integers(1, 2), st.integers(0, 14), st.integers(0, 14), st.integers(0, 7))
+def test_stages_share_out_a_mix(num_stages: int, num_rounds: int, num_gpu: int, num_stream: int, num_keep: int) -> None:
+    units = small_units("demo-llama", 7)
+    given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "num_micro_batches": 4}
+    setup = Setup(units, Sharding(**given))
+    total = sum(setup.movable.values())
+    num_stream = min(num_stream, total - min(num_gpu, total))
+    decisions = mixed(setup, Mix(min(num_gpu, total), num_stream, num_keep))
+    places = [place for unit in units for place in decisions.units[unit.name].update[: setup.movable[unit.name]]]
+    assert abs(places.count(Place.GPU) - min(num_gpu, total)) <= num_stages
+    assert abs(places.count(Place.STREAM) - num_stream) <= num_stages
+    kept = [
+        {segment[0].segment for chunk in chunks for segment in chunk if segment[0].can_swap}
+        & {unit.segment for unit in units if decisions.units[unit.name].activations == "keep"}
+        for chunks in of_stages(units, decisions)
+    ]
+    assert sum(map(len, kept)) == num_keep
+    if num_rounds == 1 and num_keep < 4:  # later stages hold fewer micro-batches of each
+        assert [*map(len, kept)] == sorted(map(len, kept))
 
 
 def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
