@@ -127,8 +127,7 @@ def _stages(setup: Setup) -> "list[Setup]":
         whole = next(resident(setup))
         for number in range(setup.given.pipeline_parallel):
             units, decided, _ = stage_of(setup.units, whole, number)
-            given = Sharding.model_validate({name: getattr(decided, name) for name in Sharding.model_fields})
-            setup.known_stages.append(Setup(units, given, setup.storage))
+            setup.known_stages.append(Setup(units, Sharding.of(decided), setup.storage))
     return setup.known_stages
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hwprofiles.paths import number, quantities
+from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute, lane_and_op, middle
 from planner.fitting.refit import Refit, refit
@@ -152,7 +153,7 @@ def compare_record(record: RunRecord, predicted: Simulation | None = None) -> Co
     plan, simulation = record.plan, predicted or simulate(record.plan)
     memory = {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()}
     if plan.decisions.pipeline_parallel > 1:  # the run is of the first stage, times the ranks of a node
-        num_ranks = min(plan.decisions.num_devices, plan.hardware.devices_per_node)
+        num_ranks = Layout.of(plan.decisions, plan.hardware).ranks_per_node
         peaks = peak_bytes(simulation.timeline, simulation.steady)
         memory = {tier: of[0] * (1 if tier is Tier.GPU else num_ranks) for tier, of in peaks.items() if 0 in of}
     if record.checkpoint_bytes:  # checkpoints are not part of the prediction
