@@ -74,13 +74,23 @@ def sharing_stages(units: tuple[Unit, ...], choice: Choice) -> tuple[int, ...]:
     """Return the stages that share weights, whose gradients they add up together; empty if none do.
 
     Raises:
-        ValueError: some weights are shared by other stages than others.
+        ValueError: some weights are shared by other stages than others, or an operator of a later stage has a weight of
+            its own beside a shared one.
     """
     stages_of: dict[str, set[int]] = {}
-    for number, chunks in enumerate(of_stages(units, choice)):
-        for unit in (unit for chunk in chunks for segment in chunk for unit in segment):
-            for name in (*(spec.name for spec in (*unit.parameters, *unit.frozen)), *unit.shared_parameters):
-                stages_of.setdefault(name, set()).add(number)
+    of_stage = _owners(of_stages(units, choice))
+    for number, unit in of_stage:
+        for name in (*(spec.name for spec in (*unit.parameters, *unit.frozen)), *unit.shared_parameters):
+            stages_of.setdefault(name, set()).add(number)
+    for number, unit in of_stage:
+        for operator in unit.operators:
+            for name in operator.shared_parameters:  # of which a later stage has a copy, as the operator's weight
+                home = min(stages_of[name])
+                if number != home and weight_of(operator) in stages_of.keys() - {name}:
+                    raise ValueError(
+                        f"{operator.path} in stage {number} is given {name} of stage {home} beside a weight of its "
+                        "own; choose pipeline_parallel=1"
+                    )
     shared = {tuple(sorted(stages)): name for name, stages in stages_of.items() if len(stages) > 1}
     if len(shared) > 1:
         (some, one), (others, other), *_ = shared.items()
@@ -89,6 +99,11 @@ def sharing_stages(units: tuple[Unit, ...], choice: Choice) -> tuple[int, ...]:
             "added up by the same stages; choose another pipeline_parallel"
         )
     return next(iter(shared), ())
+
+
+def _owners(dealt: Iterable[list[list[list[Unit]]]]) -> list[tuple[int, Unit]]:
+    """Return the units of all stages, each with its stage."""
+    return [(number, unit) for number, own in enumerate(dealt) for chunk in own for part in chunk for unit in part]
 
 
 def stage_of(
@@ -107,13 +122,12 @@ def stage_of(
     """
     num_stages = decisions.pipeline_parallel
     dealt = of_stages(units, decisions)
-    of_stage = [[unit for chunk in chunks for segment in chunk for unit in segment] for chunks in dealt]
+    owners = _owners(dealt)
     specs = {spec.name: spec for unit in units for spec in (*unit.parameters, *unit.frozen)}
-    owners = [(number, unit) for number, own in enumerate(of_stage) for unit in own]
     homes = {spec.name: number for number, unit in owners for spec in (*unit.parameters, *unit.frozen)}
     rotations = sum(o.saved_bytes for unit in units for o in unit.operators if o.kind == "rotary")
     entries = {chunk[0][0].name for chunk in dealt[stage]} - {units[0].name}
-    unit_of = {spec.name: unit.name for unit in of_stage[stage] for spec in (*unit.parameters, *unit.frozen)}
+    unit_of = {spec.name: u.name for number, u in owners if number == stage for spec in (*u.parameters, *u.frozen)}
     tied, own, chosen = dict[str, str](), list[Unit](), dict[str, UnitDecision]()
     for number, unit in owners:
         for operator in unit.operators:

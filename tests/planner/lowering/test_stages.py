@@ -17,9 +17,10 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.graph import Batch, Gemm, build_graph
 from planner.lowering import lower, stages
-from planner.lowering.stages import stage_of
+from planner.lowering.stages import sharing_stages, stage_of
 from planner.models import resolve_model
 from planner.models.kernels import flop
+from planner.models.operators import weight_of
 from planner.models.zero_bubble import apart
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
@@ -328,3 +329,17 @@ def test_a_gradient_that_waited_is_made_beside_the_block_that_ranks_reduce() -> 
     made = [b for b in schedule.buffers if b.first and schedule.tasks[b.first].op is Op.WEIGHT_GRADIENT]
     for unit in (unit for unit in units if unit.in_layer):
         assert {b.num_bytes for b in made if b.label == f"{unit.name} workspace"} == {2 * max(unit.sizes.values())}
+
+
+def test_a_copy_of_a_weight_is_for_a_module_without_its_own() -> None:
+    """What DeBERTa's layers are given, the embedding of positions, is multiplied with a weight of theirs."""
+    units = small_units("gpt2", 4)
+    decisions = decide(units, Place.GPU, pipeline_parallel=2, num_micro_batches=2)
+    assert sharing_stages(units, decisions) == (0, 1)
+    layer = units[-2]
+    reader = next(o for o in layer.operators if any(weight_of(o) == spec.name for spec in o.parameters))
+    given = dataclasses.replace(reader, shared_parameters=(units[0].parameters[0].name,))
+    operators = tuple(given if o is reader else o for o in layer.operators)
+    changed = (*units[:-2], dataclasses.replace(layer, operators=operators), units[-1])
+    with pytest.raises(ValueError, match=rf"{reader.path} in stage 1 is given .* beside a weight of its own"):
+        sharing_stages(changed, decisions)
