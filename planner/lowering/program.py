@@ -103,7 +103,7 @@ class Program:
         named: the lowered units by name.
         segments: the lowered units by segment, in forward order.
         rounds: the segments of each round.
-        drafts: all tasks, by key.
+        drafts: all tasks, by key; those of a pipeline's earlier stages come first.
         spine: the tasks that the training loop reaches, in order.
         computing: the compute tasks of the spine.
         clip: the barrier after them, if gradients are clipped.
@@ -111,17 +111,26 @@ class Program:
         tail: tasks issued at the end of the iteration.
         held: all buffers: tier, class, bytes, the keys of the first and last task (or ALWAYS twice), stage, label.
         asynchronous: whether the device runs apart from the thread that issues its work.
+        stage: of a pipeline, or 0.
 
     Raises:
         ValueError: the decisions do not fit the units; naming the unit, the rule and the remedy.
     """
 
-    def __init__(self, model: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool = False) -> None:
+    def __init__(
+        self,
+        model: tuple[Unit, ...],
+        decisions: Decisions,
+        *,
+        asynchronous: bool = False,
+        stage: int = 0,
+        drafts: list[Task] | None = None,
+    ) -> None:
         _check(model, decisions)
-        self.model, self.decisions, self.asynchronous = model, decisions, asynchronous
+        self.model, self.decisions, self.asynchronous, self.stage = model, decisions, asynchronous, stage
         amounts_of, decided = amounts_by(decisions), decisions.units
-        # In a pipeline, units are the stages, and then perhaps the experts of each.
-        stages = itertools.cycle(range(decisions.pipeline_parallel))
+        # In another engine's pipeline, units are the stages, and then perhaps the experts of each.
+        stages = itertools.cycle(range(stage, stage + decisions.pipeline_parallel))
         self.units = [
             LoweredUnit(
                 unit.fp8_twin if unit.fp8_twin and decisions.moves_fp8(unit) else unit,
@@ -129,10 +138,10 @@ class Program:
                 decided[unit.name].activations,
                 unit.name,
                 unit.num_params,
-                stage,
+                of_stage,
                 turn,
             )
-            for unit, stage, turn in zip(model, stages, rounds_of(model, decisions), strict=False)
+            for unit, of_stage, turn in zip(model, stages, rounds_of(model, decisions), strict=False)
         ]
         for lowered in self.units:
             if decided[lowered.name].offloads:
@@ -140,7 +149,8 @@ class Program:
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
         self.rounds = [list(group) for _, group in itertools.groupby(self.segments, key=lambda each: each[0].turn)]
-        self.drafts: list[Task] = []
+        self.drafts = [] if drafts is None else drafts
+        self._first = len(self.drafts)
         self.spine: list[Task] = []
         self.computing: list[Task] = []
         self.clip: Task | None = None
@@ -168,7 +178,7 @@ class Program:
                 len(drafts), lane, op, phase, unit.name, micro_batch, piece, stage=unit.stage, tile=tile, after=after
             )
         else:
-            draft = Task(len(drafts), lane, op, phase, "", micro_batch, piece, after=after)
+            draft = Task(len(drafts), lane, op, phase, "", micro_batch, piece, stage=self.stage, after=after)
         if lane is Lane.COLLECTIVE:
             draft.through_host = self.decisions.collectives is not None
         drafts.append(draft)
@@ -186,10 +196,11 @@ class Program:
         """Issue a task after all compute tasks; if gradients are clipped, before the norm is known."""
         (self.before[self.clip.index] if self.clip else self.tail).append(draft)
 
-    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
-        """Hold bytes all the time, on a rank of a pipeline stage; 0 bytes add no buffer."""
+    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int | None = None) -> None:
+        """Hold bytes all the time, on a rank of a stage, by default its own; 0 bytes add no buffer."""
         if num_bytes:
-            self.held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
+            of_stage = self.stage if stage is None else stage
+            self.held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, of_stage, label))
 
     def hold_while(
         self, memory_class: MemoryClass, num_bytes: int, label: str, first: Task, last: Task, tier: Tier = Tier.GPU
@@ -207,21 +218,10 @@ class Program:
             order += self.behind.get(draft.index, ())
         return order + self.tail
 
-    def renumber(self, first: int, stage: int) -> None:
-        """Count keys from ``first`` on, and let all be of a pipeline's stage, to be joined with others."""
-        order = self.ordered()
-        for draft in self.drafts:
-            draft.index += first
-            draft.after = tuple(key + first for key in draft.after)
-            draft.after_previous = tuple(key + first for key in draft.after_previous)
-            draft.stage = stage
-        self.held = [
-            (tier, kind, num_bytes, begin, end, stage, label)
-            if begin == ALWAYS
-            else (tier, kind, num_bytes, begin + first, end + first, stage, label)
-            for tier, kind, num_bytes, begin, end, _, label in self.held
-        ]
-        self.spine, self.before, self.behind, self.tail = order, defaultdict(list), defaultdict(list), []
+    @property
+    def own_drafts(self) -> list[Task]:
+        """Its own tasks, without those of earlier stages; while it is lowered, no stage is later."""
+        return self.drafts[self._first :]
 
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""

@@ -229,32 +229,33 @@ def lower_stages(
 ) -> Schedule:
     """Return the schedule of a pipeline, see [Note: Stages]."""
     passes, num_stages = tuple(passes), decisions.pipeline_parallel
-    programs: list[Program] = []
-    first = 0
+    programs, drafts = list[Program](), list[Task]()
     for stage in range(num_stages):
         own, decided, _ = stage_of(units, decisions, stage)
-        program = Program(own, decided, asynchronous=asynchronous)
+        program = Program(own, decided, asynchronous=asynchronous, stage=stage, drafts=drafts)
         for run in passes:
             run(program)
         if takes_snapshots:
             snapshots(program)
-        program.renumber(first, stage)
-        first += len(program.drafts)
         programs.append(program)
     parts = [_parts(program) for program in programs]
     given = [chunk[0][0].given_bytes for chunk in deal(units, num_stages, decisions.pipeline_rounds)]
-    order, num_sends = _with_sends(programs, parts, decisions, given, first)
+    order = _with_sends(programs, parts, decisions, given, drafts)
     exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
     _wait_for_all(programs, exchanges)
     order += _tail(programs, parts, exchanges)
     name = f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)"
     held = [each for program in programs for each in program.held]
-    return numbered(order, first + num_sends, held, f"{name} in {num_stages} stages")
+    return numbered(order, len(drafts), held, f"{name} in {num_stages} stages")
 
 
 def _with_sends(
-    programs: Sequence[Program], parts: Sequence[_Parts], decisions: Decisions, given: Sequence[int], first: int
-) -> tuple[list[Task], int]:
+    programs: Sequence[Program],
+    parts: Sequence[_Parts],
+    decisions: Decisions,
+    given: Sequence[int],
+    drafts: list[Task],
+) -> list[Task]:
     """Bring the stages into one order, and send what each micro-batch has become to the next stage.
 
     Args:
@@ -262,10 +263,10 @@ def _with_sends(
         parts: their tasks, from which all are taken but those after the last backward.
         decisions: what is lowered.
         given: bytes that each chunk is sent of a micro-batch.
-        first: the key of the first send.
+        drafts: all tasks, to which sends are added.
 
     Returns:
-        The tasks in issue order, up to the last backward of each stage, and the number of sends among them.
+        The tasks in issue order, up to the last backward of each stage.
     """
     num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
     order: list[Task] = []
@@ -288,14 +289,17 @@ def _with_sends(
         order += part
         if 0 <= chunk + step < num_stages * num_rounds:
             lane = Lane.SEND if forward else Lane.SEND_BACK
-            last, key = computing[-1], first + len(sent)
-            send = Task(key, lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,))
+            last = computing[-1]
+            send = Task(
+                len(drafts), lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,)
+            )
             whole_bytes = given[max(chunk, chunk + step)]
             send.num_bytes = -(-whole_bytes // decisions.tensor_parallel)
             programs[stage].hold_while(MemoryClass.ACTIVATIONS, whole_bytes, f"{last.unit} sent", last, send)
             sent[op, chunk, micro_batch] = send
+            drafts.append(send)
             order.append(send)
-    return order, len(sent)
+    return order
 
 
 def _wait_for_all(programs: Sequence[Program], exchanges: Sequence[Task]) -> None:
