@@ -16,7 +16,7 @@ import numpy as np
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.series import Flow, series
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Span, Timeline
 
 _Key = tuple[int, int]  # iteration, task
@@ -37,26 +37,6 @@ class CriticalTask(Span):
 
     slowed_s: float = 0.0
     shared: Resource | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CriticalPart:
-    """The sum of the critical path's steps of one kind.
-
-    Attributes:
-        phase, lane, op: the kind.
-        num_tasks: the number of steps.
-        length_s, slowed_s: sums over the steps.
-        shared: the resource that slowed them most.
-    """
-
-    phase: Phase
-    lane: Lane
-    op: Op
-    num_tasks: int
-    length_s: float
-    slowed_s: float
-    shared: Resource | None
 
 
 def critical_steps(timeline: Timeline, iteration: int) -> tuple[CriticalTask, ...]:
@@ -156,32 +136,6 @@ def used_meanwhile(
         for step in steps
     )
     return used_s / sum(step.length_s for step in steps) if steps else 0.0
-
-
-def parts(schedule: Schedule, steps: Sequence[CriticalTask]) -> tuple[CriticalPart, ...]:
-    """Return steps summed by phase, lane and op, in order of appearance."""
-    kinds: dict[tuple[Phase, Lane, Op], list[CriticalTask]] = defaultdict(list)
-    for step in steps:
-        task = schedule.tasks[step.task]
-        kinds[task.phase, task.lane, task.op].append(step)
-    return tuple(
-        CriticalPart(
-            *kind,
-            num_tasks=len(members),
-            length_s=sum(step.length_s for step in members),
-            slowed_s=sum(step.slowed_s for step in members),
-            shared=_most(members),
-        )
-        for kind, members in kinds.items()
-    )
-
-
-def _most(steps: Sequence[CriticalTask]) -> Resource | None:
-    by_resource: dict[Resource, float] = defaultdict(float)
-    for step in steps:
-        if step.shared is not None:
-            by_resource[step.shared] += step.slowed_s
-    return max(by_resource, key=lambda resource: by_resource[resource], default=None)
 
 
 def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> CriticalTask:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
-from planner.simulate.critical_path import critical_path, critical_steps, parts, slowed
+from planner.simulate.critical_path import critical_path, critical_steps, slowed
 from planner.simulate.machine import run
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -62,9 +62,6 @@ def test_what_sharing_costs_is_the_rest(case: Case, seed: int) -> None:
     free = [Price(price.latency_s, price.duration_s) for price in prices]
     alone = run(case.schedule, free, capacities, 4)
     assert not any(step.slowed_s for step in slowed(alone, 2, critical_steps(alone, 2), free, capacities))
-    summed = parts(case.schedule, steps)
-    assert sum(part.length_s for part in summed) == pytest.approx(sum(step.length_s for step in steps))
-    assert sum(part.num_tasks for part in summed) == len(steps)
 
 
 def test_the_resource_that_is_short_is_named() -> None:
