@@ -106,7 +106,6 @@ OF_COMMANDS = {
     "CaseError",
     "CertificateError",
     "CheckpointsError",
-    "InstallationError",
     "SignalledError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
