@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Self
 
-from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -109,16 +108,15 @@ class Iteration:
 
     Attributes:
         engine: the engine that decides, with its setting if it has one, such as ``twin-flow 0.4``.
-        model, hardware: the model and the machine.
+        model: the model.
         units, seq_len: the model's units, and the tokens per sequence.
         decisions: decisions of the engine.
-        cost: cost model of the tasks.
+        cost: cost model of the tasks on the machine.
         num_iterations: iterations to simulate, of which this is the last complete one; ``None``: until they repeat.
     """
 
     engine: str
     model: Model
-    hardware: HardwareProfile
     units: tuple[Unit, ...]
     seq_len: int
     decisions: Decisions
@@ -264,7 +262,7 @@ class Iteration:
         return {
             "engine": self.engine,
             "model": self.model.name,
-            "hardware": self.hardware.name,
+            "hardware": self.cost.profile.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
             "phases_s": {**self.phases, "iteration": self.period_s},

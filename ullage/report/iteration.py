@@ -27,7 +27,7 @@ def iteration_part(seen: Iteration) -> Part:
     speed = f"{decided.num_sequences * seen.seq_len / seen.period_s:,.0f} {counted(seen.model)}/s"
     present = {task.phase for task in tasks}  # only published runs have ``loop``
     phases = {phase.value: s for phase, s in seen.phases.items() if phase in present}
-    title = f"{seen.model.name} on {decided.num_devices} device(s) of {seen.hardware.name} by {seen.engine}"
+    title = f"{seen.model.name} on {decided.num_devices} device(s) of {seen.cost.profile.name} by {seen.engine}"
     return Part(
         title=title,
         kind="iteration",
