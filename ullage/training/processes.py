@@ -27,16 +27,14 @@ def check_processes(plan: Plan) -> None:
 
 def ranks_per_node(plan: Plan) -> int:
     """Return the number of a plan's ranks on a full node."""
-    decided = plan.decisions
-    degrees = (decided.data_parallel, decided.tensor_parallel, decided.pipeline_parallel)
-    return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
+    return Layout.of(plan.decisions, plan.hardware).ranks_per_node
 
 
 def nodes(plan: Plan) -> list[range]:
     """Return the ranks of each node. Kinds of devices are in nodes of their own, unless one node takes all ranks."""
     kinds, ranks = plan.kinds(), plan.decisions.num_devices
     if len(kinds) == 1 or all(kind.hardware.devices_per_node >= ranks for kind in kinds):
-        return Layout(ranks, 1, 1, plan.hardware.devices_per_node).nodes()
+        return Layout.of(plan.decisions, plan.hardware).nodes()
     found = []
     for kind in kinds:
         size, end = kind.hardware.devices_per_node, kind.ranks.stop
