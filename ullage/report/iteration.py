@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.costs.resources import Resource
 from planner.models.captured import counted
-from planner.simulate.critical_path import CriticalTask
+from planner.schedule.timeline import Span
 from ullage.analysis.iteration import Iteration
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
@@ -68,14 +68,14 @@ def _lanes(seen: Iteration) -> Table:
 def _critical(seen: Iteration) -> Iterator[Table | Chart]:
     """Yield the critical path summed by kind of task, and by lane over time."""
     tasks, period_s = seen.simulation.timeline.schedule.tasks, seen.period_s
-    kinds: dict[tuple[str, str, str], list[CriticalTask]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str], list[Span]] = defaultdict(list)
     for step in seen.steps:
         task = tasks[step.task]
         kinds[task.phase.value, task.lane.value, task.op.value].append(step)
-    rows, rest = [], list[CriticalTask]()
+    rows, rest = [], list[Span]()
     for kind, steps in kinds.items():
         if sum(step.length_s for step in steps) >= _SMALL * period_s:
-            rows.append((*kind, *_summed(steps, period_s), _slowed_by(steps)))
+            rows.append((*kind, *_summed(steps, period_s), _slowed_by(seen, steps)))
         else:
             rest += steps
     if rest:
@@ -90,19 +90,18 @@ def _critical(seen: Iteration) -> Iterator[Table | Chart]:
     yield Chart("critical", title, words, TIME, (row,), over_time=True, period_s=period_s)
 
 
-def _summed(steps: Sequence[CriticalTask], period_s: float) -> tuple[str, str, str]:
+def _summed(steps: Sequence[Span], period_s: float) -> tuple[str, str, str]:
     """Return the number of some steps, their time and its share of the iteration."""
     length_s = sum(step.length_s for step in steps)
     return str(len(steps)), si(length_s, "s"), percent(length_s / period_s)
 
 
-def _slowed_by(steps: Sequence[CriticalTask]) -> str:
+def _slowed_by(seen: Iteration, steps: Sequence[Span]) -> str:
     """Return the resource that slows some steps most, and by how much all do; empty if that is little."""
     by_resource: dict[Resource, float] = defaultdict(float)
-    for step in steps:
-        if step.shared is not None:
-            by_resource[step.shared] += step.slowed_s
-    slowed_s = sum(step.slowed_s for step in steps)
+    for seconds, resource in (seen.slowed_steps[step] for step in steps if step in seen.slowed_steps):
+        by_resource[resource] += seconds
+    slowed_s = sum(by_resource.values())
     if not by_resource or slowed_s < _SMALL * sum(step.length_s for step in steps):
         return ""
     return f"{max(by_resource, key=by_resource.__getitem__).name.lower()} {si(slowed_s, 's')}"
