@@ -103,7 +103,6 @@ ERRORS = {
 OF_COMMANDS = {
     "QuestionError",
     "CaseError",
-    "CertificateError",
     "CheckpointsError",
     "SignalledError",
     "UnequalError",  # never leaves a capture
