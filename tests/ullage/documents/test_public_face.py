@@ -101,7 +101,6 @@ ERRORS = {
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
-    "QuestionError",
     "CaseError",
     "CheckpointsError",
     "SignalledError",
