@@ -119,7 +119,9 @@ class OffloadedGradient(torch.Tensor):
         others = [*args[1:], *(kwargs or {}).values()]
         if any(isinstance(other, (list, tuple)) for other in others):
             others = tree_leaves(others)
-        if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
+        if all(isinstance(g, OffloadedGradient) for g in own) and not any(
+            isinstance(other, OffloadedGradient) for other in others
+        ):
             if operation in _NORMS and _is_plain_norm(others):
                 norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
                 return norms if several else norms[0]
@@ -200,10 +202,6 @@ def _is_number(given: Any) -> bool:
     if isinstance(given, torch.Tensor):
         return given.numel() == 1 and not given.is_complex()
     return isinstance(given, int | float)
-
-
-def _has_gradient(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, OffloadedGradient) for leaf in leaves)
 
 
 def _is_plain_norm(others: list[Any]) -> bool:

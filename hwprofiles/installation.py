@@ -8,15 +8,11 @@ from typing import Final
 _LOWER_BOUND: Final = re.compile(r"([\w-]+)(?:\[[\w,-]+\])?[^;]*?>=\s*([\d.]+)")
 
 
-class InstallationError(ImportError):
-    """Packages are missing, too old, or taken by another distribution."""
-
-
 def check_versions(names: Iterable[str]) -> None:
     """Check that none of these packages, if it is there, is older than Ullage's metadata allow.
 
     Raises:
-        InstallationError: one is older; the message names both versions and the remedy.
+        ImportError: one is older; the message names both versions and the remedy.
     """
     try:
         required = requires("ullage") or []
@@ -29,7 +25,7 @@ def check_versions(names: Iterable[str]) -> None:
         except PackageNotFoundError:
             continue  # its import will say so
         if name in oldest and _release(found) < _release(oldest[name]):
-            raise InstallationError(
+            raise ImportError(
                 f"{name} {found} is older than {oldest[name]}, the oldest that Ullage was tried with; "
                 f"pip install '{name}>={oldest[name]}'"
             )

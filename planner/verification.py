@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from planner.bounds.certificate import CertificateError, check
+from planner.bounds.certificate import check
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.interval import CheckpointsError
 from planner.choices.variants import variants
@@ -25,7 +25,7 @@ def verify(plan: Plan) -> Prediction:
     again, and adds up the proofs of the bound in exact arithmetic over conditions that it builds itself.
 
     Raises:
-        CertificateError: a statement of the plan is false.
+        ValueError: a statement of the plan is false.
     """
     for kind in plan.others or ():
         _simulated_again(plan.of_rank(kind.first_rank))
@@ -34,7 +34,7 @@ def verify(plan: Plan) -> Prediction:
     rivals, decisions = variants(plan.request), plan.decisions
     own = next((rival for rival in rivals if rival.choice == Choice.of(decisions)), None)
     if own is None:
-        raise CertificateError("the plan's degrees and batch sizes do not match its request; plan again")
+        raise ValueError("the plan's degrees and batch sizes do not match its request; plan again")
     check(plan.certificate, rivals, own, decisions, plan.prediction.iteration_s)
     return found
 
@@ -43,7 +43,7 @@ def _simulated_again(plan: Plan) -> Prediction:
     """Simulate a plan, and compare with what it states; return the new prediction.
 
     Raises:
-        CertificateError: a number is another.
+        ValueError: a number is another.
     """
     units, decisions = plan.units(), plan.decisions
     cost = CostModel.of(plan.hardware, units, decisions)
@@ -51,17 +51,15 @@ def _simulated_again(plan: Plan) -> Prediction:
     found = predict(units, plan.seq_len, decisions, cost, simulation)
     for tier, use in found.memory.items():
         if use.missing_bytes:
-            raise CertificateError(
+            raise ValueError(
                 f"the plan needs {use.peak_bytes} bytes of {tier} memory, not {use.capacity_bytes}; plan again"
             )
         if (stated := plan.prediction.memory.get(tier)) != use:
             peak = stated.peak_bytes if stated else None
-            raise CertificateError(
-                f"the plan states a peak of {peak} bytes of {tier} memory, but it is {use.peak_bytes}"
-            )
+            raise ValueError(f"the plan states a peak of {peak} bytes of {tier} memory, but it is {use.peak_bytes}")
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
-        raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
+        raise ValueError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
     return with_interval(found, units, decisions, cost)
 
 
@@ -72,10 +70,10 @@ def _check_checkpoints(plan: Plan) -> None:
     try:
         found = choose_checkpoints(plan, plan.checkpoints.request)
     except CheckpointsError as error:
-        raise CertificateError(f"the plan states checkpoints that cannot be made: {error}") from error
+        raise ValueError(f"the plan states checkpoints that cannot be made: {error}") from error
     stated, again = (each.model_dump(mode="json", exclude={"engines"}) for each in (plan.checkpoints, found))
     if differs := _difference(stated, again, "checkpoints"):
-        raise CertificateError(f"the plan states {differs}")
+        raise ValueError(f"the plan states {differs}")
 
 
 def _difference(stated: Any, found: Any, name: str) -> str | None:

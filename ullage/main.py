@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from hwprofiles.installation import InstallationError
 from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
 from ullage.cli.interruption import consistent_interrupt
 from ullage.commands import SUMMARIES, build_parser
@@ -85,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interrupted(prog, error)
     except BrokenPipeError as error:
         return _broken_pipe(prog, error)
-    except (ValueError, OSError, MemoryError, InstallationError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         return _bad_input(prog, error)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+    except ImportError as error:
+        if error.name not in {None, *_EXTRAS}:  # what packages raise themselves, as where one is too old, has no name
             raise
         return _bad_input(prog, error)
     return code
@@ -147,17 +146,17 @@ def check_packages() -> None:
     """Check that Python finds all packages of Ullage in the folder of this one.
 
     Raises:
-        InstallationError: a package is missing or is found elsewhere; the message names it and the remedy.
+        ImportError: a package is missing or is found elsewhere; the message names it and the remedy.
     """
     home = Path(__file__).resolve().parents[1]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise InstallationError(f"package {name!r} is missing beside {home / 'ullage'}; install ullage again")
+            raise ImportError(f"package {name!r} is missing beside {home / 'ullage'}; install ullage again")
         found = Path(spec.origin).resolve() if spec.origin else None
         if found is None or found.parent.parent != home:
             where = found or ", ".join(spec.submodule_search_locations or ()) or "elsewhere"
-            raise InstallationError(
+            raise ImportError(
                 f"package {name!r} is not Ullage's: it resolves to {where}, not to {home / name}; pip uninstall {name} "
                 "if another distribution installed it, leave a folder that has a file of that name, or use a fresh "
                 "environment"

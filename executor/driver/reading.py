@@ -1,15 +1,20 @@
-"""Says whether the weights of a prepared model can be read by code that does not know of its session."""
+"""Says where code that does not know of a session can read the weights of its model."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from executor.driver.runtime import Runtime
 
 
-def why_unreadable(runtime: "Runtime", name: str, *, alone: bool = False) -> str:
-    """Return why a parameter's weights cannot be read now, and what to do; empty if they can.
+def where_readable(runtime: "Runtime", name: str, *, alone: bool = False) -> Literal["at rest", "settled", "at hand"]:
+    """Return where a parameter's weights can be read now; if ``alone``, other ranks do not read them now.
 
-    If ``alone``, other ranks do not read them now.
+    Returns:
+        ``at rest``: where the plan keeps them, because no weights move; ``settled``: on the device, until updates
+        begin; ``at hand``: in what its unit computes with.
+
+    Raises:
+        ValueError: they cannot be read; says why, and what to do.
     """
     frozen, why = runtime.state.frozen_by_parameter.get(name), ""
     if frozen is not None and frozen[0][1].shard.stored.is_quantized:
@@ -25,11 +30,17 @@ def why_unreadable(runtime: "Runtime", name: str, *, alone: bool = False) -> str
         )
     elif runtime.machine.stopped:
         why = "its session has failed, and session.full_parameters() too; continue from a checkpoint"
-    elif not runtime.inside_iteration or runtime.is_settled(name) or runtime.at_hand(name) is not None:
-        pass
-    elif not runtime.come_to_rest():
+    elif not runtime.inside_iteration:
+        return "at rest"
+    elif runtime.is_settled(name):
+        return "settled"
+    elif runtime.at_hand(name) is not None:
+        return "at hand"
+    elif runtime.come_to_rest():
+        return "at rest"
+    else:
         why = (
             "weights move during an iteration; read it, or session.full_parameters(), after optimizer.step() and "
             "before the next forward"
         )
-    return why
+    raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")

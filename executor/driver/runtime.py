@@ -14,7 +14,7 @@ from executor.devices.cores import Cores
 from executor.devices.lanes import LaneError, LaneMachine
 from executor.distributed.ranks import ALONE, Ranks
 from executor.distributed.shards import ParameterShard, unshard
-from executor.driver.reading import why_unreadable
+from executor.driver.reading import where_readable
 from executor.driver.unbroken import Unbroken
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena, Moved
@@ -377,22 +377,17 @@ class Runtime:
         return weights
 
     def check_readable(self, name: str, *, alone: bool = False) -> None:
-        """See :class:`executor.module.guarded_parameters.WeightReader`.
-
-        Raises:
-            ValueError: they cannot; says why, and what to do.
-        """
-        if why := why_unreadable(self, name, alone=alone):
-            raise ValueError(f"{name} is a parameter of a prepared model, and cannot be read here, because {why}")
+        """See :class:`executor.module.guarded_parameters.WeightReader`."""
+        where_readable(self, name, alone=alone)
 
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
-        self.check_readable(name)
-        if self.inside_iteration and self.is_settled(name):
+        where = where_readable(self, name)
+        if where == "settled":
             if self.gathers and self.ranks is not None:
                 self.ranks.check_same_call(f"a read of {name}")
             return self._view(name)
-        if self.inside_iteration and (at_hand := self.at_hand(name)) is not None:
+        if where == "at hand" and (at_hand := self.at_hand(name)) is not None:
             return at_hand.clone()
         return self.weights(name, f"a read of {name}")
 

@@ -24,9 +24,9 @@ from executor.memory.nvme_files import Storage, whole_blocks
 from executor.memory.recompute_cache import (
     ReuseProducts,
     SavedTensor,
-    SaveProducts,
     SegmentActivations,
     modified_in_place,
+    saving_products,
 )
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -127,7 +127,7 @@ class OffloadedActivations:
             return callbacks.unit if callbacks.unit in names else names[0]
 
         def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            return SaveProducts(segment, unit), ReuseProducts(segment, self._backend, begin_recompute)
+            return saving_products(segment, unit), ReuseProducts(segment, self._backend, begin_recompute)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes

@@ -218,29 +218,37 @@ class SegmentActivations:
             tensor.tensor = None
 
 
-class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves the outputs of products during forward."""
+class Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a function run operators. It gets what ``__torch_dispatch__`` gets."""
 
-    def __init__(self, segment: SegmentActivations, unit: Callable[[], str]) -> None:
+    def __init__(self, run: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._segments = segment
-        self._unit = unit
+        self._run = run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        return self._run(func, types, args, kwargs or {})
+
+
+def saving_products(segment: SegmentActivations, unit: Callable[[], str]) -> Running:
+    """Return a mode that saves the outputs of products during forward."""
+
+    def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_parts(types):
             return NotImplemented
-        output = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and self._segments.products:
-            self._segments.forget_changed(output)
+        output = func(*args, **kwargs)
+        if func._schema.is_mutable and segment.products:
+            segment.forget_changed(output)
         if _is_product(func) and not is_running_again():
             leaves, structure = tree_flatten(output)
             saved = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, saved, structure, _random_state(func, leaves[0].device))
-            self._segments.products.append(product)
-            self._segments.products_of[self._unit()].append(product)
+            segment.products.append(product)
+            segment.products_of[unit()].append(product)
         return output
+
+    return Running(run)
 
 
 class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from executor.distributed.shards import BindingError
+from executor.memory.recompute_cache import Running
 
 HIDDEN: Final = object()
 """Stands for hidden states in what a layer returns."""
@@ -148,7 +148,12 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
     values = zip(*map(tree_leaves, (given, dict(batch))), strict=True)
     known = [(fake, real.cpu()) for fake, real in values if isinstance(real, Tensor)]
     try:
-        with torch.enable_grad(), mode, operators(known) as run, _Running(run):
+        with (
+            torch.enable_grad(),
+            mode,
+            operators(known) as run,
+            Running(lambda function, _types, args, kwargs: run(function, args, kwargs)),
+        ):
             output = watch.finish(faked(**given))
     except BindingError:
         raise
@@ -174,17 +179,6 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
     crossed = {path for cut in watch.crossing for each in cut for path, _ in each.inner}
     inside = {path: form for path, form in watch.inside.items() if path in crossed}
     return Cuts(watch.crossing, watch.given, watch.forms | inside)
-
-
-class _Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets a function run operators."""
-
-    def __init__(self, run: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
 
 
 _Edge = tuple[Any, int]

@@ -2,50 +2,23 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from executor.devices.backend import Backend, as_array, update_on_host
 from executor.distributed.groups import Group
-from executor.distributed.matrices import MatrixPart, update_matrices
-from executor.distributed.shards import ParameterShard
+from executor.distributed.matrices import Run, update_matrices
 from executor.memory.pieces import Piece, State, as_state
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
-from executor.optimizer.muon import MuonParams
 from executor.optimizer.passes import cut
 from executor.optimizer.split import SplitMaster
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Op, Task
-
-
-class _Run(NamedTuple):
-    """A range of a unit's flat parameters that all have the same update, and with what it is updated."""
-
-    start: int
-    stop: int
-    rule: Rule
-    step: int
-    shard: ParameterShard | None = None  # of a matrix that ranks share, which is a run of its own
-    gradients: Sequence[torch.Tensor] = ()  # consecutive parts
-    state: Sequence[torch.Tensor | SplitMaster] = ()  # master copy, buffers and target of weights
-
-    def taking(self, piece: Piece, gradients: Sequence[torch.Tensor], state: Sequence[Any]) -> "_Run":
-        """Return it with its range of a piece's state, and with its gradients."""
-        return self._replace(gradients=gradients, state=self.of(piece, state))
-
-    def of(self, piece: Piece, state: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the same range of a piece's state, master copy first, or of other tensors of it."""
-        return cut(state, self.start - piece.start, self.stop - piece.start)
-
-    def part(self, shard: ParameterShard) -> MatrixPart:
-        """Return the part of a shared matrix that it is."""
-        assert isinstance(self.rule.params, MuonParams)
-        return MatrixPart(shard, self.rule.params, self.rule.scale, *self.gradients, *self.state)
 
 
 @final
@@ -135,7 +108,7 @@ class UpdateTasks:
         rounds = weights is not None and not self._weight_in_state
         state = [*held, *([weights] if weights is not None and rounds else [])]
         runs = list(self._runs(unit, piece, iteration))
-        self._take([run.taking(piece, run.of(piece, [gradient]), state) for run in runs], on_host=True)
+        self._take([_given(run, piece, _within(run, piece, [gradient]), state) for run in runs], on_host=True)
         num_updated = sum(run.stop - run.start for run in runs)
         if num_updated:
             unit.changed.add(piece.index)
@@ -152,7 +125,7 @@ class UpdateTasks:
         elif piece.in_place:
             self._restore_dropped(unit, piece, weights, master, iteration)
 
-    def _take(self, runs: Sequence[_Run], *, on_host: bool = False) -> None:
+    def _take(self, runs: Sequence[Run], *, on_host: bool = False) -> None:
         """Take steps one after another, and at last those of matrices that ranks share, together."""
         memory = self._state.update_memory if on_host else None
         for run in runs:
@@ -162,7 +135,7 @@ class UpdateTasks:
                 update_on_host(run.state, run.gradients[0], run.rule, run.step, self._team, memory)
             else:
                 self._backend.update(run.state, run.gradients, run.rule, run.step)
-        shared = [run.part(run.shard) for run in runs if run.shard is not None]
+        shared = [run for run in runs if run.shard is not None]
         if shared:
             assert self._matrices is not None
             update_matrices(
@@ -182,14 +155,14 @@ class UpdateTasks:
     def _update_on_device(self, unit: UnitState, piece: Piece, state: State, iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         targets = (unit.own(piece),) if unit.on_device and not (self._master_is_weight or piece.splits) else ()
-        singles, runs = self._parameter_runs(unit, piece, iteration), list[_Run]()
+        singles, runs = self._parameter_runs(unit, piece, iteration), list[Run]()
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
                 parameter, single = next(singles)
                 gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
                 stop = single.stop
-            runs.append(run.taking(piece, gradients, (*state, *targets)))
+            runs.append(_given(run, piece, gradients, (*state, *targets)))
         self._take(runs)
         self._release_gradients(unit, [gradient for run in runs for gradient in run.gradients])
         for parameter in unit.parameters:  # gradients that the user dropped
@@ -219,7 +192,7 @@ class UpdateTasks:
         state = as_state(tensors, splits=piece.splits)
         if piece.leaves:
             runs = self._runs(unit, piece, iteration)
-            self._take([run.taking(piece, run.of(piece, [weights]), state) for run in runs])
+            self._take([_given(run, piece, _within(run, piece, [weights]), state) for run in runs])
         else:
             self._update_on_device(unit, piece, state, iteration)
         # Write the whole piece: parameters without an update get the same bits again.
@@ -228,7 +201,7 @@ class UpdateTasks:
         elif unit.host_weights is not None:
             weights.copy_(tensors[0])
 
-    def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
+    def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, Run]]:
         """Yield each parameter of a piece that got a gradient and is updated, with its range."""
         rules = self._rules[iteration]
         for parameter in unit.parameters:
@@ -240,12 +213,12 @@ class UpdateTasks:
                 is_shared = self._matrices is not None and piece.kind == "muon" and parameter.shard.dim is not None
                 yield (
                     parameter,
-                    _Run(part.start, part.stop, here, parameter.step, parameter.shard if is_shared else None),
+                    Run(part.start, part.stop, here, parameter.step, parameter.shard if is_shared else None),
                 )
 
-    def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
+    def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[Run]:
         """Yield the ranges of a piece that are updated. Adjacent ranges with the same update are merged."""
-        open_run: _Run | None = None
+        open_run: Run | None = None
         for _, run in self._parameter_runs(unit, piece, iteration):
             same = open_run and (open_run.stop, open_run.rule, open_run.step) == (run.start, run.rule, run.step)
             if open_run and same and open_run.shard is run.shard is None:
@@ -256,3 +229,13 @@ class UpdateTasks:
             open_run = run
         if open_run:
             yield open_run
+
+
+def _given(run: Run, piece: Piece, gradients: Sequence[torch.Tensor], state: Sequence[Any]) -> Run:
+    """Return a run with its range of a piece's state, and with its gradients."""
+    return run._replace(gradients=gradients, state=_within(run, piece, state))
+
+
+def _within(run: Run, piece: Piece, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a run's range of a piece's state, master copy first, or of other tensors of it."""
+    return cut(values, run.start - piece.start, run.stop - piece.start)

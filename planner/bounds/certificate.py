@@ -48,10 +48,6 @@ _RELATIVE = 1e-9
 _KNOWN: Final = weakref.WeakKeyDictionary[CostModel, tuple[Setup, dict[str, float]]]()
 
 
-class CertificateError(ValueError):
-    """A certificate that does not prove what it states."""
-
-
 def certify(
     rivals: Sequence[Variant],
     own: Variant,
@@ -169,7 +165,7 @@ def check(
     """Check every statement of a certificate, in exact arithmetic.
 
     Raises:
-        CertificateError: naming the statement that does not hold.
+        ValueError: naming the statement that does not hold.
     """
     expected = {
         (rival.choice, setup.given.zero_stage): (setup, rival.cost)
@@ -179,7 +175,7 @@ def check(
     found = [(proof.choice, proof.zero_stage) for proof in certificate.proofs]
     if len(found) != len(expected) or set(found) != set(expected):
         missing = [f"{choice.words}, ZeRO-{stage}" for choice, stage in expected if (choice, stage) not in found]
-        raise CertificateError(
+        raise ValueError(
             f"the certificate must have one proof for each of {len(expected)} choices of degrees, batch and ZeRO "
             f"stage, but has {len(found)}" + (f"; there is none for {missing[0]}" if missing else "")
         )
@@ -188,34 +184,32 @@ def check(
         check_proof(proof, setup, cost, _LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
-        raise CertificateError(
-            f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
-        )
+        raise ValueError(f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}")
     program = _placed(own.setup, own.cost, decisions, _LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
-        raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
+        raise ValueError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
-        raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
+        raise ValueError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
     ordered = min(max(_order_s(own.setup, own.cost, decisions), stated), iteration_s)
     if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
-        raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
+        raise ValueError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
 
 def check_proof(proof: Proof, setup: Setup, cost: CostModel, limit_s: float) -> None:
     """Check one proof, in exact arithmetic.
 
     Raises:
-        CertificateError: it does not prove what it states.
+        ValueError: it does not prove what it states.
     """
     if (proof.bound_s is None) == (proof.overrun is None):
-        raise CertificateError(f"the proof of ZeRO stage {proof.zero_stage} must state either bound_s or overrun")
+        raise ValueError(f"the proof of ZeRO stage {proof.zero_stage} must state either bound_s or overrun")
     fits = proof.bound_s is not None
     program = conditions(setup, cost, limit_s if fits else NEVER_S, soft=not fits)
     proven, stated = _exactly(program, proof.multipliers), proof.bound_s if fits else proof.overrun
     assert stated is not None
     if Fraction(stated) > proven or (not fits and proven <= 0):
-        raise CertificateError(
+        raise ValueError(
             f"ZeRO stage {proof.zero_stage}: {'bound_s' if fits else OVERRUN} is stated as {stated!r}, but its "
             f"multipliers prove {float(proven)!r}"
         )
@@ -267,7 +261,7 @@ def _exactly(program: LinearProgram, multipliers: dict[str, float]) -> Fraction:
     try:
         return bound(program, multipliers)
     except ValueError as error:
-        raise CertificateError(f"the certificate has a {error}") from error
+        raise ValueError(f"the certificate has a {error}") from error
 
 
 def _proven(program: LinearProgram, multipliers: dict[str, float]) -> float:

@@ -42,11 +42,6 @@ class Precision(Frozen):
         return 2 if self.weights == "bf16" else 4
 
     @property
-    def without_fp8(self) -> Self:
-        """The same types of what is kept and moved, with products in the type of weights."""
-        return self.model_copy(update={"products": None})
-
-    @property
     def gradient_bytes(self) -> Literal[2, 4]:
         """Bytes of one gradient."""
         return self.weight_bytes

@@ -195,7 +195,7 @@ def _products_in_weights_type(bench: Bench) -> Iterator[Decisions]:
     precision = bench.decisions.precision
     if precision.products:
         for other in _with_less_resident(bench):
-            yield changed(other, precision=precision.without_fp8, fp8_weights=None)
+            yield changed(other, precision=precision.model_copy(update={"products": None}), fp8_weights=None)
 
 
 TRICKS: tuple[Trick, ...] = (

@@ -2,12 +2,11 @@
 
 A task starts when the last of its predecessors has ended, or the task before it in its lane. So a
 walk back from the beginning of the next iteration, always to the task that ended last, covers the iteration without
-gaps. Under fluid sharing, a task of the chain may take longer than alone; the difference is its ``slowed_s``. It is
+gaps. Under fluid sharing, a task of the chain may take longer than alone; the difference is due to sharing. It is
 attributed to the task's resource with the highest demand while the task ran, summed over all running tasks at their
 mean rates.
 """
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,7 +15,7 @@ import numpy as np
 from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.series import Flow, series
-from planner.schedule.tasks import Lane, Op, Phase
+from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Span, Timeline
 
 _Key = tuple[int, int]  # iteration, task
@@ -26,41 +25,14 @@ _Share = Callable[[Resource, int, float, float], float]
 _ROUNDING = 1e-12
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CriticalTask(Span):
-    """One task of the chain; only its part within the iteration, in seconds since that began.
-
-    Attributes:
-        slowed_s: the part of its time that is due to sharing.
-        shared: the resource that slowed it, if any.
-    """
-
-    slowed_s: float = 0.0
-    shared: Resource | None = None
+Slowed = dict[Span, tuple[float, Resource]]
+"""Of steps that sharing slows: the part of their time that is due to it, and the resource that slows them."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CriticalPart:
-    """The sum of the critical path's steps of one kind.
-
-    Attributes:
-        phase, lane, op: the kind.
-        num_tasks: the number of steps.
-        length_s, slowed_s: sums over the steps.
-        shared: the resource that slowed them most.
-    """
-
-    phase: Phase
-    lane: Lane
-    op: Op
-    num_tasks: int
-    length_s: float
-    slowed_s: float
-    shared: Resource | None
-
-
-def critical_steps(timeline: Timeline, iteration: int) -> tuple[CriticalTask, ...]:
+def critical_steps(timeline: Timeline, iteration: int) -> tuple[Span, ...]:
     """Return the critical path of one iteration in order of time; see the module.
+
+    Of each task, this is only the part within the iteration, in seconds since that began.
 
     In a simulated timeline, the steps cover the period. In a measured one, gaps are times in which no task of the
     schedule ran.
@@ -118,11 +90,11 @@ def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
 def slowed(
     timeline: Timeline,
     iteration: int,
-    steps: Sequence[CriticalTask],
+    steps: Sequence[Span],
     prices: Sequence[Price],
     capacities: Mapping[Resource, float],
-) -> tuple[CriticalTask, ...]:
-    """Return steps with their slowdown by sharing, and the resource that caused it.
+) -> Slowed:
+    """Return which steps sharing slows, by how much, and the resource that causes it.
 
     Args:
         timeline: a simulated timeline.
@@ -131,9 +103,17 @@ def slowed(
         prices: the price of each task of the schedule, as in the simulation.
         capacities: the capacities of the simulation.
     """
-    begin_s = timeline.begin_s(iteration)
-    share = _demand(timeline, prices, capacities)
-    return tuple(_slowed(timeline, begin_s, step, prices[step.task], share) for step in steps)
+    begin_s, tasks = timeline.begin_s(iteration), timeline.schedule.tasks
+    share, found = _demand(timeline, prices, capacities), Slowed()
+    for step in steps:
+        price, key = prices[step.task], (step.iteration, step.task)
+        start_s, end_s = float(timeline.start_s[key]), float(timeline.end_s[key])
+        extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)
+        if extra_s > _ROUNDING * end_s and price.uses:
+            stage, from_s, to_s = tasks[step.task].stage, begin_s + step.start_s, begin_s + step.end_s
+            shares = {resource: share(resource, stage, from_s, to_s) for resource, _ in price.uses}
+            found[step] = extra_s * step.length_s / (end_s - start_s), max(shares, key=shares.__getitem__)
+    return found
 
 
 def used_meanwhile(
@@ -158,35 +138,9 @@ def used_meanwhile(
     return used_s / sum(step.length_s for step in steps) if steps else 0.0
 
 
-def parts(schedule: Schedule, steps: Sequence[CriticalTask]) -> tuple[CriticalPart, ...]:
-    """Return steps summed by phase, lane and op, in order of appearance."""
-    kinds: dict[tuple[Phase, Lane, Op], list[CriticalTask]] = defaultdict(list)
-    for step in steps:
-        task = schedule.tasks[step.task]
-        kinds[task.phase, task.lane, task.op].append(step)
-    return tuple(
-        CriticalPart(
-            *kind,
-            num_tasks=len(members),
-            length_s=sum(step.length_s for step in members),
-            slowed_s=sum(step.slowed_s for step in members),
-            shared=_most(members),
-        )
-        for kind, members in kinds.items()
-    )
-
-
-def _most(steps: Sequence[CriticalTask]) -> Resource | None:
-    by_resource: dict[Resource, float] = defaultdict(float)
-    for step in steps:
-        if step.shared is not None:
-            by_resource[step.shared] += step.slowed_s
-    return max(by_resource, key=lambda resource: by_resource[resource], default=None)
-
-
-def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> CriticalTask:
+def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> Span:
     start_s, stop_s = float(timeline.start_s[key]), float(timeline.end_s[key])
-    return CriticalTask(*key, start_s=max(start_s, begin_s) - begin_s, end_s=min(stop_s, end_s) - begin_s)
+    return Span(*key, start_s=max(start_s, begin_s) - begin_s, end_s=min(stop_s, end_s) - begin_s)
 
 
 def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
@@ -197,20 +151,6 @@ def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
         result.append(latest[task.lane, task.stage])
         latest[task.lane, task.stage] = (task.index, 0)
     return result
-
-
-def _slowed(timeline: Timeline, begin_s: float, step: CriticalTask, price: Price, share: _Share) -> CriticalTask:
-    key = (step.iteration, step.task)
-    start_s, end_s = float(timeline.start_s[key]), float(timeline.end_s[key])
-    extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)
-    if extra_s <= _ROUNDING * end_s or not price.uses:
-        return step
-    stage = timeline.schedule.tasks[step.task].stage
-    shared = max(
-        (resource for resource, _ in price.uses),
-        key=lambda r: share(r, stage, begin_s + step.start_s, begin_s + step.end_s),
-    )
-    return dataclasses.replace(step, slowed_s=extra_s * step.length_s / (end_s - start_s), shared=shared)
 
 
 def _demand(timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> _Share:

@@ -14,7 +14,8 @@ def simulate(system: FluidSystem) -> tuple[Floats, Floats]:
     from planner.simulate.loaded import kernel_for  # noqa: PLC0415 - loads LLVM, and not all commands simulate
 
     # The kernel initialises memory itself, because calls from here are slow.
-    entries = dict.fromkeys(("rate", "following", "preceding"), system.num_lanes * system.max_uses)
+    most_uses = int(np.diff(system.use_ptr).max(initial=0))  # resources of a task
+    entries = dict.fromkeys(("rate", "following", "preceding"), system.num_lanes * most_uses)
     state = State(
         Tasks(*_arrays(Tasks, system.num_tasks, vars(system))),
         Lanes(*_arrays(Lanes, system.num_lanes, {}, entries)),

@@ -77,11 +77,6 @@ class FluidSystem:
         """Number of lanes, including unused ones below the highest."""
         return int(self.lane.max(initial=-1)) + 1
 
-    @functools.cached_property
-    def max_uses(self) -> int:
-        """The largest number of resources of a task."""
-        return int(np.diff(self.use_ptr).max(initial=0))
-
     def _check(self) -> None:
         """Check the rules above: the kernel, which is machine code, looks at no index twice."""
         for name in ("lane", "latency_s", "duration_s", "weight"):

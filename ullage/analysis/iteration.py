@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Self
 
-from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -15,8 +14,8 @@ from planner.models.captured import Model
 from planner.schedule.schedule import Schedule
 from planner.schedule.series import Series, amounts, busy, traffic
 from planner.schedule.tasks import Lane, Phase, Task, Tier
-from planner.schedule.timeline import MemoryUse, Stretch, Timeline, memory_use
-from planner.simulate.critical_path import CriticalTask, critical_path, critical_steps, slowed
+from planner.schedule.timeline import MemoryUse, Span, Stretch, Timeline, memory_use
+from planner.simulate.critical_path import Slowed, critical_path, critical_steps, slowed
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import TierMemory, memory_peaks
 from ullage.analysis.runs import RunRecord, check_measured
@@ -109,16 +108,15 @@ class Iteration:
 
     Attributes:
         engine: the engine that decides, with its setting if it has one, such as ``twin-flow 0.4``.
-        model, hardware: the model and the machine.
+        model: the model.
         units, seq_len: the model's units, and the tokens per sequence.
         decisions: decisions of the engine.
-        cost: cost model of the tasks.
+        cost: cost model of the tasks on the machine.
         num_iterations: iterations to simulate, of which this is the last complete one; ``None``: until they repeat.
     """
 
     engine: str
     model: Model
-    hardware: HardwareProfile
     units: tuple[Unit, ...]
     seq_len: int
     decisions: Decisions
@@ -166,11 +164,15 @@ class Iteration:
         return memory_peaks(self.simulation.timeline, self.simulation.steady, self.cost)
 
     @functools.cached_property
-    def steps(self) -> tuple[CriticalTask, ...]:
+    def steps(self) -> tuple[Span, ...]:
         """The critical path."""
+        return critical_steps(self.simulation.timeline, self.simulation.steady)
+
+    @functools.cached_property
+    def slowed_steps(self) -> Slowed:
+        """The steps of the critical path that sharing slows."""
         timeline, steady, cost = self.simulation.timeline, self.simulation.steady, self.cost
-        steps = critical_steps(timeline, steady)
-        return slowed(timeline, steady, steps, cost.prices(timeline.schedule), cost.capacities())
+        return slowed(timeline, steady, self.steps, cost.prices(timeline.schedule), cost.capacities())
 
     @functools.cached_property
     def half_work_s(self) -> dict[Lane, float]:
@@ -201,9 +203,8 @@ class Iteration:
     def slowed_s(self) -> dict[str, float]:
         """Seconds by which sharing a resource stretches the critical path, by resource, largest first."""
         totals: dict[str, float] = defaultdict(float)
-        for step in self.steps:
-            if step.shared is not None:
-                totals[step.shared.name.lower()] += step.slowed_s
+        for seconds, resource in self.slowed_steps.values():
+            totals[resource.name.lower()] += seconds
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     @property
@@ -264,7 +265,7 @@ class Iteration:
         return {
             "engine": self.engine,
             "model": self.model.name,
-            "hardware": self.hardware.name,
+            "hardware": self.cost.profile.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
             "phases_s": {**self.phases, "iteration": self.period_s},
@@ -290,10 +291,11 @@ class Iteration:
                     "task": tasks[step.task].name,
                     "start_s": step.start_s,
                     "end_s": step.end_s,
-                    "slowed_s": step.slowed_s,
-                    "short_of": None if step.shared is None else step.shared.name.lower(),
+                    "slowed_s": slowed_s,
+                    "short_of": None if resource is None else resource.name.lower(),
                 }
                 for step in self.steps
+                for slowed_s, resource in [self.slowed_steps.get(step, (0.0, None))]
             ],
             "half_work_iteration_s": self.half_work_s,
             "warnings": self.warnings,

@@ -39,7 +39,7 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Itera
         decisions = decided(engine, setting, rivals)
     name, units = engine if setting is None else f"{engine} {setting}", plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)
-    return Iteration(name, plan.model, plan.hardware, units, plan.seq_len, decisions, cost)
+    return Iteration(name, plan.model, units, plan.seq_len, decisions, cost)
 
 
 def chosen_request(plan: Plan) -> Request:

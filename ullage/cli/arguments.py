@@ -1,6 +1,5 @@
 """Types of command-line arguments. Each error states the value, the rule and an example."""
 
-import argparse
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -30,16 +29,12 @@ _SHARE = "a share between 0 and 1; give 1% or 0.01"
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-class UnreadableError(argparse.ArgumentTypeError, ValueError):
-    """A text is not a value of an option: an error of argparse, and of studies and Python."""
-
-
 def _amount(text: str, units: Mapping[str, float], rule: str, least: float = math.ulp(0.0)) -> float:
     """Return a number times its unit; it must be finite and at least ``least``. ``rule`` is the end of the error."""
     found = _AMOUNT.fullmatch(text.strip())
     value = float(found[1]) * units.get(found[2].lower(), math.nan) if found else math.nan
     if not least <= value < math.inf:
-        raise UnreadableError(f"{text!r} is not {rule}")
+        raise ValueError(f"{text!r} is not {rule}")
     return value
 
 
@@ -47,12 +42,12 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of a size such as ``150MB``, ``1.5GiB`` or ``2e9`` (kB, MB, GB, TB are powers of 1000).
 
     Raises:
-        UnreadableError: the text is not a size, is less than one byte, or seems to lack its unit.
+        ValueError: the text is not a size, is less than one byte, or seems to lack its unit.
     """
     rule = "a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9"
     found = round(_amount(text, _BYTES | _BINARY_BYTES, rule, least=1))
     if found < 1000 and text.strip()[-1].isdigit():
-        raise UnreadableError(f"{text!r} is {found} bytes; give the unit that is meant, as in {text}GB")
+        raise ValueError(f"{text!r} is {found} bytes; give the unit that is meant, as in {text}GB")
     return found
 
 
@@ -60,7 +55,7 @@ def positive_int(text: str) -> int:
     """Return a whole number from 1 to a thousand million.
 
     Raises:
-        UnreadableError: it is not one.
+        ValueError: it is not one.
     """
     return _whole(text, 1, _MOST_COUNT)
 
@@ -69,19 +64,19 @@ def non_negative_int(text: str) -> int:
     """Return a whole number of at least 0 that fits in 62 bits, such as a data position or a seed.
 
     Raises:
-        UnreadableError: it is not one.
+        ValueError: it is not one.
     """
     return _whole(text, 0, _MOST)
 
 
 def _whole(text: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise UnreadableError(f"{text!r} is not a whole number from {least} on")
+        raise ValueError(f"{text!r} is not a whole number from {least} on")
     digits = text.lstrip("0") or "0"  # Python refuses to read thousands of digits
     if len(digits) > len(str(most)) or int(digits) > most:
-        raise UnreadableError(f"{text[:40]!r} is too large; give a whole number of at most {most}")
+        raise ValueError(f"{text[:40]!r} is too large; give a whole number of at most {most}")
     if int(digits) < least:
-        raise UnreadableError(f"{text!r} is not a whole number from {least} on")
+        raise ValueError(f"{text!r} is not a whole number from {least} on")
     return int(digits)
 
 
@@ -89,11 +84,11 @@ def switch(text: str) -> bool:
     """Return whether a text such as ``yes`` means yes.
 
     Raises:
-        UnreadableError: it means neither yes nor no.
+        ValueError: it means neither yes nor no.
     """
     known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if text.lower() not in known:
-        raise UnreadableError(f"{text!r} is neither yes nor no; give one of them")
+        raise ValueError(f"{text!r} is neither yes nor no; give one of them")
     return known[text.lower()]
 
 
@@ -105,7 +100,7 @@ def parts(text: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, A
         readers: function that reads a value, by name.
 
     Raises:
-        UnreadableError: a name is unknown or is given twice, or a value is wrong.
+        ValueError: a name is unknown or is given twice, or a value is wrong.
     """
     pieces, found = text.split(","), {}
     while pieces:
@@ -113,18 +108,18 @@ def parts(text: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, A
         if not (equals and name in readers):
             break
         if name in found:
-            raise UnreadableError(f"{text!r} has {name} twice; give it once")
+            raise ValueError(f"{text!r} has {name} twice; give it once")
         found[name] = value
         pieces.pop()
     names = ", ".join(f"{name}=..." for name in readers if name)
     values = {name: readers[name](value) for name, value in found.items()}
     if first := ",".join(pieces):
         if "" not in readers:
-            raise UnreadableError(f"{pieces[-1]!r} in {text!r} is not understood; give one of {names}")
+            raise ValueError(f"{pieces[-1]!r} in {text!r} is not understood; give one of {names}")
         try:
             values[""] = readers[""](first)
-        except UnreadableError as error:
-            raise UnreadableError(f"{error}, or {names}") from error
+        except ValueError as error:
+            raise ValueError(f"{error}, or {names}") from error
     return values
 
 
@@ -132,13 +127,13 @@ def counts(text: str) -> dict[str, int]:
     """Return numbers by name, from ``a100-80=4,v100=2``.
 
     Raises:
-        UnreadableError: a name is empty or is given twice, or what follows is no number of at least 1.
+        ValueError: a name is empty or is given twice, or what follows is no number of at least 1.
     """
     found: dict[str, int] = {}
     for piece in text.split(","):
         name, equals, value = piece.rpartition("=")
         if not (name and equals) or name in found:
-            raise UnreadableError(f"{text!r} must name each kind once, with its number, as in a100-80=4")
+            raise ValueError(f"{text!r} must name each kind once, with its number, as in a100-80=4")
         found[name] = positive_int(value)
     return found
 
@@ -148,7 +143,7 @@ def choice(*known: str) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in known:
-            raise UnreadableError(f"{text!r} is not one of {', '.join(known)}; give one of them")
+            raise ValueError(f"{text!r} is not one of {', '.join(known)}; give one of them")
         return text
 
     return read
@@ -166,12 +161,12 @@ def data(text: str) -> dict[str, Any]:
     sequences.
 
     Raises:
-        UnreadableError: the text does not say it, or a trainer of ``transformers`` trains on such a file.
+        ValueError: the text does not say it, or a trainer of ``transformers`` trains on such a file.
     """
     found = parts(text, {"": Path, "dtype": choice("uint16", "uint32"), "skip": non_negative_int})
     path = found.get("")
     if path is not None and path.suffix in _OF_TRAINERS:
-        raise UnreadableError(
+        raise ValueError(
             f"{path} is for a trainer: `ullage.offloaded(trl.SFTTrainer)(model=model, train_dataset=data).train()` in "
             "Python, with its options for chats, packing, epochs and evaluation; docs/howto/data.md has the whole "
             "program"
@@ -183,22 +178,22 @@ def audit(text: str) -> AuditTime:
     """Return when to audit: ``first``, ``off``, or a number of iterations.
 
     Raises:
-        UnreadableError: the text is none of these.
+        ValueError: the text is none of these.
     """
     words: dict[str, AuditTime] = {"first": "first", "off": "off"}
     if text in words:
         return words[text]
     try:
         return positive_int(text)
-    except UnreadableError:
-        raise UnreadableError(f"{text!r} is not first, off, or a whole number from 1 on") from None
+    except ValueError:
+        raise ValueError(f"{text!r} is not first, off, or a whole number from 1 on") from None
 
 
 def cores(text: str) -> CoreChoice:
     """Return the core numbers of a list such as ``0-3,8``; ``auto`` and ``free`` are returned as they are.
 
     Raises:
-        UnreadableError: the text is none of these.
+        ValueError: the text is none of these.
     """
     words: dict[str, CoreChoice] = {"auto": "auto", "free": "free"}
     if text in words:
@@ -206,7 +201,7 @@ def cores(text: str) -> CoreChoice:
     found: list[int] = []
     for part in text.split(","):
         if (bounds := _CORES.fullmatch(part)) is None:
-            raise UnreadableError(f"{text!r} names no cores; give auto, free, or a list such as 0-31,64-95")
+            raise ValueError(f"{text!r} names no cores; give auto, free, or a list such as 0-31,64-95")
         first, last = int(bounds[1]), int(bounds[2] or bounds[1])
         found += range(first, last + 1)
     return tuple(sorted(set(found)))
@@ -216,7 +211,7 @@ def positive_float(text: str) -> float:
     """Return a finite number above 0.
 
     Raises:
-        UnreadableError: it is not one.
+        ValueError: it is not one.
     """
     return _amount(text, {"": 1}, "a number above 0")
 
@@ -225,46 +220,38 @@ def tokens(text: str) -> float:
     """Return a number of tokens such as ``300B``, ``1.5T`` or ``2e9`` (k, M, B, T are powers of 1000).
 
     Raises:
-        UnreadableError: the text is not a number, or not above 0.
+        ValueError: the text is not a number, or not above 0.
     """
     return _amount(text, _COUNTS, "a number of tokens; give 300B, 1.5T or 2e9")
-
-
-def _as_argument(read: Callable[[str], Any], text: str) -> Any:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise UnreadableError(str(error)) from error
 
 
 def input_shape(text: str) -> "CapturedInput":
     """Return the input of a captured model that the text describes; see :meth:`CapturedInput.read`.
 
     Raises:
-        UnreadableError: the text does not describe an input.
+        ValueError: the text does not describe an input.
     """
     from planner.models.captured import CapturedInput  # noqa: PLC0415 - slow to import, and seldom needed
 
-    found: CapturedInput = _as_argument(CapturedInput.read, text)
-    return found
+    return CapturedInput.read(text)
 
 
 def lora(text: str) -> "Lora | None":
     """Return adapters from a text such as ``rank=16,targets=q_proj+v_proj``; ``None`` for ``none``.
 
     Raises:
-        UnreadableError: the text does not describe adapters.
+        ValueError: the text does not describe adapters.
     """
     from planner.models.adapters import Lora  # noqa: PLC0415 - slow to import, and seldom needed
 
-    return None if text == "none" else _as_argument(Lora.read, text)
+    return None if text == "none" else Lora.read(text)
 
 
 def seconds(text: str) -> float:
     """Return the seconds of a time such as ``90s``, ``10m``, ``6h`` or ``30d``; a number without unit is seconds.
 
     Raises:
-        UnreadableError: the text is not a time, or not above 0.
+        ValueError: the text is not a time, or not above 0.
     """
     return _amount(text, _SECONDS, "a time above 0; give 90s, 10m, 6h or 30d")
 
@@ -273,10 +260,10 @@ def fraction(text: str) -> float:
     """Return a fraction from a text such as ``1%`` or ``0.01``.
 
     Raises:
-        UnreadableError: the fraction is not between 0 and 1.
+        ValueError: the fraction is not between 0 and 1.
     """
     if (value := _amount(text, {"": 1, "%": 0.01}, _SHARE)) >= 1:
-        raise UnreadableError(f"{text!r} is not {_SHARE}")
+        raise ValueError(f"{text!r} is not {_SHARE}")
     return value
 
 
@@ -286,9 +273,9 @@ def mtbf(text: str) -> dict[Level, float]:
     A time without a level is for failures that every durable level survives: the node's drives and slower levels.
 
     Raises:
-        UnreadableError: the text has neither form.
+        ValueError: the text has neither form.
     """
     found = parts(text, {"": seconds, **dict.fromkeys(LEVELS, seconds)})
     if {"", "nvme"} <= found.keys():
-        raise UnreadableError(f"{text!r} has nvme twice: a time without a level is for nvme; give one")
+        raise ValueError(f"{text!r} has nvme twice: a time without a level is for nvme; give one")
     return {level: found[level] for level in LEVELS if level in found} | ({"nvme": found[""]} if "" in found else {})

@@ -20,7 +20,6 @@ from planner.choices.constraints import DIVIDED, TRAINED, Asked, check_values, d
 from planner.optimizers import OPTIMIZERS
 from planner.terms import DEFAULT_RESTART_S, MIN_CHECKPOINTS, Level
 from ullage.cli.arguments import (
-    UnreadableError,
     choice,
     fraction,
     input_shape,
@@ -243,7 +242,7 @@ class Option:
         """Return the value that a text means.
 
         Raises:
-            UnreadableError: it means none.
+            ValueError: it means none.
         """
         if self.choices:
             return choice(*self.choices)(text)
@@ -284,7 +283,7 @@ def option_value(dest: str, value: Any) -> Any:
         return value
     try:
         return option.read(value)
-    except UnreadableError as error:
+    except ValueError as error:
         raise ValueError(f"{dest}: {error}") from None
 
 

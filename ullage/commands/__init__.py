@@ -59,6 +59,12 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"{' '.join(extras)}: too many arguments")
         return parsed, extras
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return arg_string if action.type is None else action.type(arg_string)  # type: ignore[operator]
+        except ValueError as error:  # says what is wrong; argparse would only name the type
+            raise argparse.ArgumentError(action, str(error)) from None
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 

@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from planner.bounds.certificate import CertificateError
 from planner.plan.document import load_plan
 from planner.verification import verify
 from ullage.cli.exit_codes import CHECK_FAILED
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     try:
         verified = verify(plan)
-    except CertificateError as error:
+    except ValueError as error:
         answer(args, {"holds": False, "why": str(error)}, f"does not hold: {error}")
         return CHECK_FAILED
     gap = certificate.gap(iteration_s)

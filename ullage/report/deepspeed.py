@@ -37,7 +37,7 @@ def side_by_side(
     placements = configured(own.setup, zero, getattr(request.model, "hidden_size", None))
     best = best_of(map(Scorer.of(own, lower=lower).score, placements))
     units, seq_len = own.setup.units, request.seq_len
-    theirs = Iteration("DeepSpeed", request.model, request.hardware, units, seq_len, best.decisions, own.cost)
+    theirs = Iteration("DeepSpeed", request.model, units, seq_len, best.decisions, own.cost)
     plan, ours, why_not = None, None, ""
     try:
         plan = make_plan(request)

@@ -1,9 +1,11 @@
 """A simulated iteration as sections: lanes, the critical path, memory, traffic and processors over time."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
+from planner.costs.resources import Resource
 from planner.models.captured import counted
-from planner.simulate.critical_path import parts
+from planner.schedule.timeline import Span
 from ullage.analysis.iteration import Iteration
 from ullage.output.formatting import LANE_WORDS, percent, si
 from ullage.output.palette import WORK
@@ -25,7 +27,7 @@ def iteration_part(seen: Iteration) -> Part:
     speed = f"{decided.num_sequences * seen.seq_len / seen.period_s:,.0f} {counted(seen.model)}/s"
     present = {task.phase for task in tasks}  # only published runs have ``loop``
     phases = {phase.value: s for phase, s in seen.phases.items() if phase in present}
-    title = f"{seen.model.name} on {decided.num_devices} device(s) of {seen.hardware.name} by {seen.engine}"
+    title = f"{seen.model.name} on {decided.num_devices} device(s) of {seen.cost.profile.name} by {seen.engine}"
     return Part(
         title=title,
         kind="iteration",
@@ -66,17 +68,18 @@ def _lanes(seen: Iteration) -> Table:
 def _critical(seen: Iteration) -> Iterator[Table | Chart]:
     """Yield the critical path summed by kind of task, and by lane over time."""
     tasks, period_s = seen.simulation.timeline.schedule.tasks, seen.period_s
-    found = parts(seen.simulation.timeline.schedule, seen.steps)
-    rows = []
-    for part in (part for part in found if part.length_s >= _SMALL * period_s):
-        by = ""
-        if part.shared is not None and part.slowed_s >= _SMALL * part.length_s:
-            by = f"{part.shared.name.lower()} {si(part.slowed_s, 's')}"
-        names = (part.phase.value, part.lane.value, part.op.value)
-        rows.append((*names, str(part.num_tasks), si(part.length_s, "s"), percent(part.length_s / period_s), by))
-    if rest := [part for part in found if part.length_s < _SMALL * period_s]:
-        length_s, num_tasks = sum(part.length_s for part in rest), sum(part.num_tasks for part in rest)
-        rows.append(("others", "", "", str(num_tasks), si(length_s, "s"), percent(length_s / period_s), ""))
+    kinds: dict[tuple[str, str, str], list[Span]] = defaultdict(list)
+    for step in seen.steps:
+        task = tasks[step.task]
+        kinds[task.phase.value, task.lane.value, task.op.value].append(step)
+    rows, rest = [], list[Span]()
+    for kind, steps in kinds.items():
+        if sum(step.length_s for step in steps) >= _SMALL * period_s:
+            rows.append((*kind, *_summed(steps, period_s), _slowed_by(seen, steps)))
+        else:
+            rest += steps
+    if rest:
+        rows.append(("others", "", "", *_summed(rest, period_s), ""))
     columns = ("phase", "lane", "work", "tasks", "time", "share", "slowed by")
     yield Table("critical path", columns, tuple(rows))
     lanes, work = [tasks[step.task].lane for step in seen.steps], [WORK[tasks[step.task].op] for step in seen.steps]
@@ -85,3 +88,20 @@ def _critical(seen: Iteration) -> Iterator[Table | Chart]:
     words = "; ".join(f"{lane}: {LANE_WORDS[lane]}" for lane in dict.fromkeys(lanes))
     title = "Critical path over the iteration"
     yield Chart("critical", title, words, TIME, (row,), over_time=True, period_s=period_s)
+
+
+def _summed(steps: Sequence[Span], period_s: float) -> tuple[str, str, str]:
+    """Return the number of some steps, their time and its share of the iteration."""
+    length_s = sum(step.length_s for step in steps)
+    return str(len(steps)), si(length_s, "s"), percent(length_s / period_s)
+
+
+def _slowed_by(seen: Iteration, steps: Sequence[Span]) -> str:
+    """Return the resource that slows some steps most, and by how much all do; empty if that is little."""
+    by_resource: dict[Resource, float] = defaultdict(float)
+    for seconds, resource in (seen.slowed_steps[step] for step in steps if step in seen.slowed_steps):
+        by_resource[resource] += seconds
+    slowed_s = sum(by_resource.values())
+    if not by_resource or slowed_s < _SMALL * sum(step.length_s for step in steps):
+        return ""
+    return f"{max(by_resource, key=by_resource.__getitem__).name.lower()} {si(slowed_s, 's')}"

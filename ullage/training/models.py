@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from executor.distributed.mesh import Mesh
 from executor.distributed.shards import BindingError
 from executor.module.empty import empty_parameters
 from executor.optimizer.reference import ROUNDS
@@ -31,7 +32,7 @@ from ullage.this_machine.checks import check_options
 from ullage.this_machine.planning import Options
 from ullage.training.out_of_memory import reporting_out_of_memory
 from ullage.training.preparing import options_of, prepare_planned
-from ullage.training.processes import Process
+from ullage.training.processes import local_rank, rank, ranks_per_node
 
 CONFIG: Final = "config.json"
 _SHARE_TO_MAKE: Final = 0.8  # of free device memory; weights that are tied later are first drawn separately
@@ -49,13 +50,12 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 
 
 def prepared(
-    plan: Plan, process: Process, *, lr: float, seed: int, weights: Path | None, options: Options
+    plan: Plan, *, lr: float, seed: int, weights: Path | None, options: Options
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Make a plan's model and an optimizer with usual settings, and prepare both.
 
     Args:
         plan: a plan for this machine.
-        process: this process's ranks.
         lr: learning rate.
         seed: seed of random weights, and of dropout.
         weights: a folder of weights to begin with, in place of random ones.
@@ -70,7 +70,7 @@ def prepared(
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
     else:
-        torch.cuda.set_device(process.local_rank)
+        torch.cuda.set_device(local_rank())
     torch.manual_seed(seed)
     chosen = options_of(plan, options)
     with reporting_out_of_memory(plan), _naming_weights(weights):
@@ -84,7 +84,8 @@ def prepared(
             else:
                 load(optimizer, weights)
             failing.pop_all()
-    if number := process.stage * plan.decisions.data_parallel + process.data_rank:
+    mesh, stage = position(plan)
+    if number := stage * plan.decisions.data_parallel + mesh.data:
         # Different dropout on data-parallel ranks and stages; ranks that share layers keep the same RNG state.
         torch.manual_seed(seed + number)
     return model, optimizer
@@ -112,7 +113,7 @@ def _naming_weights(folder: Path | None) -> Iterator[None]:
         raise BindingError(f"the model in {folder} does not match the plan: {error} (--model {folder})") from error
 
 
-def check_machine(plan: Plan, process: Process) -> None:
+def check_machine(plan: Plan) -> None:
     """Check that this machine matches a plan.
 
     Raises:
@@ -124,24 +125,30 @@ def check_machine(plan: Plan, process: Process) -> None:
             f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
             "run `ullage calibrate` here and plan with --hardware local"
         )
-    if kind == "gpu" and (count := torch.cuda.device_count()) <= process.local_rank:
+    if kind == "gpu" and (count := torch.cuda.device_count()) <= local_rank():
         raise PlanError(
-            f"the plan is for {process.per_node} devices on a node, but this machine has {count}; plan with --gpus "
+            f"the plan is for {ranks_per_node(plan)} devices on a node, but this machine has {count}; plan with --gpus "
             f"{count}, or for a profile of this machine"
         )
     wanted = plan.hardware.device.name
     is_known = kind == "gpu" and plan.decisions.shares and plan.hardware.measured_on is not None
-    if is_known and (found := torch.cuda.get_device_name(process.local_rank)) != wanted:
+    if is_known and (found := torch.cuda.get_device_name(local_rank())) != wanted:
         raise PlanError(
-            f"rank {process.rank} is planned for a {wanted}, but its device is a {found}: the slowest kind has the "
+            f"rank {rank()} is planned for a {wanted}, but its device is a {found}: the slowest kind has the "
             "first ranks; give the devices in that order (CUDA_VISIBLE_DEVICES), or nodes (--node-rank)"
         )
-    wanted_cores = plan.hardware.device.num_cores * process.per_node
+    wanted_cores = plan.hardware.device.num_cores * ranks_per_node(plan)
     if kind == "host" and (cores := len(os.sched_getaffinity(0))) < wanted_cores:
         raise PlanError(
             f"the plan computes on {wanted_cores} cores, but this process may use {cores}; "
             "run `ullage calibrate` here and plan with --hardware local"
         )
+
+
+def position(plan: Plan) -> tuple[Mesh, int]:
+    """Return this process's place among the ranks of its pipeline stage, and the number of the stage."""
+    stage, rank_of_stage = divmod(rank(), plan.decisions.num_devices // plan.decisions.pipeline_parallel)
+    return Mesh(plan.decisions, rank_of_stage), stage
 
 
 def planned_model(plan: Plan, weights: Path | None = None) -> nn.Module:

@@ -1,8 +1,7 @@
 """The processes that ``torchrun`` starts for a plan of several ranks."""
 
-import dataclasses
 import os
-from typing import Literal, Self
+from typing import Literal
 
 from planner.costs.layout import Layout
 from planner.plan.document import Plan, PlanError
@@ -10,65 +9,32 @@ from planner.plan.document import Plan, PlanError
 Launcher = Literal["torchrun", "accelerate"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Process:
-    """One rank of a plan.
+def check_processes(plan: Plan) -> None:
+    """Check that ``torchrun`` has started the processes of a plan, by its environment variables.
 
-    Attributes:
-        rank: global rank.
-        data_rank: data-parallel rank. Ranks that share layers have the same number.
-        reader: number of the group of data-parallel ranks that share sequences, and so read the same ones.
-        local_rank: rank on its node, and number of its device.
-        per_node: ranks per node, which share its cores and memory.
-        stage: pipeline stage. Ranks of all stages with one data-parallel rank read the same sequences.
+    Raises:
+        PlanError: the number of processes, in total or per node, does not match the plan.
     """
-
-    rank: int
-    data_rank: int
-    reader: int
-    local_rank: int
-    per_node: int
-    stage: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan) -> Self:
-        """Return this process's ranks from the environment variables of ``torchrun``.
-
-        Raises:
-            PlanError: the number of processes, in total or per node, does not match the plan.
-        """
-        ranks = plan.decisions.num_devices
-        rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
-        own = next((node for node in nodes(plan) if rank in node), range(0))
-        if (started, local) != (ranks, len(own)):
-            raise PlanError(
-                f"the plan is for {ranks} device(s), {len(own)} on this node, but {started} process(es) were started, "
-                f"{local} on this node; start it with `{'`, `'.join(launch_lines(plan))}`"
-            )
-        per_node = ranks_per_node(plan.of_rank(rank))
-        stage, rank_of_stage = divmod(rank, ranks // plan.decisions.pipeline_parallel)
-        data_rank = rank_of_stage // plan.decisions.tensor_parallel
-        reader = data_rank // plan.decisions.context_parallel
-        return cls(rank, data_rank, reader, _environment("LOCAL_RANK", 0), per_node, stage)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
-        return self.rank == 0
+    ranks = plan.decisions.num_devices
+    started, local = _environment("WORLD_SIZE", 1), _environment("LOCAL_WORLD_SIZE", 1)
+    own = next((node for node in nodes(plan) if rank() in node), range(0))
+    if (started, local) != (ranks, len(own)):
+        raise PlanError(
+            f"the plan is for {ranks} device(s), {len(own)} on this node, but {started} process(es) were started, "
+            f"{local} on this node; start it with `{'`, `'.join(launch_lines(plan))}`"
+        )
 
 
 def ranks_per_node(plan: Plan) -> int:
     """Return the number of a plan's ranks on a full node."""
-    decided = plan.decisions
-    degrees = (decided.data_parallel, decided.tensor_parallel, decided.pipeline_parallel)
-    return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
+    return Layout.of(plan.decisions, plan.hardware).ranks_per_node
 
 
 def nodes(plan: Plan) -> list[range]:
     """Return the ranks of each node. Kinds of devices are in nodes of their own, unless one node takes all ranks."""
     kinds, ranks = plan.kinds(), plan.decisions.num_devices
     if len(kinds) == 1 or all(kind.hardware.devices_per_node >= ranks for kind in kinds):
-        return Layout(ranks, 1, 1, plan.hardware.devices_per_node).nodes()
+        return Layout.of(plan.decisions, plan.hardware).nodes()
     found = []
     for kind in kinds:
         size, end = kind.hardware.devices_per_node, kind.ranks.stop
@@ -113,8 +79,13 @@ def rank() -> int:
     return _environment("RANK", 0)
 
 
+def local_rank() -> int:
+    """Return this process's rank on its node, and the number of its device."""
+    return _environment("LOCAL_RANK", 0)
+
+
 def is_first_process() -> bool:
-    """Return whether this process is rank 0, or the only one."""
+    """Return whether this process is rank 0, which prints and writes, or the only one."""
     return rank() == 0
 
 

@@ -7,6 +7,7 @@ set; they show the page in a frame, behind one server.
 """
 
 import ast
+import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 import ullage
 from ullage.web.jobs import Jobs
-from ullage.web.question import AXES, MOST_BYTES, QuestionError, machines, question_of
+from ullage.web.question import AXES, MOST_BYTES, machines, question_of
 from ullage.web.worker import KINDS
 
 try:
@@ -205,13 +206,13 @@ async def _body(request: Request) -> bytes:
     """Return the body of a request, as soon as it is known to be small enough.
 
     Raises:
-        QuestionError: it is too long.
+        ValueError: it is too long.
     """
     found = b""
     async for chunk in request.stream():
         found += chunk
         if len(found) > MOST_BYTES:
-            raise QuestionError(f"the question is longer than {MOST_BYTES:,} B with its files; give smaller ones")
+            raise ValueError(f"the question is longer than {MOST_BYTES:,} B with its files; give smaller ones")
     return found
 
 
@@ -253,8 +254,10 @@ def make_app(site: Site, jobs: Jobs | None = None) -> Starlette:
             asked = question_of(await _body(request), public=site.public)
             lines = jobs.lines(kind, asked, site.visitor(request))
             first = await anext(lines)
-        except QuestionError as error:
-            return _refused(str(error), error.status)
+        except ValueError as error:
+            return _refused(str(error), 400)
+        except asyncio.QueueFull as error:
+            return _refused(str(error), 503)
         headers = {"cache-control": "no-store"}
         return StreamingResponse(_lines(first, lines), media_type="application/x-ndjson", headers=headers)
 

@@ -17,12 +17,11 @@ from multiprocessing import connection
 from typing import Any, Final
 
 from ullage.web import worker
-from ullage.web.question import Question, QuestionError
+from ullage.web.question import Question
 
 _FORKS: Final = multiprocessing.get_context("forkserver")
 _LAST: Final = (b'{"result"', b'{"error"')
 _PLAN: Final = b'{"plan"'
-_BUSY: Final = 503
 
 
 class _Turns:
@@ -150,7 +149,7 @@ class Jobs:
             visitor: who asks; empty on a page that only one visitor has.
 
         Raises:
-            QuestionError: too many questions are waiting.
+            asyncio.QueueFull: too many questions are waiting.
         """
         key = asked.key(kind)
         if (found := self._cached(key)) is not None:
@@ -159,10 +158,10 @@ class Jobs:
         job = self._running.get(key)
         if job is None:
             if len(self._running) >= self.num_workers + self.most_waiting:
-                raise QuestionError("many visitors ask at once; try again in a minute", _BUSY)
+                raise asyncio.QueueFull("many visitors ask at once; try again in a minute")
             if visitor and sum(job.visitor == visitor for job in self._running.values()) >= self.most_each:
                 words = f"{self.most_each} questions from your address are not answered yet; wait for them"
-                raise QuestionError(words, _BUSY)
+                raise asyncio.QueueFull(words)
             job = self._running[key] = _Job(visitor)
             job.task = asyncio.create_task(self._work(job, key, kind, asked))
         job.waiting += 1

@@ -41,18 +41,6 @@ _MOST_LAYERS, _MOST_SIZE, _MOST_DEPTH = 1024, 10**8, 8
 _LEFT_OUT: Final = object()
 
 
-class QuestionError(ValueError):
-    """What was asked cannot be asked, or not now; the message is for the visitor.
-
-    Attributes:
-        status: the code of HTTP that says so.
-    """
-
-    def __init__(self, words: str, status: int = 400) -> None:
-        super().__init__(words)
-        self.status = status
-
-
 class Question(BaseModel):
     """What is trained, on what, and how.
 
@@ -120,9 +108,9 @@ class Question(BaseModel):
         if self.step_tokens is None:
             return None
         if self.seq_len is None:
-            raise QuestionError("tokens per step need tokens per sequence too; give both")
+            raise ValueError("tokens per step need tokens per sequence too; give both")
         if self.step_tokens % self.seq_len:
-            raise QuestionError(
+            raise ValueError(
                 f"{self.step_tokens:,} tokens per step are not whole sequences of {self.seq_len:,}; give a multiple"
             )
         return self.step_tokens // self.seq_len
@@ -183,7 +171,7 @@ def question_of(text: bytes, *, public: bool) -> Question:
         public: whether models that are only on this machine's disk stay unknown.
 
     Raises:
-        QuestionError: it is none, in one line.
+        ValueError: it is none, in one line.
     """
     try:
         data = json.loads(text, parse_constant=_refuse)
@@ -191,9 +179,9 @@ def question_of(text: bytes, *, public: bool) -> Question:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the question"
-        raise QuestionError(f"{where}: {first['msg'].lower()}"[:300]) from None
+        raise ValueError(f"{where}: {first['msg'].lower()}"[:300]) from None
     except (ValueError, RecursionError) as error:
-        raise QuestionError(f"the question is not JSON ({error}); send what the page sends"[:300]) from None
+        raise ValueError(f"the question is not JSON ({error}); send what the page sends"[:300]) from None
     return _named(found, public=public)
 
 
@@ -204,12 +192,10 @@ def _named(asked: Question, *, public: bool) -> Question:
         found["model"] = ullage.packaged_names().get(asked.model.lower(), "")
         if not found["model"]:
             if public or not _NAME.fullmatch(asked.model):
-                raise QuestionError(
-                    f"no model is called {asked.model!r}; choose one of the list, or drop a config.json"
-                )
+                raise ValueError(f"no model is called {asked.model!r}; choose one of the list, or drop a config.json")
             found["model"] = asked.model
     if asked.profile is None and asked.machine not in machines(public=public):
-        raise QuestionError(f"no machine is called {asked.machine!r}; choose one of the list, or drop a profile")
+        raise ValueError(f"no machine is called {asked.machine!r}; choose one of the list, or drop a profile")
     return asked.model_copy(update=found)
 
 
@@ -219,7 +205,7 @@ def tamed(config: dict[str, Any]) -> dict[str, Any]:
     Texts that could name a file, code or a model elsewhere are left out, and so are fields that would.
 
     Raises:
-        QuestionError: a size is beyond all models.
+        ValueError: a size is beyond all models.
     """
     found: dict[str, Any] = _tamed("", config, 0)
     return found
@@ -237,7 +223,7 @@ def _tamed(name: str, given: Any, depth: int) -> Any:
         return given if _WORD.fullmatch(given) else _LEFT_OUT
     most = _MOST_LAYERS if "layer" in name or "block" in name or "depth" in name else _MOST_SIZE
     if isinstance(given, int) and abs(given) > most:
-        raise QuestionError(f"{name} is {given:,}, but at most {most:,} is planned here; correct the config.json")
+        raise ValueError(f"{name} is {given:,}, but at most {most:,} is planned here; correct the config.json")
     return given
 
 

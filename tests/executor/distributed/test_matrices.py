@@ -14,10 +14,11 @@ from rank_programs import resumed, saved, trained
 from rank_references import reference
 from training import Task, decide, uniform
 
-from executor.distributed.matrices import MatrixPart, update_matrices
+from executor.distributed.matrices import Run, update_matrices
 from executor.distributed.mesh import Mesh
 from executor.distributed.shards import ParameterShard
 from executor.optimizer.muon import MuonParams, muon
+from executor.optimizer.table import Rule
 from planner.decisions import Choice
 from planner.models.formulas.work import shared_orthogonalization_bytes
 from planner.subgroups import shares
@@ -78,10 +79,11 @@ def test_parts_get_the_bits_of_the_whole(drawn, dtype, nesterov, given_memory, s
     params = [MuonParams(lr=0.1, nesterov=nesterov, shape=shape) for shape, *_ in found]
     parts = [
         [
-            MatrixPart(shard, its, scale, own[2].to(dtype), own[0], own[1], torch.empty_like(own[0], dtype=dtype))
+            Run(0, len(own[0]), Rule(None, its, scale), 1, shard, (own[2].to(dtype),), (*own[:2], weights))
             for whole, its, (shape, dim, num_fused) in zip(wholes, params, found, strict=True)
             for shard in [shard_of(shape, dim, num_fused, rank, size)]
             for own in [[shard.divided(values).clone().flatten() for values in whole]]
+            for weights in [torch.empty_like(own[0], dtype=dtype)]
         ]
         for rank in range(size)
     ]
@@ -100,9 +102,8 @@ def test_parts_get_the_bits_of_the_whole(drawn, dtype, nesterov, given_memory, s
         for rank in range(size):
             part = parts[rank][i]
             expected, momentum = (part.shard.divided(values).flatten() for values in (p, m))
-            assert torch.equal(part.master, expected)
-            assert torch.equal(part.momentum, momentum)
-            assert torch.equal(part.weight_out, expected.to(dtype))
+            for seen, wanted in zip(part.state, (expected, momentum, expected.to(dtype)), strict=True):
+                assert torch.equal(seen, wanted)
 
 
 def test_ranks_divide_the_products():

@@ -329,7 +329,7 @@ def test_stages_are_short_of_their_own_resources() -> None:
     schedule, capacities = Schedule((first, *tasks[1:])), dict.fromkeys(Resource, 1.0)
     timeline = run(schedule, prices, capacities, 3)
     found = slowed(timeline, 1, critical_steps(timeline, 1), prices, capacities)
-    assert {(step.task, step.shared) for step in found if step.slowed_s} == {(3, Resource.LINK_UP)}
+    assert {(step.task, resource) for step, (_, resource) in found.items()} == {(3, Resource.LINK_UP)}
 
 
 def test_sends_cross_the_slower_fabric_between_nodes() -> None:

@@ -101,12 +101,8 @@ ERRORS = {
 }
 # Raised by commands, or caught before they reach who calls a public function.
 OF_COMMANDS = {
-    "UnreadableError",
-    "QuestionError",
     "CaseError",
-    "CertificateError",
     "CheckpointsError",
-    "InstallationError",
     "SignalledError",
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise

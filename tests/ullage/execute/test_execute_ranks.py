@@ -39,7 +39,7 @@ from ullage.main import main
 from ullage.training.elastic import read_progress
 from ullage.training.levels import memory_folder
 from ullage.training.models import check_machine, planned_model
-from ullage.training.processes import Process, launch_lines
+from ullage.training.processes import launch_lines
 
 
 def two_devices(memory_bytes: int) -> HardwareProfile:
@@ -410,12 +410,14 @@ def test_a_kind_of_device_on_the_rank_of_another_is_refused(plan: Path, monkeypa
     two = two.model_copy(update={"hardware": gpu, "decisions": shared})
     for name, found in {"is_available": True, "device_count": 2, "get_device_name": "another"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_args, found=found: found)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(
         PlanError, match=r"rank 1 is planned for a .*, but its device is a another.*CUDA_VISIBLE_DEVICES"
     ):
-        check_machine(two, Process(1, 1, 1, 1, 2))
+        check_machine(two)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: gpu.device.name)
-    check_machine(two, Process(1, 1, 1, 1, 2))
+    check_machine(two)
 
 
 def test_unlike_devices_train_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,6 @@ from ullage.main import main
 from ullage.training.batches import Batches
 from ullage.training.loop import train
 from ullage.training.models import prepared
-from ullage.training.processes import Process
 from ullage.training.text import read_text, sequences, windows
 
 SIZES = {
@@ -173,7 +172,7 @@ def test_a_run_goes_on_in_the_middle_to_the_same_adapter(
 def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     """Adapters begin as zero, so that the first loss is the base's."""
     plan = planned(base)
-    model, optimizer = prepared(plan, Process.of(plan), lr=1e-3, seed=0, weights=base, options={})
+    model, optimizer = prepared(plan, lr=1e-3, seed=0, weights=base, options={})
     with optimizer.session:
         step = next(train(model, optimizer, Batches(plan, read_text(None)), 0, 1))
     tokens = sequences(windows(read_text(None), plan.seq_len), 0, 2)

@@ -25,7 +25,6 @@ from ullage.training.batches import Batches
 from ullage.training.loop import Step, train
 from ullage.training.models import prepared
 from ullage.training.out_of_memory import OutOfMemoryError, check_device, warning_of_retries
-from ullage.training.processes import Process
 from ullage.training.text import Tokens, sequences, windows
 
 SEQ_LEN = 32
@@ -48,7 +47,7 @@ def made(
     plan: Plan, tokens: Tokens, end: int, *, position: int = 0, lr: float = 1e-3, seed: int = 0
 ) -> Iterator[tuple[torch.nn.Module, OffloadedOptimizer, Batches, Iterator[Step]]]:
     """Yield what the command trains, and its loop."""
-    model, optimizer = prepared(plan, Process.of(plan), lr=lr, seed=seed, weights=None, options={})
+    model, optimizer = prepared(plan, lr=lr, seed=seed, weights=None, options={})
     batches = Batches(plan, tokens, seed)
     batches.position = position
     with optimizer.session:

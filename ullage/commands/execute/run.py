@@ -41,9 +41,9 @@ from ullage.training.drift import DriftWatch, warning
 from ullage.training.elastic import IterationLog, Start, in_words, planned_for, shared_folder
 from ullage.training.levels import buffer_bytes, levels_of, usable
 from ullage.training.loop import Step, train
-from ullage.training.models import check_machine, prepared
+from ullage.training.models import check_machine, position, prepared
 from ullage.training.out_of_memory import warning_of_retries
-from ullage.training.processes import Process, is_first_process
+from ullage.training.processes import check_processes, is_first_process, rank, ranks_per_node
 from ullage.training.replanning import Replanned, replan
 
 # Iterations that warm up (first touches, compiled kernels) are not measured, nor is the one whose memory is metered.
@@ -79,22 +79,22 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
         levels = usable(plan, levels_of(plan, args.checkpoint_dirs), is_first=is_first_process())
         if args.elastic:
             plan, progress = _for_who_is_there(plan, levels, args.num_iterations)
-    process = Process.of(plan)
-    plan = plan.of_rank(process.rank)
-    check_machine(plan, process)
+    check_processes(plan)
+    plan = plan.of_rank(rank())
+    check_machine(plan)
     if not args.allow_other_machine:
         check_measured_here(plan.hardware)
     tokens = tokens_for(plan, args.data)
-    batches = Batches(plan, tokens, args.seed, process.reader, first_plan.decisions.num_sequences)
+    batches = Batches(plan, tokens, args.seed, position(plan)[0].reader, first_plan.decisions.num_sequences)
     batches.position = args.data.get("skip", 0)
-    if process.is_first:
+    if is_first_process():
         make_folder("--output-dir", args.output_dir)  # before training, so that a bad path does not waste a run
         for name in (_RUN, _TRACE):
             check_output("--output-dir", args.output_dir / name)
         check_room(plan, args)
     options = _options(args, first_plan)
     weights = None if args.weights is None else weights_folder(args.weights)
-    model, optimizer = prepared(plan, process, lr=args.lr, seed=args.seed, weights=weights, options=options)
+    model, optimizer = prepared(plan, lr=args.lr, seed=args.seed, weights=weights, options=options)
     with contextlib.ExitStack() as failing:
 
         @failing.push
@@ -106,10 +106,10 @@ def execute(plan: Plan, args: argparse.Namespace) -> RunRecord | None:
             failing.callback(saver.close, waits=False)
         if progress is not None:
             failing.callback(progress.close)
-        trained = _train(args, process, model, optimizer, batches, saver, progress)
-    if process.is_first and trained.record is not None:
+        trained = _train(args, model, optimizer, batches, saver, progress)
+    if is_first_process() and trained.record is not None:
         _write(args, trained.record, trained, batches.num_sequences)
-    _end(args, trained, saver, is_first=process.is_first)
+    _end(args, trained, saver)
     return trained.record
 
 
@@ -133,17 +133,17 @@ def _for_who_is_there(plan: Plan, levels: Sequence[Level], num_iterations: int) 
     return planned_for(plan, world_size(), folder), progress
 
 
-def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None, *, is_first: bool) -> None:
+def _end(args: argparse.Namespace, trained: "_Trained", saver: Saver | None) -> None:
     """Print where the last checkpoint is. If a signal ended training, or the model was not saved, raise that."""
     if saver is not None:
         # Only rank 0 knows how checkpoints ended.
-        where = where_saved(saver.outcomes) if is_first else "rank 0 prints the place of its checkpoint"
+        where = where_saved(saver.outcomes) if is_first_process() else "rank 0 prints the place of its checkpoint"
         kept = f"{where}; continue with --resume"
     else:
         kept = f"what was measured is in {args.output_dir / _RUN}" if trained.record else "nothing was measured"
     if trained.signal is not None:
         raise SignalledError(trained.signal, f"interrupted after iteration {trained.num_iterations}; {kept}")
-    if saver is not None and is_first and not args.json:
+    if saver is not None and is_first_process() and not args.json:
         console().print(where, soft_wrap=True)
     if trained.not_saved is not None:
         again = "train again with --checkpoint-dir, so that nothing is lost"
@@ -164,7 +164,6 @@ class _Trained:
 
 def _train(
     args: argparse.Namespace,
-    process: Process,
     model: nn.Module,
     optimizer: OffloadedOptimizer,
     batches: Batches,
@@ -178,7 +177,7 @@ def _train(
     # Ranks without checkpoints handle no signals: they would have to agree each time.
     handles = saver is not None or optimizer.plan.decisions.num_devices == 1
     with (
-        _progress(args.num_iterations, process, optimizer) as (show, warn),
+        _progress(args.num_iterations, optimizer) as (show, warn),
         Interruption(warn, saves=saver is not None) if handles else contextlib.nullcontext() as interruption,
     ):
         goes_on = args.resume or args.elastic
@@ -196,7 +195,7 @@ def _train(
                 warn(warning(drifts))
             num_seen = _warn_about_checkpoints(saver, num_seen, warn)
             if args.replan and len(losses) == REPLAN_AFTER:
-                before = _record(process, optimizer, batches, losses, session.timeline())
+                before = _record(optimizer, batches, losses, session.timeline())
                 replanned = _replan(optimizer, saver)
                 warn(str(replanned))
                 watch = DriftWatch(simulate(optimizer.plan))
@@ -206,7 +205,7 @@ def _train(
         if losses:
             timeline = optimizer.session.timeline() if first is None else first
             schedule = optimizer.plan.schedule(takes_snapshots=saver is not None)
-            record = _record(process, optimizer, batches, losses, as_planned(timeline, schedule, process.stage))
+            record = _record(optimizer, batches, losses, as_planned(timeline, schedule, position(optimizer.plan)[1]))
         signal = None if interruption is None else interruption.signal
         not_saved = _save(args, optimizer, warn) if signal is None else None
         if saver is not None:
@@ -292,7 +291,7 @@ def _write(args: argparse.Namespace, record: RunRecord, trained: _Trained, num_s
 
 @contextlib.contextmanager
 def _progress(
-    num_iterations: int, process: Process, optimizer: OffloadedOptimizer
+    num_iterations: int, optimizer: OffloadedOptimizer
 ) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
     """Yield a function that shows a finished iteration, and a function that prints a line above the progress.
 
@@ -300,7 +299,7 @@ def _progress(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    shown = process.is_first
+    shown = is_first_process()
     latest_s: deque[float] = deque(maxlen=_LATEST)
 
     def show(step: Step) -> None:
@@ -324,17 +323,16 @@ def _progress(
 
 
 def _record(
-    process: Process,
     optimizer: OffloadedOptimizer,
     batches: Batches,
     losses: list[float],
     timeline: Timeline,
 ) -> RunRecord:
     session = optimizer.session
-    memory = session.memory()
+    memory, per_node = session.memory(), ranks_per_node(optimizer.plan)
     # Only runs with equal shares match the prediction.
-    ranks = dict.fromkeys((Tier.HOST, Tier.NVME), process.per_node)
-    cores = str(session.cores) + (" (rank 0)" if process.per_node > 1 else "")
+    ranks = dict.fromkeys((Tier.HOST, Tier.NVME), per_node)
+    cores = str(session.cores) + (" (rank 0)" if per_node > 1 else "")
     words = [platform.node() or "this machine", f"torch {torch.__version__}"]
     words += ["blocks compiled" if session.options.compile_blocks else "", cores, session.storage]
     return RunRecord(
@@ -357,7 +355,7 @@ def _record(
         data_position=batches.position,
         num_left=session.num_left,
         attention=session.attention,
-        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0) * process.per_node,
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0) * per_node,
     )
 
 
