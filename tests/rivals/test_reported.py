@@ -225,6 +225,28 @@ def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> 
     assert fsdp(zero_stage=3) - in_bf16 == pytest.approx((2 + 2) * num_params, rel=0.05)
 
 
+def peak_bytes(**changes: object) -> float:
+    case = TrainingCase.model_validate(
+        SMALL | {"measured": {"iteration_ms": 1.0, "peak_gpu_allocated_gib": 1.0}} | changes
+    )
+    return case.predict(load_profile(case.hardware)).values[Metric.PEAK_GPU]
+
+
+def test_ranks_that_reduce_whole_gradients_do_so_in_place() -> None:
+    """Megatron-Core's buffers are there once, whatever the number of ranks; so it is where ranks share experts."""
+    megatron = {"engine": "megatron", "kernels": "megatron-core", "precision": {"weights": "bf16", "gradients": "fp32"}}
+    assert peak_bytes(**megatron, devices=8) == peak_bytes(**megatron)
+    experts = megatron | {"model": "qwen3-30b-a3b", "devices": 8}
+    assert peak_bytes(**experts, expert_parallel=8) < peak_bytes(**experts, expert_parallel=4)
+    assert peak_bytes(devices=8, deepspeed={"stage": 0}) > peak_bytes(devices=8, deepspeed={"stage": 1})
+
+
+@pytest.mark.parametrize("engine", ["fsdp2-offload", "zenflow", "super-offload"])
+def test_engines_that_choose_their_placement_keep_or_recompute_as_stated(engine: str) -> None:
+    kept, recomputed = (peak_bytes(engine=engine, activations=each, seq_len=4096) for each in ("keep", "recompute"))
+    assert kept > 1.3 * recomputed
+
+
 def test_clipping_dtensors_takes_the_host_as_long_as_it_was_published() -> None:
     """63 ms for 291 gradients, on a host that issues a kernel in 15 us; the update waits."""
     run = {"engine": "fsdp", "zero_stage": 3, "devices": 8, "seq_len": 2048}
