@@ -486,7 +486,7 @@ class TrainingCase(Case):
             "pipeline_parallel": self.pipeline_parallel,
             "loop": self.loop,
             "reduces_once": self.reduces_once,
-            "clips_dtensors": self.dtensors,
+            "dtensors": self.dtensors,
             "adds_in_products": self.kernels in _KERNELS_OF_OTHERS,
         }
         if self.gradient_path:
