@@ -11,6 +11,7 @@ from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
 from ullage.rivals.cases.capacity import CapacityCase
 from ullage.rivals.cases.collected import LeftOutError, read_collected
 from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.precision import RivalPrecision
 
 ROOT = Path(__file__).parents[3]
 COLLECTION = ROOT / "tests" / "data" / "collection.json"
@@ -101,6 +102,7 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", source="a table, torch 2.0").step_copies == 2
     assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
     assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged
+    assert read_as("slideformer", precision=None).precision == RivalPrecision(weights="bf16")
     assert read_as("slideformer", engine__products="fp8").precision.products == "fp8"
     assert read_as("slideformer", engine__weights="int8").quantize == "int8"
     sharing = {"name": "gpu-only", "framework": "Megatron-LM", "distributed_optimizer": True}

@@ -441,8 +441,8 @@ def _fuses_head(stated: _Stated) -> bool | None:
 
 def _precision(stated: _Stated) -> Values | None:
     """Return the types if they are not bf16 weights with fp32 state. fp16 takes what bf16 takes."""
-    words, products = str(stated("precision", "bf16")), str(stated("engine.products", "bf16"))
-    if not words.startswith(("bf16", "fp16")) or products not in {"bf16", "fp16", "fp8"}:
+    words, products = str(stated("precision", "")), str(stated("engine.products", "bf16"))
+    if (words and not words.startswith(("bf16", "fp16"))) or products not in {"bf16", "fp16", "fp8"}:
         raise LeftOutError(f"types are {words!r} with products in {products!r}, but known are bf16 and fp16, or fp8")
     found = {"products": "fp8"} if products == "fp8" else {}
     if _is_megatron(stated):
