@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from planner.choices.variants import Variant
+from planner.decisions import Activations
 from planner.optimizers import OPTIMIZERS
+from planner.placements import ACTIVATIONS
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, best_of
 from planner.setup import Setup
@@ -49,19 +51,20 @@ def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
     return {name: best_of_engine(setup, scorer, name) for name in names}
 
 
-def best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+def best_of_engine(setup: Setup, scorer: Scorer, name: str, activations: Activations | None = None) -> Candidate:
     """Return the best of an engine's placements, as its users find it.
 
-    They recompute activations only where keeping them does not fit, and offload parameters only where nothing fits. The
-    time is that of one iteration of the user's batch, also where a schedule stands for several.
+    They recompute activations only where keeping them does not fit, or as ``activations`` says, and offload parameters
+    only where nothing fits. The time is that of one iteration of the user's batch, also where a schedule stands for
+    several.
     """
     scorer = scorer.whole() if name in _IN_BREADTH else scorer
-    found = scorer.exact(_best_of_engine(setup, scorer, name))
+    found = scorer.exact(_best_of_engine(setup, scorer, name, activations))
     assert isinstance(found.decisions, RivalDecisions)
     return dataclasses.replace(found, iteration_s=found.iteration_s / found.decisions.num_steps)
 
 
-def _best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
+def _best_of_engine(setup: Setup, scorer: Scorer, name: str, activations: Activations | None) -> Candidate:
     if name == "ratel":
         return best_of(map(scorer.score, _swapping(setup)))
     if name == "streaming":
@@ -69,7 +72,7 @@ def _best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     if name in UNPAIRED:
         return best_of(map(scorer.score, POLICIES[name](setup)))
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
-    best = _best_of_pairs(setup, scorer, placements, ends=name in FIRST_IS_FASTEST)
+    best = _best_of_pairs(setup, scorer, placements, activations, ends=name in FIRST_IS_FASTEST)
     ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (
         ("host", HOST_PARAMETER_POLICIES),
         ("nvme", NVME_PARAMETER_POLICIES),
@@ -77,12 +80,17 @@ def _best_of_engine(setup: Setup, scorer: Scorer, name: str) -> Candidate:
     for where, can in ways:
         if best.missing_bytes and name in can:
             away = [with_host_parameters(decisions, setup, where) for decisions in placements]
-            best = best_of([best, _best_of_pairs(setup, scorer, away)])
+            best = best_of([best, _best_of_pairs(setup, scorer, away, activations)])
     return best
 
 
 def _best_of_pairs(
-    setup: Setup, scorer: Scorer, placements: Sequence[RivalDecisions], *, ends: bool = False
+    setup: Setup,
+    scorer: Scorer,
+    placements: Sequence[RivalDecisions],
+    activations: Activations | None,
+    *,
+    ends: bool = False,
 ) -> Candidate:
     """Return the best placement.
 
@@ -90,11 +98,14 @@ def _best_of_pairs(
         setup: the model, the machine and what the user has fixed.
         scorer: scores candidates.
         placements: every placement twice: first with activations kept, then with activations recomputed.
+        activations: which of the two the user wants; ``None``: the first that fits.
         ends: whether the first that fits of either kind is its fastest.
     """
     # When forward ends, all kept activations are on the device.
     may_fit = sum(unit.saved_bytes for unit in setup.units) <= capacities(scorer.cost)[Tier.GPU]
     ways: tuple[int, ...] = (0, 1) if may_fit else (1, 0)
+    if activations:
+        ways = (ACTIVATIONS.index(activations),)
     found: list[Candidate] = []
     for pair in zip(placements[::2], placements[1::2], strict=True):
         for rank, way in enumerate(ways):

@@ -118,7 +118,8 @@ class RivalDecisions(Decisions):
         reduces_once: whether each rank adds up whole gradients, also of sharded parameters, and ranks reduce them with
             the last micro-batch only (``no_sync`` of PyTorch's FSDP).
         adds_in_products: whether the engine's own kernels add gradients to those of earlier micro-batches.
-        clips_dtensors: whether gradients that are clipped are ``DTensor``, each of which the host dispatches (FSDP2).
+        dtensors: whether parameters and gradients are ``DTensor`` ([Note: FSDP2] in
+            :mod:`ullage.rivals.passes.computing`).
         bucket_params: gradients that are reduced after the last backward are joined into all-reduces of at most so many
             parameters (DeepSpeed). 0: each unit has its own.
         recompute_block: the engine recomputes so many segments in a row before their backward, keeps only their
@@ -157,7 +158,7 @@ class RivalDecisions(Decisions):
     all_reduces: bool = False
     reduces_once: bool = False
     adds_in_products: bool = False
-    clips_dtensors: bool = False
+    dtensors: bool = False
     bucket_params: Amount = 0
     recompute_block: Amount = 0
     layer_by_layer: bool = False

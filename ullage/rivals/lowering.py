@@ -14,7 +14,7 @@ from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.megatrain import lay_blocks
 from ullage.rivals.engines.roundpipe import lay_by_layer
 from ullage.rivals.passes import stages
-from ullage.rivals.passes.computing import activations, launch, loop, note_amounts, parameters
+from ullage.rivals.passes.computing import activations, add_copies, launch, loop, note_amounts, parameters
 from ullage.rivals.passes.gradients import gradients
 from ullage.rivals.passes.memory import memory
 from ullage.rivals.passes.updates import updates
@@ -50,6 +50,7 @@ def passes_of(decisions: RivalDecisions) -> tuple[Pass, ...]:
         functools.partial(note_amounts, decisions),
         functools.partial(compute, lay=functools.partial(_lay, decisions)),
         *(functools.partial(each, decisions) for each in differing),
+        *((add_copies,) if decisions.dtensors else ()),
         *((loop,) if decisions.loop else ()),
     )
 

@@ -11,6 +11,7 @@ from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
 from ullage.rivals.cases.capacity import CapacityCase
 from ullage.rivals.cases.collected import LeftOutError, read_collected
 from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.precision import RivalPrecision
 
 ROOT = Path(__file__).parents[3]
 COLLECTION = ROOT / "tests" / "data" / "collection.json"
@@ -60,6 +61,10 @@ def test_what_is_not_read_is_said():
         ("measured.iteration_ms", None, "no iteration was timed"),
         ("engine.name", "abacus", "there is no row for engine abacus"),
         ("activations", "half", "neither recomputed nor kept"),
+        ("precision", "fp32", "types are 'fp32' with products in 'bf16', but known are bf16 and fp16, or fp8"),
+        ("engine.products", "fp4", "products in 'fp4'"),
+        ("engine.weights", "int2", "weights are 'int2', but known are bf16, NF4 and int8"),
+        ("engine.optimizer", "sgd", "the optimizer is 'sgd', but known are adamw, lion and muon"),
         ("lora", {"rank": 8, "targets": "all linear and head"}, "adapters of the head"),
     ],
 )
@@ -97,6 +102,11 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", source="a table, torch 2.0").step_copies == 2
     assert read_as("slideformer", source="a table, torch 2.10").step_copies == 1
     assert read_as("slideformer", engine__optimizer="PagedAdamW8bit").paged
+    assert read_as("slideformer", precision=None).precision == RivalPrecision(weights="bf16")
+    assert read_as("slideformer", engine__products="fp8").precision.products == "fp8"
+    assert read_as("slideformer", engine__weights="int8").quantize == "int8"
+    sharing = {"name": "gpu-only", "framework": "Megatron-LM", "distributed_optimizer": True}
+    assert read_as("slideformer", engine=sharing).zero_stage == 1
     assert read_as("slideformer", model__architecture="qwen").joint_qkv
     assert not read_as("slideformer", model__architecture="qwen2").joint_qkv
     assert not read_as("slideformer", engine__optimizer="adamw (PagedAdamW8bit is off)").paged

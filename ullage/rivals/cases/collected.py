@@ -34,13 +34,16 @@ _MACHINES: Final[dict[str, tuple[str, str]]] = {
     "a800": ("a800-80", ""),
     "b200": ("b200", ""),
     "b300": ("b300", ""),
+    "gb10": ("gb10", ""),
     "gb200": ("gb200", ""),
     "gh200": ("gh200", ""),
     "h100": ("h100", _OTHER_HOST),
     "h100x8": ("h100", ""),
     "h200": ("h200", ""),
     "l40s": ("l40s", _OTHER_HOST),
+    "mi300x": ("mi300x", ""),
     "2x4090": ("rtx-4090x8", _OTHER_HOST),
+    "rtx3090": ("rtx-3090", _OTHER_HOST),
     "rtx4090": ("rtx-4090", "another host, with more memory"),
     "rtx4090-llmq": ("rtx-4090x8", _OTHER_HOST),
     "rtx4090x": ("rtx-4090x8", _OTHER_HOST),
@@ -48,6 +51,7 @@ _MACHINES: Final[dict[str, tuple[str, str]]] = {
     "rtx5090": ("rtx-5090", _OTHER_HOST),
     "rtxa6000": ("rtx-a6000", _OTHER_HOST),
     "rtxpro6000": ("rtx-pro-6000", _OTHER_HOST),
+    "v100": ("v100", _OTHER_HOST),
 }
 # Desktops, and servers with the same device: a run whose host held more than a desktop has was on a server.
 _SERVERS: Final = {"rtx-4090": "rtx-4090x8"}
@@ -375,8 +379,14 @@ def _lora(stated: _Stated) -> str | None:
 
 
 def _quantized(stated: _Stated) -> str | None:
-    weights = str(stated("engine.weights", "")).lower()
-    return "nf4" if "nf4" in weights or "4-bit" in weights else None
+    weights = str(stated("engine.weights", "bf16")).lower()
+    if weights in {"bf16", "fp16"}:
+        return None
+    if "nf4" in weights or "4-bit" in weights:
+        return "nf4"
+    if "int8" in weights or "8-bit" in weights:
+        return "int8"
+    raise LeftOutError(f"weights are {weights!r}, but known are bf16, NF4 and int8")
 
 
 def _kernels(stated: _Stated) -> str | None:
@@ -431,13 +441,17 @@ def _fuses_head(stated: _Stated) -> bool | None:
 
 def _precision(stated: _Stated) -> Values | None:
     """Return the types if they are not bf16 weights with fp32 state. fp16 takes what bf16 takes."""
-    words = str(stated("precision", ""))
-    all_bf16 = {"weights": "bf16", "state": "bf16"}
+    words, products = str(stated("precision", "")), str(stated("engine.products", "bf16"))
+    if (words and not words.startswith(("bf16", "fp16"))) or products not in {"bf16", "fp16", "fp8"}:
+        raise LeftOutError(f"types are {words!r} with products in {products!r}, but known are bf16 and fp16, or fp8")
+    found = {"products": "fp8"} if products == "fp8" else {}
     if _is_megatron(stated):
-        return {"weights": "bf16", "gradients": "fp32"}
-    if "bf16-adam" in words or (words == "bf16" and not _is_fsdp(stated)) or stated("lora.modules_to_save"):
-        return all_bf16
-    return {"weights": "bf16", "master": "bf16"} if "bf16-master" in words else None
+        found |= {"gradients": "fp32"}
+    elif "bf16-adam" in words or (words == "bf16" and not _is_fsdp(stated)) or stated("lora.modules_to_save"):
+        found |= {"state": "bf16"}
+    elif "bf16-master" in words:
+        found |= {"master": "bf16"}
+    return {"weights": "bf16"} | found if found else None
 
 
 def _optimizer_words(stated: _Stated) -> str:
@@ -448,7 +462,10 @@ def _optimizer(stated: _Stated) -> str | None:
     words = _optimizer_words(stated)
     if "8bit" in words or "8-bit" in words or stated("engine.moments") == "8-bit":
         return "adamw-8bit"
-    return next((name for name in ("muon", "lion") if name in words), None)
+    found = next((name for name in ("muon", "lion") if name in words), None)
+    if words and not found and "adam" not in words:
+        raise LeftOutError(f"the optimizer is {words!r}, but known are adamw, lion and muon")
+    return found
 
 
 def _fuses_update(stated: _Stated) -> bool | None:
@@ -520,6 +537,8 @@ def _engine(stated: _Stated) -> Values:
         by_deepspeed = stage > 0 and not (_is_fsdp(stated) or _is_megatron(stated))
         if by_deepspeed:
             return {"engine": "deepspeed", "deepspeed": {"stage": stage}}
+        if stated("engine.distributed_optimizer"):  # Megatron's, which shards optimizer state
+            stage = max(stage, 1)
         return {"engine": "fsdp", "zero_stage": stage}
     if name == "zero-offload":
         return {"engine": "deepspeed", "deepspeed": _deepspeed(stated, stage)}

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ from ullage.rivals.cases.process import beside_tensors_bytes
 from ullage.rivals.cases.rates import AttentionKernel, with_attention, with_fp16_sums, with_pair
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES
-from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.engines.deciding import gpu_only, unsharded
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, with_host_parameters, zero_infinity
 from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
@@ -439,7 +438,7 @@ class TrainingCase(Case):
             return best.model_copy(update={"num_micro_batches": self.num_micro_batches})
         if (placements := self._placements(setup)) is None:
             scorer = Scorer(setup.units, self.seq_len, cost, lower=lower, whole=False)
-            found = best_of_engine(setup, scorer, self.engine).decisions
+            found = best_of_engine(setup, scorer, self.engine, self.activations).decisions
             assert isinstance(found, RivalDecisions)
             return found.model_copy(update={"inputs_on_host": True}) if self.inputs_on_host else found
         pairs = dict(zip(ACTIVATIONS, placements, strict=False))  # activations kept, and recomputed
@@ -456,10 +455,9 @@ class TrainingCase(Case):
         if self.engine == "deepspeed":
             return configured(setup, self._zero(), waits=bool(self.deepspeed.get("waits")))
         if self.engine in _IN_MEMORY:
-            stage = self.zero_stage if self.data_parallel > 1 else 0
-            # Without sharding, every rank updates all parameters, so the pieces are those of one rank.
-            whole = setup if stage else setup.changed(data_parallel=1)
-            return itertools.islice((each for each in gpu_only(whole) if each.zero_stage == stage), 2)
+            if not self.zero_stage or self.data_parallel == 1:
+                return unsharded(setup)
+            return (each for each in gpu_only(setup) if each.zero_stage == self.zero_stage)
         if self.engine == "interleaved" and self.stride:
             return interleaved(setup, (self.stride,), 1.0 if self.host_share is None else self.host_share)
         if self.host_share is not None and self.engine in {"twin-flow", "super-offload"}:
@@ -488,7 +486,7 @@ class TrainingCase(Case):
             "pipeline_parallel": self.pipeline_parallel,
             "loop": self.loop,
             "reduces_once": self.reduces_once,
-            "clips_dtensors": self.dtensors,
+            "dtensors": self.dtensors,
             "adds_in_products": self.kernels in _KERNELS_OF_OTHERS,
         }
         if self.gradient_path:

@@ -20,9 +20,22 @@ def given(setup: Setup) -> dict[str, Any]:
 
 def gpu_only(setup: Setup) -> Iterator[RivalDecisions]:
     """Plain training: everything on the device; over several devices as ZeRO-1, 2 or 3 (FSDP)."""
-    for stage in (1, 2, 3) if setup.given.data_parallel > 1 else (0,):
+    if setup.given.data_parallel == 1:
+        yield from unsharded(setup)
+        return
+    for stage in (1, 2, 3):
         for activations in ACTIVATIONS:
             yield decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **AFTER_BACKWARD)
+
+
+def unsharded(setup: Setup) -> Iterator[RivalDecisions]:
+    """Everything on every device: each rank updates all parameters, so the pieces are those of one rank."""
+    alone = setup.changed(data_parallel=1, expert_parallel=1)
+    for activations in ACTIVATIONS:
+        placed = decide(alone, "gpu-only", activations, lambda _: Place.GPU, zero_stage=0, **AFTER_BACKWARD)
+        yield placed.model_copy(
+            update={name: getattr(setup.given, name) for name in ("data_parallel", "expert_parallel")}
+        )
 
 
 def num_subgroups(setup: Setup) -> int:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from planner.decisions import Place, UnitDecision
 from planner.setup import Setup
 from ullage.rivals.decisions import REDUCE_BUCKET_PARAMS, GradientPath, RivalDecisions
-from ullage.rivals.engines.deciding import gpu_only
+from ullage.rivals.engines.deciding import gpu_only, unsharded
 from ullage.rivals.engines.deepspeed import (
     MAX_LIVE_PARAMS,
     MAX_REUSE_PARAMS,
@@ -171,7 +171,7 @@ def _placed(setup: Setup, zero: Zero, bucket_params: int, path: GradientPath) ->
     if optimizer.device == "none":
         if zero.stage < 2:  # all are reduced after the last micro-batch
             stage |= {"reduce_start": "step", "bucket_params": bucket_params}
-        for decisions in list(gpu_only(setup))[:2]:
+        for decisions in list(gpu_only(setup))[:2] if zero.stage else unsharded(setup):
             yield decisions.model_copy(update=stage)
         return
     for decisions in zero_offload(setup, path):

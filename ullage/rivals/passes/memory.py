@@ -149,10 +149,11 @@ def _hold_gradients(
         here = brought.get((unit.name, micro_batch)) if on_device else None
         made = made or here or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
-            # First the unreduced gradient of all parameters, then the rank's shard.
-            num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
-            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
-            made = scatter
+            # First the unreduced gradient of all parameters, then the rank's shard; an all-reduce is in place.
+            if decisions.zero_stage:
+                num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
+                program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
+                made = scatter
         elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
             continue
         if host:
