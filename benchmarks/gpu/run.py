@@ -155,7 +155,7 @@ STAGES: Final[Mapping[str, Stage]] = {
     # Programs of other libraries, in memory and under plans.
     "programs": Stage(
         "tests/programs/run_programs.py --device cuda --jobs 12 --output {results}/programs.json",
-        240,
+        500,
         60,
         ("programs.json",),
         alone=True,
