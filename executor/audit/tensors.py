@@ -92,7 +92,7 @@ def referred_to(tensors: list[Tensor]) -> list[int]:
 @torch.enable_grad()
 def _references() -> list[int]:
     """Return how many references a tensor in two lists has, and one that autograd has saved: C++ may hold one too."""
-    alone = torch.ones(1, requires_grad=True) * 1
+    alone = torch.ones(1, requires_grad=True, device="cpu") * 1
     saved = alone * 1
     by_autograd = saved.sin()
     counts = [sys.getrefcount(tensor) for tensor in [alone, saved]]

@@ -79,9 +79,9 @@ class HostBackend:
         """Fill new host memory with zeros, so that it is near this thread's cores."""
         block.zero_()
 
-    def pinned(self, shared: torch.Tensor) -> torch.Tensor:
+    def pinned(self, shared: Array) -> torch.Tensor:
         """Return memory that ranks share, uint8, for copies to and from the device, pinned if that needs it."""
-        return shared
+        return torch.from_numpy(shared)
 
     def release(self, block: torch.Tensor) -> int:
         """Free the device memory of a tensor's storage, but keep the storage and its views; return the freed bytes.

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from executor.devices.backend import Event, Pairs, as_array, sum_of_squares
+from executor.devices.backend import Array, Event, Pairs, as_array, sum_of_squares
 from executor.devices.meter import CudaMeter
 from executor.devices.sums import BUFFER_BYTES, NUM_BUFFERS, HostSums
 from executor.direct_io import pages
@@ -225,21 +225,20 @@ class CudaBackend:
         if on_device or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
         memory = pages(num_bytes, inherited=False)
-        block = torch.from_numpy(memory)
-        _touch(block)
-        return self._registered(block, memory)
+        _touch(torch.from_numpy(memory))
+        return self._registered(memory)
 
     def claim(self, block: torch.Tensor) -> None:
         """Fill new host memory with zeros, as it grows."""
         _touch(block)
 
-    def pinned(self, shared: torch.Tensor) -> torch.Tensor:
+    def pinned(self, shared: Array) -> torch.Tensor:
         """Register the memory."""
-        return self._registered(shared, shared.numpy())
+        return self._registered(shared)
 
-    def _registered(self, block: torch.Tensor, memory: object) -> torch.Tensor:
-        """Pin a block, and its pages as long as the block is in use; ``memory`` holds them."""
-        num_bytes = block.nbytes
+    def _registered(self, memory: Array) -> torch.Tensor:
+        """Return memory, uint8, as a tensor, pinned as long as that is in use."""
+        block, num_bytes = torch.from_numpy(memory), memory.nbytes
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
@@ -258,7 +257,7 @@ class CudaBackend:
                     synchronize(device)
                 cudart.cudaHostUnregister(address)
 
-        # Keep ``memory`` alive until it is unregistered: freed pages could not be.
+        # Keep ``memory`` alive until it is unregistered: freed pages could not be. It does not hold the tensor.
         weakref.finalize(block.untyped_storage(), unregister, block.data_ptr(), memory)
         return block
 

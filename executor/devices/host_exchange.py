@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from executor.devices.backend import Backend
@@ -70,7 +71,7 @@ class HostExchange:
         with self._all_agree(group):
             self._connect(group)
             shared = self._map()
-            self.own_memory = shared.view(self._size, -1)[self._rank]
+            self.own_memory = torch.from_numpy(shared).view(self._size, -1)[self._rank]
             backend.claim(self.own_memory)  # whoever touches memory first has it nearby
         with self._all_agree(group):  # pinning touches that of all ranks
             self._halves = backend.pinned(shared).view(self._size, 2, num_bytes)
@@ -226,7 +227,7 @@ class HostExchange:
         for other in self._others.values():
             other.settimeout(_POLL_S)
 
-    def _map(self) -> torch.Tensor:
+    def _map(self) -> npt.NDArray[np.uint8]:
         """Map the memory of all ranks, which the first rank makes. It has no name, so nothing is left of it."""
         total_bytes = self._size * 2 * self._num_bytes
         if self._rank == 0:
@@ -245,4 +246,4 @@ class HostExchange:
         memory.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # where the system has no large pages for shared memory
             memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+        return np.frombuffer(memory, np.uint8)

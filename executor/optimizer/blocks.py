@@ -52,7 +52,8 @@ def _dynamic(*, signed: bool) -> Table:
     """Return the 256 values in order: means of intervals that divide seven decades, 0 and 1."""
     found = [0.0, 1.0]
     for decade in range(7):
-        ends = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32)
+        num_ends = 2 ** (decade if signed else decade + 1) + 1
+        ends = torch.linspace(0.1, 1, num_ends, dtype=torch.float32, device="cpu")  # a GPU's may differ in a last bit
         means = 10 ** (decade - 6) * ((ends[:-1] + ends[1:]) / 2)
         found += means.tolist() + ((-means).tolist() if signed else [])
     return np.sort(np.array(found, np.float32))

@@ -271,7 +271,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     try:
         return _own_entry(optimizer)
     except Exception as error:  # noqa: BLE001 - whatever a step raises that cannot be taken so
-        return _whole_entry(optimizer, " ".join(str(error).split())[:200])
+        return _whole_entry(optimizer, " ".join(str(error).split())[:200] or f"it raises {type(error).__name__}")
 
 
 def _whole_entry(optimizer: torch.optim.Optimizer, why: str) -> OptimizerEntry:

@@ -281,7 +281,8 @@ def _calibrated() -> None:
         put_fakes(patched)
         patched.setattr(kernels, "device_adamw", kernel)
         patched.setattr(kernels, "host_times", lambda _device: taken.append(100) or HOST)
-        profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), silent)
+        with torch.device("cuda"):  # as a user may have it
+            profile, pairs = calibrate(CalibrationOptions(quick=True, budget_s=2.0), silent)
         sleeps = {"blocking": True} in sleeping
         patched.setattr(kernels, "prepare_session", lambda *given: planned.append(given[2:4]) or prepare(*given))
         patched.setattr(torch.Tensor, "item", wait)

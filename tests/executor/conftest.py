@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "optimizer"))  # test_adamw.py
 sys.path.insert(0, str(Path(__file__).parent / "training_state"))  # test_immutability.py
+sys.path += filter(None, [os.environ.get("ULLAGE_PEERS")])  # torchao, where benchmarks/gpu/run.py has installed it
 
 import pytest
 import torch

@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import signal
 import sys
 import time
 import traceback
@@ -330,22 +331,27 @@ def main() -> None:
         about |= _gpu_facts()
     chosen, absent = chosen_of(args.words)
     sys.stdout.writelines(f"{kind}: {why}\n" for kind, why in absent.items())
-    rows = []
-    for found in rows_of(chosen, machine, args.jobs):
-        rows.append(found)
-        said = found.get("absent") or ", ".join(
-            f"{verdict(found[run], machine.bound)} {found[run]['off'] or 0:.0e}" for run in ("ample", "tight")
+    rows: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever has no more time gets what there is
+    try:
+        for found in rows_of(chosen, machine, args.jobs):
+            rows.append(found)
+            said = found.get("absent") or ", ".join(
+                f"{verdict(found[run], machine.bound)} {found[run]['off'] or 0:.0e}" for run in ("ample", "tight")
+            )
+            reasons = {found[run][why] for run in ("ample", "tight") if run in found for why in ("refused", "failed")}
+            sys.stdout.write(f"{found['kind']}/{found['name']}: {said} {' | '.join(reasons - {''})}\n")
+            sys.stdout.flush()
+    finally:
+        count = Counter(
+            verdict(found[run], machine.bound) for found in rows for run in ("ample", "tight") if run in found
         )
-        reasons = {found[run][why] for run in ("ample", "tight") if run in found for why in ("refused", "failed")} - {
-            ""
-        }
-        sys.stdout.write(f"{found['kind']}/{found['name']}: {said} {' | '.join(reasons)}\n")
-        sys.stdout.flush()
-    count = Counter(verdict(found[run], machine.bound) for found in rows for run in ("ample", "tight") if run in found)
-    count["absent"] = sum("absent" in found for found in rows)
-    sys.stdout.write(f"{dict(count)}\n")
-    if args.output or not args.words:
-        write_result(args.output or _OUTPUT, about | {"bound": machine.bound, "not_installed": absent, "rows": rows})
+        count["absent"] = sum("absent" in found for found in rows)
+        sys.stdout.write(f"{dict(count)}\n")
+        if args.output or not (args.words or len(rows) < len(chosen)):
+            write_result(
+                args.output or _OUTPUT, about | {"bound": machine.bound, "not_installed": absent, "rows": rows}
+            )
     sys.exit(1 if count["wrong"] else 0)
 
 

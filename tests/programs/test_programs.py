@@ -1,6 +1,15 @@
 """A sixth of the programs train as in memory; ``python tests/programs/run_programs.py`` tries all, also with little."""
 
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+import run_programs
 from amount import ALL
 from program_catalogue import IN_MEMORY, Program, programs
 from run_programs import CPU, outcome, trained
@@ -47,3 +56,20 @@ def test_programs_train_as_in_memory(program: Program) -> None:
     assert (found.refused, found.failed) == ("", "")
     assert found.off is not None
     assert found.off <= CPU.bound
+
+
+def test_what_there_is_is_kept_when_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def rows(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"kind": "loops", "name": "first", "absent": "why"}
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield {"kind": "loops", "name": "second", "absent": "why"}
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run_programs, "rows_of", rows)
+    monkeypatch.setattr(sys, "argv", ["run_programs.py", "r_drop", "--output", str(tmp_path / "found.json")])
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            run_programs.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [row["name"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]] == ["first"]

@@ -107,6 +107,7 @@ def calibrate(options: CalibrationOptions, progress: Progress) -> tuple[Hardware
         stack.callback(kernels.end_teams)
         stack.enter_context(_torch_threads(run.backend.num_cores or run.cores))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.device("cpu"))  # whatever the user's default device, as of a first prepare()
         run.measure(stack)
     if run.device is not None and on_gpu and not options.device_memory_bytes:
         run.device = run.device.model_copy(update={"memory_bytes": _left_on_gpu()})

@@ -287,11 +287,12 @@ def test_memory_is_touched_no_faster_than_it_grows(grows, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_go_through_memory_that_processes_share(dtype):
+def test_values_go_through_memory_that_processes_share(dtype, monkeypatch):
     """Both ways at once, and to sums that are rounded once."""
-    backend, count, ranks = CudaBackend(), 1 << 16, 4
-    memory = mmap.mmap(-1, 2 * ranks * count * dtype.itemsize)
-    halves = backend.pinned(torch.frombuffer(memory, dtype=torch.uint8)).view(dtype).view(2, ranks, count)
+    backend, runtime, count, ranks = CudaBackend(), Runtime(), 1 << 16, 4
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = np.frombuffer(mmap.mmap(-1, 2 * ranks * count * dtype.itemsize), np.uint8)
+    halves = backend.pinned(memory).view(dtype).view(2, ranks, count)
     values = torch.randn(2, ranks, count, generator=torch.Generator().manual_seed(1)).to(dtype)
     halves[0].copy_(values[0])
     here, rows = values[1].cuda(), torch.empty(ranks, count, dtype=dtype, device="cuda")
@@ -306,6 +307,9 @@ def test_values_go_through_memory_that_processes_share(dtype):
     whole = values[0].double().sum(0)
     least = torch.finfo(dtype).eps / 2 + 2**-20
     assert ((own.cpu().double() - whole).abs() <= least * values[0].double().abs().sum(0)).all()
+    assert runtime.registered
+    del halves, up, down
+    assert not runtime.registered
 
 
 def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):

@@ -352,6 +352,14 @@ def test_what_is_not_waited_for_between_steps_is_found(place, broken, monkeypatc
     assert races.found
 
 
+def test_kernels_of_a_device_take_numbers_alone_from_the_host(gpu):  # noqa: ARG001 - a fixture
+    on_device, on_host = torch.arange(4, device="cuda"), torch.arange(4)
+    assert (on_device[on_host] * torch.tensor(2)).tolist() == [0, 2, 4, 6]  # places too
+    for run in (torch.cat, torch.stack, lambda pair: pair[0].index_select(0, pair[1])):
+        with pytest.raises(RuntimeError, match="same device"):
+            run([on_device, on_host])
+
+
 # The oracle itself, on two streams.
 
 

@@ -38,9 +38,9 @@ def made(config: Any = CONFIG) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module) -> list[torch.Tensor]:
+def trained(model: nn.Module, device: str = "cpu") -> list[torch.Tensor]:
     """Return loss and gradients."""
-    ids = torch.arange(64).view(2, 32)
+    ids = torch.arange(64, device=device).view(2, 32)
     loss = model(input_ids=ids, labels=ids).loss
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
@@ -187,6 +187,23 @@ def test_a_layer_in_a_compiled_module_has_the_same_bits() -> None:
         y = forward(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, layer.weight, layer.bias])])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("gpu", "passes")
+def test_on_a_gpu() -> None:
+    """A layer has torchao's bits; with SwiGLU in one kernel, exponentials may differ in their last."""
+    layer = Linear.from_float(nn.Linear(64, 32, dtype=torch.bfloat16, device="cuda"))
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    found = []
+    for forward in (layer, Float8Linear.from_float(layer)):
+        y = forward(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, layer.weight, layer.bias])])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    expected, model = made(WHOLE).to("cuda"), made(WHOLE).to("cuda")
+    convert_to_float8_training(expected, module_filter_fn=lambda _m, name: ".layers." in f".{name}")
+    multiply_in_fp8(model, planned(WHOLE, "device"), torch.device("cuda"))
+    for one, other in zip(trained(model, "cuda"), trained(expected, "cuda"), strict=True):
+        assert (one - other).float().norm() <= 0.05 * other.float().norm()
 
 
 def peak_bytes(rows: int, inputs: int, outputs: int, *, casts_weights: bool) -> int:

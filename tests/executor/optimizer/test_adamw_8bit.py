@@ -18,6 +18,7 @@ from executor.optimizer.blocks import (
     SCALES,
     SIGNED,
     UNSIGNED,
+    _dynamic,
     borders,
     decoded,
     decoder,
@@ -196,6 +197,11 @@ def test_kernels_decode_what_the_table_has(table, in_registers):
         decoded_by(part, scale, values, decoder(table, in_registers=in_registers))
         assert np.array_equal(values[:-1], table[part] * scale)
         assert values[-1] == 7
+
+
+def test_values_are_made_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        assert np.array_equal(_dynamic(signed=True), SIGNED)
 
 
 @pytest.fixture(scope="module")

@@ -477,7 +477,8 @@ def test_what_is_kept_outside_of_states_is_not_taken_in_parts():
     random.seed(0)
     torch.manual_seed(0)
     tried = [Counting([weight]), Scheduled([weight]), Drawing([weight]), *(given(Calling, each) for each in calls)]
-    why = r"it keeps|it steps through|when it steps in parts|must be Tensor|as it is"
+    tried.append(torch.optim.Optimizer([weight], {}))  # has no step, and says nothing more
+    why = r"it keeps|it steps through|when it steps in parts|must be Tensor|as it is|it raises NotImplementedError"
     for optimizer in tried + [given(Corrected, each) for each in counts]:
         assert re.search(why, entry_of(optimizer).whole)
     assert not weight.any(), "it has been stepped"

@@ -276,14 +276,21 @@ at::Tensor on_device(const at::Tensor& tensor) {
 // The host waits for these on any device, as it needs what they find.
 const std::set<std::string> waiting = {"aten::nonzero", "aten::_unique2", "aten::masked_select", "aten::equal"};
 
+// These take places or lengths from the host. All others take from there numbers without dimensions alone, on any device.
+const std::set<std::string> lenient = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+                                       "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_pack_padded_sequence"};
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
+  const bool strict = !lenient.count(schema.name());
   const auto begin = stack->size() - schema.arguments().size();
   std::vector<at::Tensor> given(schema.arguments().size()), lent(schema.arguments().size());
   std::vector<Range> ranges;
   const auto lend = [&](const at::Tensor& tensor, bool writes) {
     if (is_ours(tensor)) {
       ranges.push_back(range_of(tensor, writes));
+    } else if (strict && tensor.defined() && (tensor.dim() || writes)) {
+      TORCH_CHECK(false, "Expected all tensors to be on the same device, but ", schema.name(), " of cuda:0 has one of cpu");
     }
     return on_host(tensor);
   };

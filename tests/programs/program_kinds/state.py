@@ -22,10 +22,10 @@ from torch.nn.utils import parametrizations, parametrize
 
 PROGRAMS, program = registry()
 NUM_STEPS = 4
-count, strength, centre = 0, 1.0, torch.zeros(64)
+count, strength, centre = 0, 1.0, torch.empty(0)
 tables: dict[str, torch.Tensor] = {}
 settings = SimpleNamespace(scale=1.0)
-shared = {"calls": [0], "centre": torch.zeros(64)}
+shared = {"calls": [0]}
 chosen = contextvars.ContextVar("chosen", default=1.0)
 
 
@@ -110,7 +110,8 @@ def global_set_by_the_loop(ullage) -> Trained:
 @program
 def global_centre(ullage) -> Trained:
     """DINO: a moving average in a global tensor, updated in place between forward and backward."""
-    centre.zero_()
+    global centre
+    centre = torch.zeros(64)
 
     class Centred(Block):
         def factor(self):
@@ -735,7 +736,7 @@ def backward_that_draws_and_counts(ullage) -> Trained:
         def backward(ctx, gradient):
             counts["calls"] += 1
             ctx.average.mul_(0.9).add_(gradient.abs().mean(), alpha=0.1)
-            return gradient * ctx.average + 1e-3 * torch.randn(gradient.shape), None
+            return gradient * ctx.average + 1e-3 * torch.randn_like(gradient), None
 
     class WithNoise(Block):
         def __init__(self) -> None:
