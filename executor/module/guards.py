@@ -250,6 +250,17 @@ def run_uncompiled(model: nn.Module) -> Iterator[Callable[[], None]]:
         if inner is not None and own["forward"] != inner.__call__:  # torch.compile(module) returned it
             yield functools.partial(own.update, forward=own["forward"])
             own["forward"] = inner.__call__
+            continue
+        for name, method in {**_of_class(module), **own}.items():
+            compiled: Any = getattr(method, "_torchdynamo_orig_callable", None)  # torch.compile(method) returned it
+            if compiled is not None:
+                yield replace_attribute(module, name, compiled if name in own else types.MethodType(compiled, module))
+
+
+def _of_class(module: nn.Module) -> dict[str, Any]:
+    """Return what the classes of a module have, by name, except those of PyTorch."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
+    return {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
 
 
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
