@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
@@ -222,19 +223,39 @@ def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], 
 
     It leaves alone what somebody else has set since.
     """
-    own = vars(module)
-    was_there, before = name in own, own.get(name)
+    own, replaced = vars(module), _replaced.setdefault(module, {})
+    before = own.get(name, _NOTHING)
     own[name] = value
+    replaced.setdefault(name, before)
 
     def undo() -> None:
         if own.get(name) is not value:
             return
-        if was_there:
-            own[name] = before
-        else:
-            own.pop(name, None)
+        _put(own, name, before)
+        if replaced.get(name) is before:
+            del replaced[name]
 
     return undo
+
+
+def as_it_was(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes as they are without those that :func:`replace_attribute` has set."""
+    own = dict(vars(module))
+    for name, before in _replaced.get(module, {}).items():
+        _put(own, name, before)
+    return own
+
+
+def _put(own: dict[str, Any], name: str, before: Any) -> None:
+    if before is _NOTHING:
+        own.pop(name, None)
+    else:
+        own[name] = before
+
+
+_NOTHING: Final = object()
+_replaced: Final = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
+"""What attributes were before they were replaced."""
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             driver.visibility.show("")
             self.synchronize()  # the copies so far were on no lane
             # Guards come last: before them, a failure leaves no session that could be closed.
-            self._undo += bind_guards(model, self.runtime.state.dtype, backend.device)
+            self._undo += bind_guards(model, self.runtime.state.dtype, backend.device, self._values)
             hooks = (getattr(undo, "__self__", None) for undo in self._undo)
             ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
             self.audit.bound(ours, lambda: (driver.call, driver.tile))
@@ -287,6 +287,24 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         as_buffers = {name: parameter.data for name, parameter in self.runtime.state.as_buffers.items()}
         return {name: self.runtime.weights(name) for name in self.runtime.state.shards()} | as_buffers
+
+    def _values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the current values of one of the model's parameters, for a copy of it.
+
+        Raises:
+            TypeError: there are no such values, or none as a tensor.
+        """
+        name = self._names.get(id(parameter))
+        if name is None:
+            return parameter.data
+        is_quantized = self.runtime.state.shards()[name].stored.is_quantized
+        if self.runtime.divides or self._pipeline is not None or is_quantized:
+            reason = "its weights are quantized" if is_quantized else "ranks share its layers"
+            raise TypeError(
+                f"a prepared model cannot be pickled or copied if {reason}; save model.state_dict(), and load it into "
+                "a model that is made anew"
+            )
+        return self.runtime.weights(name)
 
     def naming(self) -> Naming:
         """Return the names of the model's tensors in files of weights."""

@@ -160,7 +160,10 @@ class IterationDriver:
                 self._follow(self.progress.recompute, unit)
         elif not (self.trains or self._runtime.inside_iteration or (evaluates and self.progress.meets(unit))):
             self._runtime.evaluate(unit, self.visibility)
-            self.visibility.show(unit)
+            if self._stays:  # a gradient inside forward reads weights of all units
+                self.visibility.show_all()
+            else:
+                self.visibility.show(unit)
         elif self.progress.has_left or not self.progress.is_at(Op.FORWARD, unit):
             self._check_begin()
             with self._forward:

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
+from executor.module.copies import plain_copy
 from executor.module.guarded_parameters import INSTEAD
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
@@ -250,20 +251,33 @@ def run_uncompiled(model: nn.Module) -> Iterator[Callable[[], None]]:
         if inner is not None and own["forward"] != inner.__call__:  # torch.compile(module) returned it
             yield functools.partial(own.update, forward=own["forward"])
             own["forward"] = inner.__call__
+            continue
+        for name, method in {**_of_class(module), **own}.items():
+            compiled: Any = getattr(method, "_torchdynamo_orig_callable", None)  # torch.compile(method) returned it
+            if compiled is not None:
+                yield replace_attribute(module, name, compiled if name in own else types.MethodType(compiled, module))
 
 
-def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
+def _of_class(module: nn.Module) -> dict[str, Any]:
+    """Return what the classes of a module have, by name, except those of PyTorch."""
+    kinds = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")]
+    return {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+
+
+def bind_guards(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, values: Callable[[nn.Parameter], torch.Tensor]
+) -> list[Callable[[], None]]:
     """Make a model and all its modules refuse operations that a session cannot follow; return functions that undo this.
 
-    These operations are: copying, preparing again, adding or replacing modules or parameters, and changing the type or
-    the device of weights.
+    These operations are: preparing again, adding or replacing modules or parameters, and changing the type or the
+    device of weights; and pickling and shallow copies. Deep copies get the ``values`` of parameters.
     """
     undo = []
     for module in _guarded(model):
         undo += [
             replace_attribute(module, "_apply", _refusing_conversion(module, dtype, device)),
-            replace_attribute(module, "__deepcopy__", _refuse_copy),
-            replace_attribute(module, "__reduce_ex__", _refuse_copy),
+            replace_attribute(module, "__deepcopy__", functools.partial(plain_copy, module, values=values)),
+            replace_attribute(module, "__reduce_ex__", _refuse_pickle),
             replace_attribute(
                 module, "compile", lambda *_, **__: warnings.warn(AS_THEY_ARE, RuntimeWarning, stacklevel=2)
             ),
@@ -301,11 +315,10 @@ def refuse_replacements(
     return [each(refuse).remove for each in register]
 
 
-def _refuse_copy(_given: object) -> None:
+def _refuse_pickle(_protocol: object) -> None:
     raise TypeError(
-        "a prepared model cannot be pickled or copied: its session, which has the memory of its weights, is a part of "
-        "it; save model.state_dict(); for another model of the same weights, make one and "
-        "load_state_dict(model.state_dict())"
+        "a prepared model cannot be pickled, or copied by copy.copy(): its session, which has the memory of its "
+        "weights, is a part of it; save model.state_dict(), or pickle copy.deepcopy(model), which is an ordinary model"
     )
 
 

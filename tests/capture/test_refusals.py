@@ -382,11 +382,6 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "4x8",
         r"parameter weight has type torch\.complex64.*torch\.view_as_real\(parameter\)",
     ),
-    "functional": (
-        lambda: Of(lambda last, x: torch.func.grad(lambda y: y.square().sum())(last(x))),
-        "4x8",
-        r"torch\.autograd\.grad\(\.\.\., create_graph=True\) in place of",
-    ),
     **{
         f"nested, {layout}": (
             lambda layout=layout: Of(

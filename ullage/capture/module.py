@@ -41,10 +41,10 @@ from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, attention_in_words, fused_attention
-from ullage.capture.executable import check_executable
+from ullage.capture.executable import Unseen, check_executable
 from ullage.capture.fakes import VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
-from ullage.capture.partitioning import joined_around, partition
+from ullage.capture.partitioning import UnitVisits, joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, UNKNOWN, CaptureError, LongLoopError, Recording, first_line, remedy
@@ -227,7 +227,7 @@ class _Capture:
         ):
             for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
                 changes.callback(undo)
-            with _as_capture_errors(self.name, model, made), _default_positions():
+            with _as_capture_errors(self.name, model, made, is_step=example.step is not None), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
@@ -270,15 +270,29 @@ class _Capture:
             places = partition(recording)
             while True:
                 captured = repeated(assemble(recording, places, self.dtype, about), recording)
+                if recording.unfollowed:
+                    return captured
                 with _as_capture_errors(self.name):
                     if (unseen := check_executable(recording, captured)) is None:
                         return captured
-                    joined = joined_around(recording, places, unseen)
-                    if joined is None and not recording.copies:
-                        raise CaptureError(unseen.refusal)
-                if joined is None:
-                    raise UnequalError(recording.copies[0].path)
-                places = joined
+                    places = _around(recording, places, unseen)
+
+
+def _around(recording: Recording, places: list[UnitVisits], unseen: Unseen) -> list[UnitVisits]:
+    """Return the units where some are one, so that hooks see where a weight is read; of a step, note if none can.
+
+    Raises:
+        CaptureError: hooks cannot see it.
+        UnequalError: they may where no block is a copy.
+    """
+    if (joined := joined_around(recording, places, unseen)) is not None:
+        return joined
+    if recording.copies:
+        raise UnequalError(recording.copies[0].path)
+    if not recording.is_step:
+        raise CaptureError(unseen.refusal)
+    recording.unfollowed = recording.second_order = True
+    return places
 
 
 def _assumed(recording: Recording) -> tuple[str, ...] | None:
@@ -546,7 +560,9 @@ def _default_positions() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequence[Fakes] = ()) -> Iterator[None]:
+def _as_capture_errors(
+    name: str, model: nn.Module | None = None, fakes: Sequence[Fakes] = (), *, is_step: bool = False
+) -> Iterator[None]:
     """Turn errors of the model into one line that says what cannot be captured, and where; ``fakes`` ran it."""
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as quiet:
@@ -566,7 +582,7 @@ def _as_capture_errors(name: str, model: nn.Module | None = None, fakes: Sequenc
                 f"{name}{_at(error, model)}: it needs the values of a tensor{reader}, which a capture does not have, "
                 "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
             ) from error
-        way_out = remedy(error, has_model=model is not None)
+        way_out = remedy(error, has_model=model is not None, is_step=is_step)
         raise CaptureError(f"{name}{_at(error, model)}: {first_line(error)}; {way_out}") from error
 
 

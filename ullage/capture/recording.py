@@ -48,7 +48,7 @@ from ullage.capture.records import (
     Visit,
     strided,
 )
-from ullage.capture.repeats import Repeats
+from ullage.capture.repeats import Repeats, UnequalError
 from ullage.capture.token_wise import TokenWise
 
 # Operators with table look-ups: the position of the integers' argument, and the table's dimension of the first
@@ -108,10 +108,13 @@ def record(
         stack.enter_context(_InPlace(found.model))
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
+        stack.enter_context(recorder.saves())
         loss, words = (find_loss if found.is_step else _planned_loss)(run())  # nothing else holds the output
         if not found.visits:
-            raise CaptureError("the step calls neither the model nor a part of it; let it call them")
+            raise CaptureError(
+                "the step calls neither the model nor a part of it, but weights come when a module runs; put what "
+                "reads them into a forward, and let the step call that"
+            )
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
     recorder.end()
@@ -368,6 +371,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.callback(replace_attribute(block, "forward", functools.partial(self._run, block, block.forward)))
             yield
 
+    @contextlib.contextmanager
+    def saves(self) -> Iterator[None]:
+        """Record what autograd saves, but inside transforms of ``torch.func``, which take no hooks."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        disable, num_inside = torch.autograd.graph.disable_saved_tensors_hooks, 0
+
+        @contextlib.contextmanager
+        def without_hooks(message: str) -> Iterator[None]:
+            nonlocal num_inside
+            if self._repeats is not None:
+                raise UnequalError  # copies are made by functions that transforms do not take
+            self.found.unfollowed = self.found.second_order = True
+            if not num_inside:
+                hooks.__exit__()
+            num_inside += 1
+            try:
+                with disable(message):
+                    yield
+            finally:
+                num_inside -= 1
+                if not num_inside:
+                    hooks.__enter__()
+
+        with hooks, mock.patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", without_hooks):
+            yield
+
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Record a tensor that autograd saves."""
         if not self._in_backward:
@@ -391,6 +420,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track the running autograd node from here on."""
         self._in_backward = True
         self._source = len(self.found.forward) - 1
+        if self.found.unfollowed:  # what is still there is saved
+            for number, storage in enumerate(self.found.storages):
+                if storage.died is None and storage.born >= 0:
+                    visit = self.found.forward[min(storage.born, self._source)].visit
+                    self.found.saves.append(Save(number, storage.born, visit))
         if loss.grad_fn is None:
             raise CaptureError("the loss is made inside of a backward of its own, or of no output of the model")
         for node in nodes(loss.grad_fn):

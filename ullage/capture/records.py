@@ -165,6 +165,8 @@ class Recording:
         tiled: paths of modules that compute in tiles.
         called_with: what the first call of a module was called with.
         second_order: whether a backward that makes a graph of its own reached a visit's output.
+        unfollowed: whether hooks on modules do not see where a step reads weights: transforms of ``torch.func`` run the
+            model, or code outside of modules reads weights.
         written: trained parameters that forward writes to.
         as_buffers: frozen ones, which count as buffers; see [Note: Written weights] in :mod:`planner.setup`.
         of_written: forward events that read or write these.
@@ -190,6 +192,7 @@ class Recording:
     tiled: frozenset[str] = frozenset()
     called_with: tuple[CapturedInput, ...] = ()
     second_order: bool = False
+    unfollowed: bool = False
     written: set[str] = dataclasses.field(default_factory=set)
     as_buffers: set[str] = dataclasses.field(default_factory=set)
     of_written: set[int] = dataclasses.field(default_factory=set)
@@ -287,7 +290,7 @@ class CaptureError(ValueError):
     """A model cannot be captured; the message contains the remedy."""
 
 
-def remedy(error: Exception, *, has_model: bool) -> str:
+def remedy(error: Exception, *, has_model: bool, is_step: bool = False) -> str:
     """Return what to do if a model, or the function that makes it, fails."""
     if any(word in str(error) for word in ("NestedTensor", "nested_tensor", "shape_env")):  # depends on the layout
         return "compute on padded tensors with lengths or a mask, because nested ones have no shapes to plan for"
@@ -301,8 +304,11 @@ def remedy(error: Exception, *, has_model: bool) -> str:
             "it runs for a model without memory: give device='cpu' for tensors whose values it reads, do not load "
             "weights, and do not move the model"
         )
-    if "saved tensor hooks" in str(error):  # of torch.func.grad and its like
-        return "call torch.autograd.grad(..., create_graph=True) in place of functions of torch.func"
+    if is_step:
+        return (
+            "make it run with this batch first, or leave step= out and give prepare() what the model is called with: "
+            "then this step leaves the plan, which is slower"
+        )
     return "make it run with these inputs first"
 
 

@@ -29,8 +29,11 @@ _NUMBER: Final = re.compile(r"idx|index|layer")  # names of attributes with a bl
 _SIMPLE: Final = (int, float, str, bool, type(None), torch.dtype)
 
 
-class UnequalError(Exception):
-    """Blocks that were assumed to be equal are not, or cannot be distinguished, so all blocks must be recorded."""
+class UnequalError(BaseException):
+    """Blocks that were assumed to be equal are not, or cannot be distinguished, so all blocks must be recorded.
+
+    It is no ``Exception``: the model's code may handle those.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -59,23 +59,43 @@ def backward(model, number=0):
 
 @pytest.mark.parametrize("part", ["", "model.layers.0"])
 @pytest.mark.parametrize(
-    ("use", "names"),
-    [
-        (copy.deepcopy, r"copied.*load_state_dict\(model\.state_dict\(\)\)"),
-        (pickle.dumps, r"pickled.*save model\.state_dict\(\)"),
-        (lambda module: torch.save(module, io.BytesIO()), r"pickled.*save model\.state_dict\(\)"),
-    ],
-    ids=["deepcopy", "pickle", "torch.save"],
+    "use",
+    [copy.copy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())],
+    ids=["copy", "pickle", "torch.save"],
 )
-def test_a_prepared_model_is_neither_copied_nor_pickled(started, use, names, part):
+def test_a_prepared_model_is_neither_pickled_nor_copied_shallowly(started, use, part):
     model, optimizer = started
-    with pytest.raises(TypeError, match=names) as caught:
+    with pytest.raises(TypeError, match=r"copy\.copy.*save model\.state_dict\(\)") as caught:
         use(model.get_submodule(part))
     assert "\n" not in str(caught.value)
     optimizer.session.close()
     copied = copy.deepcopy(model)
     assert not any(name.startswith("__") for module in copied.modules() for name in vars(module))
     torch.save(model.lm_head, io.BytesIO())
+
+
+def test_a_deep_copy_of_a_prepared_model_is_an_ordinary_one():
+    calls = []
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", "recompute")))
+    own = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    with optimizer.session:
+        for number in range(2):
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            copied, part = copy.deepcopy(model), copy.deepcopy(model.model.layers[0])
+        own.remove()
+        expected = model.state_dict()
+        assert all(torch.equal(weight, expected[name]) for name, weight in copied.state_dict().items())
+        layer = copied.model.layers[0]
+        assert all(torch.equal(a, b) for a, b in zip(part.parameters(), layer.parameters(), strict=True))
+        assert {type(parameter) for parameter in copied.parameters()} == {nn.Parameter}
+        assert not any(name.startswith("__") for module in copied.modules() for name in vars(module))
+        assert backward(copied, 2).item() == backward(model, 2).item()
+        optimizer.step()
+        assert len(calls) == 3  # two of the model, one of the copy
+        copied.lm_head._forward_hooks.clear()
+        assert pickle.loads(pickle.dumps(copied)) is not None  # noqa: S301 - our own
 
 
 def prepare_again(model, wraps=lambda model: model):

@@ -467,6 +467,54 @@ def derivatives_of_the_model(ullage) -> Trained:
 
 
 @program
+def derivatives_inside_forward(ullage) -> Trained:
+    """A model whose own forward calls torch.func.grad, as models of forces do; it is evaluated between steps."""
+
+    class Forces(Net):
+        def forward(self, x):
+            return torch.func.grad(lambda x: super(Forces, self).forward(x).logsumexp(-1).sum())(x)
+
+    model = Forces()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = (model(batch(step)[0]) + batch(step)[0]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), float(model.eval()(batch(9)[0]).norm())]
+        model.train()
+    return losses, model
+
+
+@program
+def planned_derivatives(ullage) -> Trained:
+    """MAML, and gradients of single samples, by torch.func in a step that is planned."""
+
+    def adapted(model, batch):
+        x, y = batch
+        given = lambda own, x, y: F.cross_entropy(torch.func.functional_call(model, own, (x,)), y)
+        own = dict(model.named_parameters())
+        found = torch.func.grad(given)(own, x[:16], y[:16])
+        single = torch.func.vmap(torch.func.grad(lambda x: model(x[None]).logsumexp(-1).sum()))(x[:4])
+        fast = {name: own[name] - 0.1 * gradient for name, gradient in found.items()}
+        return given(fast, x[16:], y[16:]) + single.square().mean()
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=adapted)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = adapted(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
 def derivatives_along_a_direction(ullage) -> Trained:
     """torch.func.jvp and vmap of the model, to look at between steps."""
     model, optimizer = made(ullage)

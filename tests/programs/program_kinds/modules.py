@@ -584,3 +584,17 @@ def reversed_gradients(ullage) -> Trained:
             return self.last(features)
 
     return train(ullage, Model(), x_of(32, 16))
+
+
+@program
+def compiled_methods(ullage) -> Trained:
+    """A forward that the class compiles, and one that is compiled on the object."""
+
+    class Compiled(Block):
+        @torch.compile(backend="eager")
+        def forward(self, x):
+            return super().forward(x)
+
+    model = stack(Compiled(), Block(), Block())
+    model[2].forward = torch.compile(model[2].forward, backend="eager")
+    return train(ullage, model, x_of(4, 16))

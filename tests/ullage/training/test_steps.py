@@ -279,7 +279,7 @@ def test_other_steps_than_the_planned_one_train_as_in_memory(name: str) -> None:
             "the step calls neither the model nor a part of",
         ),
         (lambda model, batch: model(batch["x"])["scores"].detach(), {}, "no tensor with a gradient"),
-        (lambda model, batch: model(batch["z"]), {}, "KeyError: 'z'; make it run with these inputs first"),
+        (lambda model, batch: model(batch["z"]), {}, "KeyError: 'z'; make it run with this batch first, or leave"),
     ],
 )
 def test_steps_that_cannot_be_planned_are_refused_in_one_line(step: Step, options: Any, message: str) -> None:

@@ -138,4 +138,4 @@ def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> i
             segments[unit.segment] += unit.num_weights
         else:
             ends += unit.num_weights
-    return max((max_live_params - ends) // max(segments.values(), default=1), 2)
+    return max((max_live_params - ends) // max([1, *segments.values()]), 2)
