@@ -79,7 +79,10 @@ class Collector:
                 "2-norms (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "
                 "use a hook on the parameter (parameter.register_hook) to see or change a rank's own gradient"
             )
-        error = OutOfOrderError("gradients were read or changed between backward and the step")
+        error = OutOfOrderError(
+            "gradients were read or changed between backward and the step, or zero_grad(set_to_none=False) has left "
+            "zeros in some that no backward has reached"
+        )
         return self._off_plan(error, True)
 
     def collect_later(self, unit: UnitState, micro_batch: int) -> None:

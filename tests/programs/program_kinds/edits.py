@@ -855,3 +855,20 @@ def compiled_later(ullage) -> Trained:
             model.compile(backend="eager")
 
     return loop(model, optimizer, stepped=stepped)
+
+
+@program
+def averages_made_later(ullage) -> Trained:
+    """AveragedModel of a model that is prepared already, and a copy of it that is kept."""
+    model, optimizer = made(ullage)
+    averaged, kept, evaluated = torch.optim.swa_utils.AveragedModel(model), [], []
+
+    def stepped(step: int) -> None:
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            evaluated.append(averaged(batch(9)[0]).mean().item())
+        if step == 1:
+            kept.append(copy.deepcopy(model))
+
+    losses, _ = loop(model, optimizer, stepped=stepped)
+    return [*losses, *evaluated], kept[0]
