@@ -405,7 +405,7 @@ def fused() -> ModuleType | None:
         from executor.devices import fused as found  # noqa: PLC0415 - imports Triton
     except ImportError:
         return None
-    values = [torch.zeros(BLOCK, device="cuda") for _ in range(4)]
+    values = [torch.zeros(BLOCK, dtype=torch.float32, device="cuda") for _ in range(4)]  # whatever the default type
     try:
         found.update(values[:3], values[3:], Rule(ENTRIES[0], AdamWParams()), 1)
     except torch.OutOfMemoryError:  # which says nothing of Triton

@@ -126,7 +126,7 @@ def in_memory(task, session):
 def run(task, model, optimizer, number, look):
     """Run one iteration; ``look`` is called at each moment inside."""
     torch.manual_seed(number)
-    for tokens in batches(task)[number]:
+    for tokens in batches(task)[number].to(next(model.parameters()).device):
         loss = model(input_ids=tokens, labels=tokens).loss
         look()
         loss.backward()
