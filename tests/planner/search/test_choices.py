@@ -296,6 +296,7 @@ def test_pipelines_satisfy_their_conditions(num_stages: int, num_rounds: int, nu
             assert solution.value >= 0.8 * prediction.iteration_s
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(ranks: int) -> None:
     units = small_units("demo-llama", 6)
@@ -363,6 +364,7 @@ def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
     assert found.iteration_s <= times[1]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("num_micro_batches", "room"), [(24, 0.6), (48, 1.0)])
 def test_a_pipeline_offloads_activations_where_that_is_faster_than_to_recompute_them(num_micro_batches, room) -> None:
     units = small_units("demo-llama", 6)
