@@ -21,7 +21,7 @@ from executor.memory.frozen import FrozenParameter, take_frozen
 from executor.memory.nvme import StoredState
 from executor.memory.nvme_files import Storage
 from executor.memory.pieces import DTYPES, TIES, Part, Piece, State, StateBuffer, pieces_of, state_buffers
-from executor.memory.units import ParameterState, UnitState
+from executor.memory.units import Holding, ParameterState, UnitState
 from executor.optimizer.split import SplitMaster, opened
 from executor.packed import as_real, with_own_storage
 from planner.decisions import Decisions, Place
@@ -32,6 +32,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass
 from planner.subgroups import SECTOR_PARAMS
 
+_HOLDING = {"gpu": Holding.RESIDENT, "host": Holding.FETCHED, "nvme": Holding.ON_NVME}
 _SECTOR_BYTES = 4 * SECTOR_PARAMS
 
 Values = Callable[[ParameterState], Iterable[torch.Tensor]]
@@ -312,8 +313,10 @@ class ModelState:
 
     def _take(self, unit: Unit, slot: int, shards: Mapping[str, ParameterShard]) -> UnitState:
         name, dtype = unit.name, self.dtype
-        params, gathered = self._decisions.units[name].params, self._decisions.gathers(unit)
-        on_device, on_nvme = params == "gpu", params == "nvme"
+        holding = _HOLDING[self._decisions.units[name].params]
+        if holding is Holding.RESIDENT and self._decisions.gathers(unit):
+            holding = Holding.SHARDED
+        on_device, on_nvme = holding in {Holding.RESIDENT, Holding.SHARDED}, holding is Holding.ON_NVME
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
         group = self._ranks.replicas(unit) if self._ranks else ALONE
         start = group.rank * shard if padded > shard else 0
@@ -327,9 +330,9 @@ class ModelState:
         num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.place.by_host) if on_device else shard
         resident = None
         if on_device:
-            num_resident = shard if gathered else padded
+            num_resident = padded if holding is Holding.RESIDENT else shard
             resident = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_resident, dtype)
-        weights = self._slots[slot][:padded] if resident is None or gathered else resident
+        weights = self._slots[slot][:padded] if resident is None or holding is Holding.SHARDED else resident
         parameters = _parameters(unit, self._decisions, pieces, shards)
         fp8 = None
         if (sizes := self._decisions.fp8_of(unit)) is not None:
@@ -340,7 +343,7 @@ class ModelState:
             )
             fp8 = Fp8Copy(sizes, casting, tuple(slice(p.start, p.stop) for p in ranges), self._slots[slot], held)
             weights = without_values(torch.Size([padded]), dtype, weights.device)
-        own = resident if resident is not None and gathered else weights[start : start + shard]
+        own = resident if resident is not None and holding is Holding.SHARDED else weights[start : start + shard]
         served = None
         if not (self._decisions.weight_in_state or on_nvme):
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
@@ -352,8 +355,7 @@ class ModelState:
             pieces=pieces,
             group=group,
             start=start,
-            params=params,
-            gathered=gathered,
+            holding=holding,
             slot=slot,
             device_weights=weights,
             own_weights=own,

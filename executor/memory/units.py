@@ -1,9 +1,10 @@
 """State of units and parameters: views of the memory that :mod:`executor.memory.state` takes."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -85,6 +86,26 @@ class ParameterState:
         return own if part.stop - part.start == len(own) else own[part.start - first : part.stop - first]
 
 
+class Holding(enum.Enum):
+    """Who holds the bytes of a unit's weights now.
+
+    Attributes:
+        RESIDENT: the device, all of them, in a block of the unit's own. With ZeRO-1 and 2, each rank's part of the
+            block is new after an update, and the others' parts after the all-gather that follows.
+        SHARDED: the device of each rank, its shard. The unit's slot has all of them from their all-gather until it is
+            filled for another unit.
+        FETCHED: the host, all of them or the rank's shard. The slot has all of them from their fetch, or the all-gather
+            after it, until it is filled for another unit.
+        ON_NVME: a file, all of them or the rank's shard. Host memory has them only on their way to the slot, which then
+            has them as if they had been fetched.
+    """
+
+    RESIDENT = "resident"
+    SHARDED = "sharded"
+    FETCHED = "fetched"
+    ON_NVME = "on NVMe"
+
+
 GradientBucket = tuple[torch.Tensor, set[str]]
 """This rank's gradient of a unit, ``[padded]``, before the ranks reduce it, and the names of the parameters in it.
 
@@ -116,12 +137,7 @@ class UnitState:
         pieces: in the order of the unit's flat range.
         group: ranks that hold the same part of the unit.
         start: first index of the rank's shard in the unit's range.
-        params: who holds its weights between uses, in the words of decisions: all of them, or the rank's shard if they
-            are gathered. ``gpu``: the device, in a block of the unit's own. With ZeRO-1 and 2, each rank's part of the
-            block is new after an update, and the others' parts after the all-gather that follows. ``host``: the host.
-            ``nvme``: a file; host memory has them only on their way to the slot.
-        gathered: whether ranks all-gather them for every use. The slot has what was fetched or gathered until it is
-            filled for another unit.
+        holding: who holds its weights.
         slot: number of the slot that all weights are copied to, unless they are resident.
         device_weights: ``[padded]``, the resident block or a view of the slot.
         own_weights: ``[shard]``, the rank's own weights on the device. If not ``on_device``, they are in the slot, and
@@ -150,8 +166,7 @@ class UnitState:
     pieces: tuple[Piece, ...]
     group: Group
     start: int
-    params: Literal["gpu", "host", "nvme"]
-    gathered: bool
+    holding: Holding
     slot: int
     device_weights: torch.Tensor
     own_weights: torch.Tensor
@@ -178,17 +193,17 @@ class UnitState:
     @property
     def is_resident(self) -> bool:
         """Whether all its weights are on the device all the time."""
-        return self.on_device and not self.gathered
+        return self.holding is Holding.RESIDENT
 
     @property
     def on_device(self) -> bool:
         """Whether the weights that the rank updates (all, or its shard) are on the device all the time."""
-        return self.params == "gpu"
+        return self.holding is Holding.RESIDENT or self.holding is Holding.SHARDED
 
     @property
     def on_nvme(self) -> bool:
         """Whether its weights are on NVMe."""
-        return self.params == "nvme"
+        return self.holding is Holding.ON_NVME
 
     def pads(self) -> Iterator[tuple[int, int]]:
         """Yield the ranges of padding, see [Note: Shards] in :mod:`executor.memory.pieces`."""
