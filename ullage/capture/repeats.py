@@ -15,7 +15,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +55,6 @@ class _Like:
         return cls(Layout.of(tensor), tensor.requires_grad)
 
 
-class _Made(NamedTuple):
-    """How the block ``path`` was called, and its output, with a mark in place of each tensor."""
-
-    path: str
-    call: Any
-    output: Any
-
-
 class Repeats:
     """Decides which blocks are copies, and returns their outputs.
 
@@ -83,7 +75,8 @@ class Repeats:
         for members in _lists(model):
             self._join([(member, _kind(member, number, len(members), owners)) for number, member in enumerate(members)])
         self._paths = {module: path for path, module in model.named_modules() if module in self.runs}
-        self._made: dict[Any, _Made] = {}
+        # By kind, the path of a block, how it was called, and its output with a mark in place of each tensor.
+        self._made: dict[Any, tuple[str, Any, Any]] = {}
         self._before = ""
         self._state: dict[nn.Module, tuple[ForwardState, Snapshot]] = {}  # of blocks that are running
 
@@ -107,13 +100,13 @@ class Repeats:
             self.copies[-1] = dataclasses.replace(self.copies[-1], stop=position)
         path, kind = self._paths[module], self._kinds.get(module)
         before, self._before = self._before, path
-        made = self._made.get(kind)
+        like, call, _ = self._made.get(kind, ("", None, None))
         if kind is not None and self.runs[module]:
             state = ForwardState(module, path)
             self._state[module] = state, state.save()
-        if self.runs[module] or made is None or made.call != _call(args, kwargs):
+        if self.runs[module] or not like or call != _call(args, kwargs):
             return False
-        self.copies.append(Copy(path, made.path, before, position))
+        self.copies.append(Copy(path, like, before, position))
         return True
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -129,11 +122,11 @@ class Repeats:
         def mark(tensor: Tensor) -> _Given | _Like:
             return next((_Given(number) for number, leaf in enumerate(given) if leaf is tensor), _Like.of(tensor))
 
-        self._made[kind] = _Made(self._paths[module], _call(args, kwargs), tree_map_only(Tensor, mark, output))
+        self._made[kind] = self._paths[module], _call(args, kwargs), tree_map_only(Tensor, mark, output)
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of a copy."""
-        output, given = self._made[self._kinds[module]].output, tree_leaves((args, kwargs))
+        (_, _, output), given = self._made[self._kinds[module]], tree_leaves((args, kwargs))
         likes = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Like)]
         sources = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
         new = iter(_Copied.apply(likes, *sources) if likes else ())  # type: ignore[no-untyped-call]
