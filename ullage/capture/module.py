@@ -227,7 +227,8 @@ class _Capture:
         ):
             for undo in (*refuse_replacements(model.modules(), _replaced), *bind_adapted_parameters(model)):
                 changes.callback(undo)
-            with _as_capture_errors(self.name, model, made, is_step=example.step is not None), _default_positions():
+            is_step = bool(example.step and example.tensors)  # a call of texts alone is no step of the user's
+            with _as_capture_errors(self.name, model, made, is_step=is_step), _default_positions():
                 given = [tensor_of(spec, dtype) for spec in inputs]
                 values = [(given[number], value) for number, value in known.items()]
                 values += [(fake[number], value) for number, value in small.items()]
