@@ -14,12 +14,16 @@ from torch.utils.checkpoint import checkpoint
 PROGRAMS, program = registry()
 
 
-def loop(model, optimizer, *, penalty=lambda: 0.0, backward=lambda _step: None, stepped=lambda _step: None) -> Trained:
+def entropy(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def loop(model, optimizer, *, loss_of=entropy, backward=lambda _step: None, stepped=lambda _step: None) -> Trained:
     """Train, and call functions after backward and after the step."""
     losses = []
     for step in range(NUM_STEPS):
-        x, y = batch(step)
-        loss = F.cross_entropy(model(x), y) + penalty()
+        loss = loss_of(model, batch(step))
         loss.backward()
         backward(step)
         optimizer.step()
@@ -254,11 +258,12 @@ def distance_to_initial_weights(ullage) -> Trained:
     """L2-SP: the loss reads all weights."""
     model, optimizer = made(ullage)
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return loop(
-        model,
-        optimizer,
-        penalty=lambda: sum(0.01 * (p - initial[name]).square().sum() for name, p in model.named_parameters()),
-    )
+
+    def penalised(model, batch):
+        moved = sum(0.01 * (p - initial[name]).square().sum() for name, p in model.named_parameters())
+        return entropy(model, batch) + moved
+
+    return loop(model, optimizer, loss_of=penalised)
 
 
 @program
@@ -269,7 +274,11 @@ def last_layer_in_the_loss(ullage) -> Trained:
     model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
     others = torch.randn(4, 64, generator=seeded(1))
     head = model.head
-    return loop(model, optimizer, penalty=lambda: 0.1 * head.weight.square().sum() + head(others).square().mean())
+
+    def penalised(model, batch):
+        return entropy(model, batch) + (0.1 * head.weight.square().sum() + head(others).square().mean())
+
+    return loop(model, optimizer, loss_of=penalised)
 
 
 @program
@@ -277,20 +286,12 @@ def planned_penalty(ullage) -> Trained:
     """The same, in a step that is planned."""
 
     def penalised(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x), y) + sum(1e-3 * p.square().sum() for p in model.parameters())
+        return entropy(model, batch) + sum(1e-3 * p.square().sum() for p in model.parameters())
 
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     model, optimizer = ullage.prepare(model, optimizer, batch(0), step=penalised)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = penalised(model, batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return loop(model, optimizer, loss_of=penalised)
 
 
 @program
@@ -504,14 +505,7 @@ def planned_derivatives(ullage) -> Trained:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     model, optimizer = ullage.prepare(model, optimizer, batch(0), step=adapted)
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = adapted(model, batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return loop(model, optimizer, loss_of=adapted)
 
 
 @program
