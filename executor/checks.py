@@ -43,6 +43,11 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry, groups: list[di
                 f"{entry.torch_class.__name__} steps on all gradients ({entry.whole}), but the plan updates in "
                 "backward; plan with clip=True"
             )
+    if decisions.speculate and entry.back is None:
+        raise ValueError(
+            f"the plan may take updates back (speculate), which those of {entry.torch_class.__name__} cannot be; use "
+            "torch.optim.AdamW or Adam, or plan without speculate"
+        )
     if not decisions.precision.can_be_kept(decisions.optimizer):
         types = ", ".join(f"{name} in {dtype}" for name, dtype in decisions.precision if dtype is not None)
         raise ValueError(

@@ -7,6 +7,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+UPDATES_AT_STEP = "let gradients be clipped (clip=True, --clip) and leave speculate out: then updates wait for the step"
+"""What makes loops possible that need updates to begin at the step."""
+
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
 _DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})

@@ -216,6 +216,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return self.driver.num_left
 
     @property
+    def num_late(self) -> int:
+        """Number of iterations whose updates were taken back, or waited for the norm; see [Note: Speculation]."""
+        return self.driver.speculation.num_late
+
+    @property
     def record(self) -> bool:
         """Whether times are recorded for :meth:`timeline`. May be changed between iterations."""
         return self.runtime.machine.record
@@ -609,9 +614,12 @@ def _warm_up(
             writes_bf16=not precision.master_is_weight,
             master_dtype=kinds[precision.master_bytes],
             splits=splits,
+            speculates=decisions.takes_back,
         )
-        if device is not None:
-            _warm_up_on_device(entry.rule(group), precision, device, splits=splits)
+        rule = entry.rule(group)
+        for each in (rule, rule.limited()) if decisions.takes_back else (rule,):
+            if device is not None:
+                _warm_up_on_device(each, precision, device, splits=splits)
 
 
 def _warm_up_on_device(rule: Rule, precision: Precision, backend: Backend, *, splits: bool) -> None:

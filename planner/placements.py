@@ -60,10 +60,10 @@ def swapping(setup: Setup, num_swapped: int, num_evicted: int) -> Decisions:
 def _ours(setup: Setup, units: dict[str, UnitDecision], **options: Any) -> Decisions:
     """Return decisions of our engine.
 
-    It updates during backward unless gradients are clipped, units stay, or stages may make gradients later.
+    It updates during backward unless updates wait for the norm, units stay, or stages may make gradients later.
     """
     ours = {"policy": "ullage", "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots, "units": units}
-    at_step = setup.given.clip or setup.given.pipeline_parallel > 1 or any(unit.stays for unit in setup.units)
+    at_step = setup.given.waits_for_norm or setup.given.pipeline_parallel > 1 or any(unit.stays for unit in setup.units)
     if not at_step:
         ours |= {"update_start": "backward", "update_order": "backward"}
     return Decisions(**{**dict(setup.given), **ours, **options})

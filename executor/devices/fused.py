@@ -186,6 +186,7 @@ def _update(  # noqa: PLR0913, PLR0917
     position: "Any",
     scale: "Any",
     l2: "Any",  # weight decay in the gradient; or None
+    limit: "Any",  # values of the gradient that reach it count as 0; or None
     beta1: "Any",
     rest1: "Any",
     beta2: "Any",
@@ -207,6 +208,8 @@ def _update(  # noqa: PLR0913, PLR0917
         there = (at >= 0) & (at < num_params)
         old = _join(master, remainders, ties, rows, places, held, num_masters)
     g = _read(gradient, at, there) * scale
+    if limit is not None:
+        g = tl.where(tl.abs(g) < limit, g, 0.0)
     if l2 is not None:
         g = g + l2 * old
     m = _read_moment(exp_avg, at, there, exp_avg_scale, signed, rows, num_params)
@@ -235,6 +238,7 @@ def can_update(state: Sequence[torch.Tensor | SplitMaster], gradients: Sequence[
     starts = [state[0].start] if isinstance(state[0], SplitMaster) else []
     return (
         row.fuses
+        and rule.entry.device is not rule.entry.back
         and all(tensor.dtype in _DTYPES for tensor in gradients)
         and all(isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bfloat16 for tensor in weights)
         and len(weights) <= 1
@@ -259,7 +263,7 @@ def update(
     assert isinstance(rule.params, AdamWParams)
     in_gradient = rule.params.weight_decay and not rule.params.decoupled_weight_decay
     l2 = rule.params.weight_decay if in_gradient else None
-    factors = float(rule.scale), l2, *map(float, adamw_factors(rule.params, step))
+    factors = float(rule.scale), l2, rule.params.limit, *map(float, adamw_factors(rule.params, step))
     begin, num_buffers = 0, len(rule.entry.buffers)
     for gradient in gradients:
         end = begin + len(gradient)

@@ -18,13 +18,14 @@ from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
+from executor.driver.speculation import Speculation
 from executor.driver.unbroken import Unbroken
 from executor.gradients import GradientError
 from executor.module import own_checkpoints
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
-from executor.optimizer.table import OptimizerEntry
+from executor.optimizer.table import OptimizerEntry, Params, Rule
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule.loop import OutOfOrderError
@@ -133,6 +134,7 @@ class IterationDriver:
             lambda name, values: self.collector.edited().replace(name, values),
             keeps=[s.name for s in own if has_adapters or id(s.whole) not in used],
         )
+        self.speculation = Speculation(runtime, self.gradients, report)
         runtime.has_written, runtime.at_hand = self.visibility.has_written, self.visibility.at_hand
         runtime.check_hook = self.visibility.check_hook
 
@@ -526,9 +528,12 @@ class IterationDriver:
             if self._audit.is_active:
                 self.visibility.show("")
                 end_audit(self._audit, self._runtime)
+            begins = self._decisions.update_start == "step"
+            if self._decisions.takes_back:
+                begins = self.speculation.end(self._rules(self.gradients.scale)[0])
             self.gradients.begin_step(self._loop.iteration)
             with self._updating:
-                if self._decisions.update_start == "step":
+                if begins:
                     self._begin_updates()
                 self._runtime.machine.end_open()
                 self._runtime.actions.perform_deferred(self._loop.iteration)
@@ -613,7 +618,7 @@ class IterationDriver:
         self.gradients.clear()
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
             self.gradients.check_fresh(self._loop.iteration)
-            self._begin_updates()
+            self._begin_updates(is_early=True)
 
     def _backward_ended(self, micro_batch: int, turn: int) -> None:
         if self._on_demand is None:  # else more may come for other forwards
@@ -660,7 +665,7 @@ class IterationDriver:
         self._on_demand.skip_rest()
         self._sync_arrivals()
         if self._decisions.update_start == "backward":
-            self._begin_updates()
+            self._begin_updates(is_early=True, waits=True)
         self.progress.end_early()
         self._on_demand.flush_rest()
         self._on_demand = None
@@ -674,7 +679,7 @@ class IterationDriver:
         self._sync_arrivals()
         self._runtime.actions.skip(iteration, num_complete, self._loop.num_issued)
         if self._decisions.update_start == "backward":
-            self._begin_updates()
+            self._begin_updates(is_early=True, waits=True)
         self.progress.end_early()
         self._runtime.machine.exclude(iteration)
         if iteration == 1 and self._last_short == 0:
@@ -700,10 +705,23 @@ class IterationDriver:
             self._runtime.doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
             return self._runtime.actions.gradients.norms(self._loop.iteration)
 
-    def _begin_updates(self) -> None:
+    def _begin_updates(self, *, is_early: bool = False, waits: bool = False) -> None:
         self.visibility.unsettle()
         self._runtime.settled.clear()
-        updates, rules = {}, []
+        speculates = is_early and self._decisions.takes_back
+        updates, rules = self._rules(self.speculation.scale if speculates else self.gradients.scale)
+        if speculates:
+            self.speculation.begin(updates, waits=waits or self._audit.is_active)
+        else:
+            self._runtime.actions.updates.begin(self._loop.iteration, updates)
+        if (ranks := self._runtime.ranks) is not None:
+            ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
+        if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
+            self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
+
+    def _rules(self, scale: Callable[[str], float]) -> tuple[dict[str, Rule], list[Params]]:
+        """Return the rule of each parameter, given the factors of gradients; and of each of the optimizer's groups."""
+        updates, rules = dict[str, Rule](), list[Params]()
         numbers = itertools.count()
         for group in self._groups:  # as the user has them now
             rule = self.entry.rule(group)
@@ -713,9 +731,5 @@ class IterationDriver:
                     continue
                 name, shape = self._of_parameter[id(parameter)]
                 of_parameter = rule.of_parameter(number, shape)
-                updates[name] = dataclasses.replace(of_parameter, scale=self.gradients.scale(name))
-        self._runtime.actions.updates.begin(self._loop.iteration, updates)
-        if (ranks := self._runtime.ranks) is not None:
-            ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
-        if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
-            self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
+                updates[name] = dataclasses.replace(of_parameter, scale=scale(name))
+        return updates, rules

@@ -24,6 +24,7 @@ import torch
 from executor.callbacks import nodes
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
+from executor.gradients import UPDATES_AT_STEP
 from executor.memory.units import NEVER, ParameterState, UnitState
 from executor.module.guards import SECOND_ORDER
 from executor.module.visibility import WeightVisibility
@@ -253,7 +254,7 @@ def why_not(runtime: Runtime, decisions: Decisions) -> str:
     issued, last = runtime.loop.schedule.tasks[: runtime.loop.num_issued], decisions.num_micro_batches - 1
     ends = any(task.op in OF_GRADIENTS and task.micro_batch == last for task in issued)
     if any(task.op in {Op.UPDATE, Op.LOAD} for task in issued) or (ends and decisions.update_start == "backward"):
-        return "Updates of this plan begin in backward; under a plan with clip=True, they wait for the step"
+        return f"Updates of this plan begin in backward; {UPDATES_AT_STEP}"
     return ""
 
 

@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from executor.gradients import GradientError, OffloadedGradient, forget_factor
+from executor.gradients import UPDATES_AT_STEP, GradientError, OffloadedGradient, forget_factor
 from executor.memory.units import ParameterState
 from executor.module.guarded_parameters import unguarded
 from executor.packed import as_real
@@ -45,7 +45,7 @@ class UserGradients:
     ) -> None:
         self._clips = decisions.clip
         self.refusal = ""
-        self._waits = decisions.update_start == "step"
+        self._waits = decisions.update_start == "step" or decisions.takes_back
         self._parts: dict[str, list[ParameterState]] = {}
         for parameter in parameters:
             self._parts.setdefault(parameter.shard.name, []).append(parameter)
@@ -155,9 +155,14 @@ class UserGradients:
             self._check_clips(name)
             self.absorb()
             self._complete()
-            self._norms = self._find_norms()
-        scale = self.scale(name)
-        return self._norms[name] if scale == 1 else self._norms[name] * scale
+            self._norms = None
+        norm, scale = self.norms()[name], self.scale(name)
+        return norm if scale == 1 else norm * scale
+
+    def norms(self) -> dict[str, torch.Tensor]:
+        """Wait for all gradients, and return their 2-norms without factors, by name of the whole parameter."""
+        self._norms = self._find_norms() if self._norms is None else self._norms
+        return self._norms
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Record a factor for a parameter's gradient. Its update applies it. Raises as :meth:`gradient_norm`."""
@@ -401,7 +406,7 @@ class UserGradients:
         if not self._waits:
             raise GradientError(
                 f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
-                "after step(), or let gradients be clipped (clip=True, --clip): then updates wait for the step"
+                f"after step(), or {UPDATES_AT_STEP}"
             )
         parameter.arrived = -1
         parameter.step -= 1

@@ -23,6 +23,9 @@ from executor.optimizer.passes import (
 )
 from executor.optimizer.split import CHUNK, chunks, close_chunk, open_chunk
 
+LIMIT: Final = 1e15
+"""Values of a gradient from which on its square, or a sum of squares, may be infinite in float32."""
+
 _SHIFT16, _LOW = np.uint32(16), np.uint32(0xFFFF)
 
 
@@ -35,6 +38,8 @@ class AdamWParams:
         seed: of stochastic rounding; ``None`` without it.
         parameter: the parameter's number in the optimizer, on which random bits depend too.
         start: position in the parameter of the first value, likewise.
+        limit: values of the scaled gradient that reach it count as 0, NaN too, so that the step can be taken back, see
+            [Note: Speculation] in :mod:`executor.driver.speculation`; ``None``: none do.
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -49,6 +54,7 @@ class AdamWParams:
     seed: int | None = None
     parameter: int = 0
     start: int = 0
+    limit: float | None = None
 
     def __post_init__(self) -> None:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
@@ -69,10 +75,11 @@ def adamw_factors(params: AdamWParams, step: int) -> tuple[np.float32, ...]:
 
 
 def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
-    # Weight decay in the gradient; for ``None`` numba compiles a kernel without it.
+    # Weight decay in the gradient, and a limit; for ``None`` numba compiles a kernel without it.
     in_gradient = params.weight_decay and not params.decoupled_weight_decay
     l2 = np.float32(params.weight_decay) if in_gradient else None
-    return l2, (seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step))
+    limit = None if params.limit is None else np.float32(params.limit)
+    return l2, limit, (seeds_of(params, step), np.float32(grad_scale), adamw_factors(params, step))
 
 
 def seeds_of(params: AdamWParams, step: int) -> tuple[np.uint32, np.uint32]:
@@ -100,6 +107,7 @@ def _update(
     grad: Any,
     weight_out: Any,
     l2: Any,
+    limit: Any,
     rule: Any,
     begin: Any,
 ) -> None:
@@ -110,6 +118,8 @@ def _update(
         key, first = seeds[0], np.uint32(seeds[1] + np.uint32(begin + offset))
         for i in range(ps.size):
             g = as_float32(gs[i]) * grad_scale
+            if limit is not None:
+                g = g if abs(g) < limit else np.float32(0)
             if l2 is not None:
                 g = g + l2 * as_float32(ps[i])
             p, m, v = advanced(as_float32(ps[i]), as_float32(ms[i]), as_float32(vs[i]), g, factors)

@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, final
 
@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from executor.optimizer.adamw import AdamWParams
+from executor.optimizer.adamw import AdamWParams, adamw_factors
 from executor.optimizer.muon import as_tensor
 from executor.optimizer.passes import Bf16Array, BufferArray, GradientArray, cut
 from executor.optimizer.sgd import AdagradParams, SgdParams
@@ -39,6 +39,7 @@ Tensors = tuple[torch.Tensor, ...]
 def adamw(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: AdamWParams, step: int) -> None:
     """Take one step of AdamW or Adam. See :func:`executor.optimizer.adamw.adamw_step`."""
     exp_avg, exp_avg_sq = buffers
+    _limit(gradient, params)
     fused = torch._fused_adamw_ if params.decoupled_weight_decay else torch._fused_adam_
     fused(
         [master],
@@ -55,6 +56,31 @@ def adamw(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params
         amsgrad=False,
         maximize=False,
     )
+
+
+def adamw_back(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: AdamWParams, step: int) -> None:
+    """Take back one step of AdamW or Adam, up to rounding: solve its formulas for the values before it.
+
+    Products are rounded as the step rounds them, so that moments that were 0, as of rows of an embedding, are 0 again.
+    """
+    exp_avg, exp_avg_sq = buffers
+    beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = map(float, adamw_factors(params, step))
+    root = exp_avg_sq.sqrt().mul_(root_bias2_inverse).add_(eps)
+    master.addcdiv_(exp_avg, root, value=step_size).div_(decay)
+    if step == 1:
+        exp_avg.zero_()
+        exp_avg_sq.zero_()
+        return
+    _limit(gradient, params)
+    if params.weight_decay and not params.decoupled_weight_decay:
+        gradient.add_(master, alpha=params.weight_decay)
+    exp_avg.sub_(gradient * rest1).div_(beta1 or 1.0)  # without momentum, the next step overwrites it
+    exp_avg_sq.sub_((gradient * rest2).mul_(gradient)).div_(beta2 or 1.0).clamp_(min=0)
+
+
+def _limit(gradient: torch.Tensor, params: AdamWParams) -> None:
+    if params.limit is not None:
+        gradient.masked_fill_((gradient.abs() < params.limit).logical_not_(), 0)
 
 
 def sgd(master: torch.Tensor, buffers: Tensors, gradient: torch.Tensor, params: SgdParams, step: int) -> None:
@@ -180,14 +206,7 @@ class OwnStep:
         team: WorkerTeam | None = None,  # noqa: ARG002 - torch has its own threads
     ) -> None:
         """Take a step in host memory; see :func:`executor.optimizer.passes.host_step` for the arguments."""
-        scale = torch.full((1,), grad_scale, dtype=torch.float32, device="cpu")
-        for begin in range(0, len(grad), _HOST_CHUNK):
-            part = cut((*state, grad, weight_out), begin, min(begin + _HOST_CHUNK, len(grad)))
-            master, *buffers, gradient, weights = (as_tensor(a) if isinstance(a, np.ndarray) else a for a in part)
-            with opened(master) as values:
-                self.on_device(values, buffers, gradient * scale, params, step)
-                if weights is not None:
-                    weights.copy_(values)
+        on_host(self.on_device, state, grad, weight_out, params, step, grad_scale)
 
     @torch.no_grad()
     def _step(
@@ -257,6 +276,30 @@ class OwnStep:
             raise ValueError("it keeps state beside that of parameters")
         if torch.equal(whole, first) and not own.state[whole]:
             raise ValueError("its step leaves a parameter that it is given as it is")
+
+
+def on_host(
+    take: Callable[..., None],
+    state: Sequence[BufferArray | SplitMaster],
+    grad: GradientArray,
+    weight_out: Bf16Array | None,
+    params: Any,
+    step: int,
+    grad_scale: float = 1.0,
+    team: WorkerTeam | None = None,  # noqa: ARG001 - torch has its own threads
+) -> None:
+    """Let ``take``, a function of this module, take a step in host memory, or take it back.
+
+    The other arguments are those of :func:`executor.optimizer.passes.host_step`.
+    """
+    scale = torch.full((1,), grad_scale, dtype=torch.float32, device="cpu")
+    for begin in range(0, len(grad), _HOST_CHUNK):
+        part = cut((*state, grad, weight_out), begin, min(begin + _HOST_CHUNK, len(grad)))
+        master, *buffers, gradient, weights = (as_tensor(a) if isinstance(a, np.ndarray) else a for a in part)
+        with opened(master) as values:
+            take(values, buffers, gradient * scale, params, step)
+            if weights is not None:
+                weights.copy_(values)
 
 
 def _names_in(kind: type, method: str, seen: set[str]) -> Iterator[str]:

@@ -34,7 +34,7 @@ GradientArray = Bf16Array | Float32Array
 BufferArray = npt.NDArray[np.uint8] | Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
-_NOT_IN_GROUPS: Final = frozenset({"decoupled_weight_decay", "seed", "parameter", "start", "shape"})
+_NOT_IN_GROUPS: Final = frozenset({"decoupled_weight_decay", "seed", "parameter", "start", "limit", "shape"})
 
 BLOCK: Final = OPTIMIZERS["adamw-8bit"].block_params
 """Parameters that share a scale, see [Note: Blocks] in :mod:`planner.optimizers`."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from executor.optimizer import device
-from executor.optimizer.adamw import MOMENTS, AdamWParams, adamw_step
+from executor.optimizer.adamw import LIMIT, MOMENTS, AdamWParams, adamw_step
 from executor.optimizer.adamw_8bit import KEYS, adamw_8bit_step
 from executor.optimizer.adamw_narrow import adamw_narrow_
 from executor.optimizer.device import OwnParams, OwnStep
@@ -55,6 +55,7 @@ class OptimizerEntry:
             one takes all.
         own: takes the steps, if this is no optimizer of :data:`ENTRIES`.
         numbers: keys of numbers in a parameter's state, beside ``step``.
+        back: takes back a step on a device, up to rounding; ``None`` if none can be.
         whole: why its step cannot be taken in parts, so that it takes it itself, see [Note: Whole steps] in
             :mod:`executor.driver.whole_steps`; empty if it can. Nothing else here is used then.
     """
@@ -72,6 +73,7 @@ class OptimizerEntry:
     others: "OptimizerEntry | None" = None
     own: OwnStep | None = None
     numbers: tuple[str, ...] = ()
+    back: Callable[..., None] | None = None
     whole: str = ""
 
     def of(self, kind: Optimizer) -> "OptimizerEntry":
@@ -104,6 +106,7 @@ class OptimizerEntry:
         writes_bf16: bool,
         master_dtype: npt.DTypeLike = np.float32,
         splits: bool = False,
+        speculates: bool = False,
     ) -> None:
         """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
 
@@ -113,18 +116,18 @@ class OptimizerEntry:
             writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
             master_dtype: of the master copy: ``float32``, or ``uint16`` (bf16 bits).
             splits: whether master copies are split instead.
+            speculates: whether steps may be taken back.
         """
         entry = self.of_group(group)
         if entry.others is not None:
             return  # torch's products are compiled already
         buffers = [np.zeros(1, _KERNEL_DTYPES[num_bytes]) for num_bytes, _ in OPTIMIZERS[entry.planned_as].buffers]
         grad = np.zeros(1, grad_dtype)
-        if splits:
-            entry.host([SplitMaster.of_zeros(1), *buffers], grad, None, entry.read(group), 1, 1.0, None)
-            return
-        state = [np.zeros(1, master_dtype), *buffers]
-        for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
-            entry.host(state, grad, weight_out, entry.read(group), 1, 1.0, None)
+        state = [SplitMaster.of_zeros(1) if splits else np.zeros(1, master_dtype), *buffers]
+        rule = entry.rule(group)
+        for each in (rule, rule.limited()) if speculates else (rule,):
+            for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 and not splits else (None,):
+                entry.host(state, grad, weight_out, each.params, 1, 1.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,17 @@ class Rule:
         if isinstance(self.params, MuonParams):
             return dataclasses.replace(self, params=dataclasses.replace(self.params, shape=tuple(shape)))
         return self
+
+    def limited(self) -> "Rule":
+        """Return the rule of a step that may be taken back, for which large values of the gradient count as 0."""
+        assert isinstance(self.params, AdamWParams)
+        return dataclasses.replace(self, params=dataclasses.replace(self.params, limit=LIMIT))
+
+    def back(self) -> "Rule":
+        """Return the rule that takes this one's step back."""
+        assert self.entry.back is not None
+        host = functools.partial(device.on_host, self.entry.back)
+        return dataclasses.replace(self, entry=dataclasses.replace(self.entry, host=host, device=self.entry.back))
 
     def counting(self, numbers: dict[int, tuple[float, ...]], step: int) -> "Rule":
         """Return the rule of a step for a parameter whose state has numbers.
@@ -180,6 +194,7 @@ def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> Optim
         read=lambda group: read(AdamWParams, {"decoupled_weight_decay": decoupled, **group}),
         host=adamw_step,
         device=device.adamw,
+        back=device.adamw_back,
         refused=("amsgrad", "maximize", "differentiable", "capturable"),
         converts=("AdamWBf16", "AdamW8bit") if decoupled else (),
     )

@@ -1,7 +1,8 @@
 """Performs the tasks of a schedule, except the compute tasks, which the caller runs itself."""
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Container
 from typing import Final, final
 
 import torch
@@ -22,6 +23,7 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
 """Tasks that serve forward and backward, outside the update. All others handle the sum of all gradients too."""
+_OF_STATE: Final = frozenset({Op.SWAP_IN, Op.LOAD, Op.UPDATE, Op.STORE, Op.SWAP_OUT})
 
 
 @final
@@ -54,6 +56,10 @@ class Actions:
         self._short: dict[int, tuple[int, int]] = {}
         self._deferred_from: tuple[int, int] | None = None  # iteration, and its first task that may be deferred
         self._deferred: list[Task] = []
+        # See [Note: Speculation] in executor.driver.speculation.
+        self._takes_back, self._speculated_in = decisions.takes_back, -1
+        self._speculated: list[Task] = []
+        self._lock = threading.Lock()
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
         self.updates = UpdateTasks(state, decisions, backend, team, None if ranks is None else ranks.matrices)
 
@@ -90,10 +96,38 @@ class Actions:
         """Do the work of a task."""
         since, first = self._deferred_from or (-1, 0)
         if iteration == since and task.index >= first and task.phase is Phase.UPDATE:
-            self.updates.move_gradients(task, torch.device("cpu"))
+            if not self._takes_back:  # else there is room for them
+                self.updates.move_gradients(task, torch.device("cpu"))
             self._deferred.append(task)
         elif not self._short or not self._is_skipped(task, iteration):
             self._by_op[task.op](task, iteration)
+            if self._takes_back and task.phase is Phase.UPDATE:
+                self._end_update(task, iteration)
+
+    def _end_update(self, task: Task, iteration: int) -> None:
+        """Note that a task may have to be taken back; or release what it would have needed for that."""
+        with self._lock:
+            if iteration == self._speculated_in:
+                self._speculated.append(task)
+                return
+        self.updates.release(task)
+
+    def speculate(self, iteration: int) -> None:
+        """Keep what is needed to take an iteration's updates back."""
+        self._speculated_in = iteration
+
+    def confirm(self) -> None:
+        """Release what was kept, because no update will be taken back."""
+        with self._lock:
+            self._speculated_in, tasks, self._speculated = -1, self._speculated, []
+        for task in tasks:
+            self.updates.release(task)
+
+    def take_back(self, iteration: int) -> None:
+        """Take back an iteration's updates, which then wait for :meth:`perform_deferred`. All tasks must have ended."""
+        self._speculated_in, self._deferred, self._speculated = -1, self._speculated, []
+        self.updates.begin_back(iteration)
+        self._perform_alone(iteration, _OF_STATE)
 
     def defer_updates(self, iteration: int, num_issued: int) -> None:
         """Let an iteration's updates wait that backward is about to begin, after the tasks that have been issued."""
@@ -106,12 +140,19 @@ class Actions:
 
     def perform_deferred(self, iteration: int) -> None:
         """Perform the updates that wait, one after the other. All tasks that were issued must have ended."""
-        self._deferred_from, tasks, self._deferred = None, self._deferred, []
-        for task in sorted(tasks, key=lambda task: task.index):
-            with self._backend.lane(task.lane):
-                self.updates.move_gradients(task, self._backend.device)
-                self._by_op[task.op](task, iteration)
-                self._backend.event_time_s(self._backend.record_event(task.lane))
+        self._deferred_from = None
+        self._perform_alone(iteration)
+        for task in self._deferred:
+            self.updates.release(task)
+        self._deferred = []
+
+    def _perform_alone(self, iteration: int, ops: Container[Op] = frozenset(Op)) -> None:
+        for task in sorted(self._deferred, key=lambda task: task.index):
+            if task.op in ops:
+                with self._backend.lane(task.lane):
+                    self.updates.move_gradients(task, self._backend.device)
+                    self._by_op[task.op](task, iteration)
+                    self._backend.event_time_s(self._backend.record_event(task.lane))
 
     def skip(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
         """Skip the rest of an iteration's tasks for forward and backward. Call it before these tasks are issued.

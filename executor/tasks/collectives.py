@@ -18,7 +18,7 @@ from executor.devices.backend import Backend
 from executor.devices.host_exchange import HostExchange
 from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
-from executor.gradients import GradientError
+from executor.gradients import UPDATES_AT_STEP, GradientError
 from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
 from executor.memory.units import GradientBucket, ParameterState, UnitState
@@ -154,7 +154,7 @@ class ScheduleCollectives:
             if 0 < count < self._ranks.size and not self._waits:
                 raise GradientError(
                     f"{parameter.name} got a gradient on {count:g} of {self._ranks.size} ranks, but its update began "
-                    "during backward; let gradients be clipped (clip=True, --clip), and updates wait for the step"
+                    f"during backward; {UPDATES_AT_STEP}"
                 )
             if count:
                 parameter.arrive(iteration)

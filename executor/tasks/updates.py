@@ -39,7 +39,8 @@ class UpdateTasks:
         self._team = team
         self._master_is_weight = decisions.precision.master_is_weight
         self._weight_in_state = decisions.weight_in_state
-        self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
+        self._takes_back = decisions.takes_back
+        self._keeps_spent = decisions.num_devices == 1 and (decisions.update_start == "step" or self._takes_back)
         self._rules: dict[int, Mapping[str, Rule]] = {}  # by iteration, then by parameter
         # Streamed pieces that are in a slot: the tensors of their state there, and their weights.
         self._in_slot: dict[tuple[str, int], tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
@@ -47,6 +48,20 @@ class UpdateTasks:
     def begin(self, iteration: int, rules: Mapping[str, Rule]) -> None:
         """Set how each parameter is updated in an iteration. Call it before the iteration's first update is issued."""
         self._rules = {i: known for i, known in self._rules.items() if i == iteration - 1} | {iteration: rules}
+
+    def has_begun(self, iteration: int, rules: Mapping[str, Rule]) -> bool:
+        """Return whether these are the rules with which an iteration's updates have begun."""
+        return self._rules.get(iteration) == rules
+
+    def begin_back(self, iteration: int) -> None:
+        """Let updates of an iteration be taken back, until it begins with other rules."""
+        self._rules[iteration] = {name: rule.back() for name, rule in self._rules[iteration].items()}
+
+    def release(self, task: Task) -> None:
+        """Release the gradients on the device that an update has read, because it is not taken back any more."""
+        unit = self._state.units[task.unit]
+        if self._takes_back and task.op is Op.UPDATE:
+            self._release_gradients(unit, [*self._take_gradients(unit, unit.pieces[task.piece]).values()])
 
     def update(self, task: Task, iteration: int) -> None:
         """Update a piece on the lane that the plan chose."""
@@ -156,17 +171,26 @@ class UpdateTasks:
         """Update with a gradient that stayed on the device, and write the resident weights, if there are any."""
         targets = (unit.own(piece),) if unit.on_device and not (self._master_is_weight or piece.splits) else ()
         singles, runs = self._parameter_runs(unit, piece, iteration), list[Run]()
+        held = self._take_gradients(unit, piece, keeps=self._takes_back)
         for run in self._runs(unit, piece, iteration):
             gradients, stop = list[torch.Tensor](), run.start
             while stop < run.stop:
                 parameter, single = next(singles)
-                gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
+                gradients.append(held[parameter.name])
                 stop = single.stop
             runs.append(_given(run, piece, gradients, (*state, *targets)))
         self._take(runs)
-        self._release_gradients(unit, [gradient for run in runs for gradient in run.gradients])
-        for parameter in unit.parameters:  # gradients that the user dropped
-            unit.device_gradients.pop((parameter.name, piece.index), None)
+        if not self._keeps_spent:
+            for gradient in held.values():
+                self._backend.record_stream(gradient)
+        if not self._takes_back:
+            self._release_gradients(unit, [*held.values()])
+
+    def _take_gradients(self, unit: UnitState, piece: Piece, *, keeps: bool = False) -> dict[str, torch.Tensor]:
+        """Return the gradients of a piece that are on the device, by parameter; the unit has them no more."""
+        held = unit.device_gradients
+        keys = [key for parameter in unit.parameters if (key := (parameter.name, piece.index)) in held]
+        return {key[0]: held[key] if keeps else held.pop(key) for key in keys}
 
     def _release_gradients(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
         """Release gradients that an update has read.
@@ -176,14 +200,11 @@ class UpdateTasks:
         case, all gradients and all activations would be held at once, which no plan has memory for. Therefore, if
         updates end before the unit's next forward, the unit keeps its gradients until that forward. The stream of that
         forward may reuse their memory at once. Two kinds of gradients cannot wait: gradients that another lane
-        allocated, and gradients that are updated during backward. They are recorded on the stream of the update, and
-        become free when the update is done.
+        allocated, and gradients that are updated during backward and not taken back. They are recorded on the stream
+        of the update, and become free when the update is done.
         """
         if self._keeps_spent:
             unit.spent.extend(gradient for gradient in gradients if gradient.is_cuda)
-            return
-        for gradient in gradients:
-            self._backend.record_stream(gradient)
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         if (slot := self._in_slot.get((unit.name, piece.index))) is None:

@@ -46,7 +46,7 @@ def windows(on: Placement, held: Sequence[Sum], rings: Rings) -> None:
         return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
 
     ends, beginnings = (_spread(len(on.units), most) for most in (_NUM_ENDS, _NUM_BEGINNINGS))
-    if not on.given.clip:
+    if not on.given.waits_for_norm:
         both = [_added(out, back) for out, back in zip(leaving, returned, strict=True)]
         spans = _longest(on, "update", both, ends)
         _through_nvme(on, spans)

@@ -225,6 +225,13 @@ class Asked(Constraints):
     clip: bool = described(
         "clip gradients by their global norm (the default), or not", True, group=TRAINED, switch=True
     )
+    speculate: bool = described(
+        "begin updates before the norm of gradients is known, and take them back where it exceeds the limit: for runs "
+        "that seldom clip",
+        False,
+        group=TRAINED,
+        switch=True,
+    )
     subgroup_params: Count = described(
         "most parameters in one subgroup, the smallest part whose update can be placed",
         100_000_000,

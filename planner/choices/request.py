@@ -6,7 +6,7 @@ from typing import get_args
 from hwprofiles.profile import Dtype, HardwareProfile
 from planner.choices.constraints import Asked, Constraints, Count, ExpertLoad, check_values
 from planner.costs.kernels import no_products
-from planner.decisions import BF16, Choice, Precision, check_fp8_weights, check_split_masters
+from planner.decisions import BF16, Choice, Precision, check_fp8_weights, check_speculate, check_split_masters
 from planner.graph import Batch
 from planner.models.captured import Model
 from planner.optimizers import OPTIMIZERS
@@ -59,6 +59,8 @@ class Request(Asked):
             check_fp8_weights(self.types, self.optimizer)
         if self.split_masters:
             check_split_masters(self.types)
+        if self.speculate:
+            check_speculate(self.clip, self.optimizer)
         per_node = self.hardware.devices_per_node
         if self.num_devices > per_node and self.hardware.inter_node is None:
             raise ValueError(

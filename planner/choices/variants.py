@@ -219,6 +219,7 @@ def variant(request: Request, choice: Choice) -> Variant:
         precision=request.types,
         optimizer=request.optimizer,
         clip=request.clip,
+        speculate=request.speculate or None,
         subgroup_params=request.subgroup_params,
     )
     setup = Setup(_units(request.model, request.batch(choice)), given, request.storage)

@@ -1,6 +1,6 @@
 """What the planner chooses: per unit, and for the whole iteration."""
 
-from planner.decisions.decisions import Decisions, check_fp8_weights, check_split_masters
+from planner.decisions.decisions import Decisions, check_fp8_weights, check_speculate, check_split_masters
 from planner.decisions.fp8 import Fp8Weights
 from planner.decisions.places import Activations, Place, UnitDecision
 from planner.decisions.precision import BF16, FP32, Precision
@@ -23,5 +23,6 @@ __all__ = [
     "Sharding",
     "UnitDecision",
     "check_fp8_weights",
+    "check_speculate",
     "check_split_masters",
 ]

@@ -59,11 +59,13 @@ class Decisions(Sharding):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.clip and self.update_start == "backward":
+        if self.waits_for_norm and self.update_start == "backward":
             raise ValueError(
                 "clip needs the norm of all gradients, so no update can start during backward; "
-                "set update_start to 'step' or clip to false"
+                "set update_start to 'step', speculate to true or clip to false"
             )
+        if self.speculate:
+            check_speculate(self.clip, self.optimizer)
         if self.contradiction:
             raise ValueError(self.contradiction)
         if self.pipeline_parallel > 1:
@@ -99,6 +101,11 @@ class Decisions(Sharding):
     def in_rounds(self) -> bool:
         """Whether all micro-batches pass a round of layers before the next one, so that their gradients leave once."""
         return self.pipeline_rounds > 1 or bool(self.round_starts)
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether updates begin before the norm is known, so that gradients are kept until then."""
+        return self.speculate is not None and self.update_start == "backward"
 
     @property
     def uses_storage(self) -> bool:
@@ -152,12 +159,12 @@ class Decisions(Sharding):
         [Note: In place] The device has the weights, and the update that uses the gradient makes new ones. So nobody
         needs the host's weights between their last copy to the device and that update: 2 bytes per parameter. The
         master copy is untouched, so nothing is lost. Weights that are fetched again for a later micro-batch are not
-        overwritten, and gradients that wait elsewhere do not overwrite any. In rounds, gradients leave when no
-        micro-batch is left.
+        overwritten, and gradients that wait elsewhere do not overwrite any. Nor do those with which updates may be
+        taken back. In rounds, gradients leave when no micro-batch is left.
         """
         often = self.num_micro_batches > 1 and self.units[unit].fetched and not self.in_rounds
         spilled = place is Place.NVME and self.spill_gradients
-        return not (often or spilled) and self.flushes(unit, place) and self.serves(unit, place)
+        return not (often or spilled or self.takes_back) and self.flushes(unit, place) and self.serves(unit, place)
 
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
@@ -174,6 +181,21 @@ class Decisions(Sharding):
         for num_params, place in itertools.chain.from_iterable(map(self.placed_pieces, units)):
             placed[place] += num_params
         return placed
+
+
+def check_speculate(clip: bool, optimizer: Optimizer) -> None:
+    """Check that updates can be taken back.
+
+    Raises:
+        ValueError: nothing is clipped, or the optimizer's step has no inverse.
+    """
+    if not clip:
+        raise ValueError("speculate is for gradients that are clipped, but clip is false; leave one of both out")
+    if optimizer != "adamw":
+        raise ValueError(
+            f"speculate needs updates that can be taken back, as of adamw with its state in fp32, not "
+            f"{optimizer}; leave speculate out, or choose adamw"
+        )
 
 
 def check_split_masters(precision: Precision) -> None:

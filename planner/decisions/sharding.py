@@ -21,6 +21,8 @@ class Sharding(Choice):
         zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.
         clip: whether gradients are clipped by their global norm; every update then waits for the norm.
+        speculate: updates do not wait for it, but are taken back where gradients are clipped; see [Note: Speculation]
+            in :mod:`executor.driver.speculation`. ``None``: they wait.
     """
 
     precision: Precision = BF16
@@ -28,6 +30,12 @@ class Sharding(Choice):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Count = 100_000_000
     clip: bool = True
+    speculate: Literal[True] | None = None
+
+    @property
+    def waits_for_norm(self) -> bool:
+        """Whether no update begins before the norm of all gradients is known."""
+        return self.clip and not self.speculate
 
     @property
     def state_bytes_per_param(self) -> float:

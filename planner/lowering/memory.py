@@ -199,11 +199,15 @@ def note_fresh(
 
 
 def hold_resident(program: Program, unit: LoweredUnit, tied: Collection[str], summed: Task) -> None:
-    """Hold the sum of gradients that stay on the device, from a task to their last update."""
+    """Hold the sum of gradients that stay on the device, from a task to their last update.
+
+    If it may be taken back, to the unit's next forward: then it has ended, and the norm is known.
+    """
     amounts = unit.amounts
     num_bytes = program.decisions.precision.gradient_bytes * amounts.resident_params
     final = max(i for i, (_, place) in enumerate(amounts.pieces) if place not in amounts.flushes)
-    hold_from(program, unit, tied, num_bytes, f"{unit.name} resident", summed, unit.updates[final])
+    freed = unit.forwards[0] if program.decisions.takes_back and unit.forwards else unit.updates[final]
+    hold_from(program, unit, tied, num_bytes, f"{unit.name} resident", summed, freed)
 
 
 def _free_after(program: Program) -> dict[int, Task]:

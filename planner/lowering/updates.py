@@ -18,7 +18,7 @@ class LoweredSubgroup(NamedTuple):
         piece: its number there.
         num_params: parameters of one rank.
         position: the unit's position in forward.
-        ready: keys of the tasks after which its gradient is in its place and the clip factor is known.
+        ready: keys of the tasks after which its gradient is in its place and its update can begin.
         ring: buffers for state of subgroups with this place.
     """
 
@@ -67,14 +67,14 @@ def updates(program: Program, ways: Mapping[Place, Way] | None = None) -> None:
 
 
 def ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
-    """Return the keys of tasks after which a unit's gradient is in its place and the clip factor is known."""
+    """Return the keys of tasks after which a unit's gradient is in its place and its update can begin."""
     here = unit.summed if place in unit.amounts.flushes else unit.final
     if place is Place.NVME and unit.spill:
         here = unit.spill
     assert here is not None
-    if program.clip:
-        return (here.index, program.clip.index)
-    return (here.index,) if program.decisions.update_start == "backward" else (here.index, program.spine[-1].index)
+    if program.decisions.update_start == "backward":
+        return (here.index,)
+    return (here.index, (program.clip or program.spine[-1]).index)
 
 
 def add(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, after: Keys) -> Task:

@@ -156,6 +156,7 @@ class Plan(Frozen):
             precision=self.decisions.precision,
             optimizer=self.decisions.optimizer,
             clip=self.decisions.clip,
+            speculate=self.decisions.speculate is not None,
             subgroup_params=self.decisions.subgroup_params,
             expert_load=self.expert_load,
             **vars(self.constraints),
@@ -267,6 +268,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     if any(map(decisions.moves_fp8, units)):
         parts.append("weights fetched in fp8")
     parts += ["master copies split"] if decisions.split_masters else []
+    parts += ["updates before the norm is known"] if decisions.takes_back else []
     tiles = {"loss": decisions.loss_tile_tokens, "layers": decisions.layer_tile_tokens}
     parts += [f"{name} in tiles of {tokens} tokens" for name, tokens in tiles.items() if tokens]
     if (sequences := decisions.segment_tile_sequences) is not None:

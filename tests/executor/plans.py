@@ -32,7 +32,8 @@ def plans(
 
     If it ``freezes``, some parameters are planned as frozen: all of some units, and any of others.
 
-    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then. If products in fp8 are planned by
+    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then. Plans that speculate never clip, so
+    that nothing is taken back. If products in fp8 are planned by
     formulas, weights may be fetched in fp8.
     """
     size = draw(st.sampled_from(sizes))
@@ -40,13 +41,15 @@ def plans(
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
     clip = True if given else draw(st.booleans())
     num_micro_batches = draw(st.integers(1, 3))
+    optimizer = draw(st.sampled_from(optimizers))
+    speculates = clip and not given and optimizer == "adamw" and draw(st.booleans())
     drawn = {
         "family": draw(st.sampled_from(families)),
-        "optimizer": draw(st.sampled_from(optimizers)),
+        "optimizer": optimizer,
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
         "splits": draw(st.booleans()),
         "num_micro_batches": num_micro_batches,
-        "max_norm": 0.5 if clip else None,
+        "max_norm": (1e6 if speculates else 0.5) if clip else None,
         "iterations": 3,
         "group_sizes": tuple(draw(st.lists(st.integers(1, num_micro_batches), min_size=3, max_size=3))),
     }
@@ -79,7 +82,8 @@ def plans(
         num_gradient_slots=draw(st.integers(1, 3)),
         spill_gradients=draw(st.booleans()),
         update_order=draw(st.sampled_from(["forward", "backward"])),
-        update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
+        update_start=draw(st.sampled_from(["step", "backward"] if speculates or not clip else ["step"])),
+        speculate=speculates or None,
         overlap_next_forward=draw(st.booleans()),
         fp8_weights=draw(st.sampled_from([True, True, None])) if task.products == "fp8" else None,
     )

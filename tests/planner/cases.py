@@ -124,6 +124,8 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...], *, in_fp8: bool = 
         "num_gradient_slots": draw(st.integers(1, 4)),
         "spill_gradients": draw(st.booleans()),
     }
+    if ours and clip and options["optimizer"] == "adamw" and draw(st.booleans()):
+        options |= {"speculate": True, "update_start": draw(st.sampled_from(["step", "backward"]))}
     if not ours:
         options |= {
             "max_prefetch_params": draw(st.sampled_from([None, 0, 400_000])),

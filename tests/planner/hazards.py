@@ -304,7 +304,7 @@ class Walk(WalkedMemory):
     # -- updates --------------------------------------------------------------------------------------------------
 
     def _clipped(self) -> None:
-        if self.decisions.clip:
+        if self.decisions.clip and not self.decisions.takes_back:
             self.expect(self.read("clip"), self.node[0], "the clip factor of iteration")
 
     def _pass(self, task: Task) -> None:

@@ -41,6 +41,8 @@ class RunRecord(Frozen):
             ``torch.cuda.memory_stats``; empty without a GPU.
         checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
         num_left: number of iterations that left the plan. They are not recorded.
+        num_late: under ``speculate``, number of iterations whose updates were taken back, or waited for the norm. They
+            are not recorded.
         attention: the fused kernels that computed attention, such as ``cudnn`` or ``flash``; empty if none did.
     """
 
@@ -59,6 +61,7 @@ class RunRecord(Frozen):
     allocator: dict[str, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
     num_left: int = 0
+    num_late: int = 0
     attention: tuple[str, ...] = ()
 
     @property
@@ -84,7 +87,8 @@ def check_measured(run: RunRecord) -> None:
     if not run.steady_iterations:
         raise ValueError(
             f"none of the run's {len(run.losses)} iterations can be compared: after the first ones, no batch had the "
-            "planned shape, or a micro-batch was missing; give batches of the planned shape"
+            "planned shape, a micro-batch was missing, or a plan with speculate clipped too often; give batches of the "
+            "planned shape, or plan without speculate"
         )
 
 

@@ -456,9 +456,10 @@ def batch_line(plan: Plan) -> str:
     if decided.shares:
         of_all = f"{plan.seq_len} tokens x {sum(decided.shares)} sequences" if items == "tokens" else ""
         whole = f"{of_all or f'{sum(decided.shares)} samples'}{accumulated}, divided by the speed of devices"
+    clipped = f"{'seldom ' if decided.speculate else ''}clipped" if decided.clip else "not clipped"
     return (
         f"{whole} = {tokens_per_iteration(plan):,} {items}, {decided.precision.weights}{master}{products}, "
-        f"{OPTIMIZERS[decided.optimizer].words}, gradients {'clipped' if decided.clip else 'not clipped'}"
+        f"{OPTIMIZERS[decided.optimizer].words}, gradients {clipped}"
     )
 
 

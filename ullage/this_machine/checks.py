@@ -38,6 +38,7 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "pipeline": (lambda value: value is None or _is_whole(value, 1), "a whole number of at least 1"),
     "collectives": (lambda value: value in (None, "fabric", "host"), "'fabric' or 'host'"),
     "clip": (_FLAG[0], "True or False: whether your loop clips gradients by their norm"),
+    "speculate": _FLAG,
     "storage": (lambda value: value in get_args(Storage), f"one of {', '.join(get_args(Storage))}"),
     "storage_dir": (
         lambda value: value is None or (isinstance(value, str | Path) and not Path(value).is_file()),

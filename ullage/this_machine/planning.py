@@ -80,6 +80,8 @@ class Options(TypedDict, total=False):
         collectives: how ranks gather weights and sum gradients: ``"fabric"``, with NCCL or gloo, or ``"host"``, through
             host memory that the ranks of a machine share. Default: the faster.
         clip: whether your loop clips gradients by their norm. Default: ``True``.
+        speculate: whether updates begin in backward, before the norm is known, and are taken back in steps that clip.
+            It pays where few do. Default: ``False``. See [Note: Speculation] in :mod:`executor.driver.speculation`.
         precision: ``"bf16"`` or ``"fp32"``, type of weights and gradients. Default: that of the model's weights.
         storage: what may be offloaded beside optimizer state and parameters. Default: activations; with a
             ``storage_dir``, everything to the drives too.
@@ -104,6 +106,7 @@ class Options(TypedDict, total=False):
     pipeline: int
     collectives: Literal["fabric", "host"]
     clip: bool
+    speculate: bool
     precision: Dtype
     storage: Storage
     storage_dir: str | Path | None
@@ -165,6 +168,7 @@ def plan_here(
                 precision=Precision(weights=captured.dtype, master="bf16" if rounded else None),
                 optimizer=entry.planned_as,
                 clip=options.get("clip", True) or bool(entry.whole),  # which reads all gradients at the step
+                speculate=options.get("speculate", False),
                 storage=options.get("storage", "activations"),
             )
             for words in captured.assumed or ():

@@ -252,6 +252,20 @@ def test_a_lane_that_waits_for_nothing_is_found(place, lane):
     assert watched_training(task, decisions, lane).found
 
 
+@pytest.mark.parametrize("place", [("gpu", "gpu"), ("host", "stream"), None], ids=str)
+def test_updates_that_are_taken_back_wait_for_streams(place):
+    task = Task("llama", iterations=4, max_norm=2.6)  # of which norms are smaller and larger
+    decisions = decide(
+        task, uniform(*place) if place else mixed, subgroup_params=3000, update_start="backward", speculate=True
+    )
+    with watched() as races:
+        model, optimizer = prepare(task, decisions, device="cuda")
+        train(task, model, optimizer)
+        assert optimizer.session.num_late
+        optimizer.session.close()
+    assert not races.found
+
+
 def test_memory_that_nobody_says_is_used_is_found(monkeypatch):
     task = Task("llama", iterations=2)
     monkeypatch.setattr(CudaBackend, "record_stream", lambda _self, _tensor: None)
@@ -286,11 +300,13 @@ DEGREES = {
 @pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
 def test_ranks_do_not_depend_on_when_streams_run(processes, family, degrees, update_start):
     """gloo stands in for NCCL, on the stream that is current when a collective begins."""
-    clips, optimizer = update_start == "step", "muon" if family == "gpt2-shared" else "adamw"
-    max_norm = 0.5 if clips else None
-    task = Task(family, torch.float32, 2 if clips else 1, max_norm=max_norm, iterations=3, optimizer=optimizer)
+    at_step, optimizer = update_start == "step", "muon" if family == "gpt2-shared" else "adamw"
+    speculates = not at_step and degrees.get("zero_stage") in {2, 3}
+    max_norm = 0.5 if at_step or speculates else None
+    task = Task(family, torch.float32, 2 if at_step else 1, max_norm=max_norm, iterations=3, optimizer=optimizer)
     resident = degrees.get("zero_stage") in {1, 2}
-    decisions = decide(task, uniform("gpu", "stream") if resident else mixed, **degrees, update_start=update_start)
+    placed = uniform("gpu", "stream") if resident else mixed
+    decisions = decide(task, placed, **degrees, update_start=update_start, speculate=speculates or None)
     results = processes.call(2, trained_on_gpu, task, decisions)
     assert [found for _, found in results] == [[], []]
     losses, _ = of_processes(task, decisions.data_parallel, decisions)

@@ -51,7 +51,15 @@ def test_any_program_under_any_plan_trains_as_in_memory(plan, program):
         assert "Updates of this plan begin in backward" in str(error)
         assert decisions.update_start == "backward"
     else:
-        assert_same(found, in_memory(program, task))
+        (assert_near if decisions.takes_back else assert_same)(found, in_memory(program, task))
+
+
+def assert_near(found, expected) -> None:
+    """Compare where updates may have been taken back: a bf16 weight that rounds to the other side is 2**-8 off."""
+    assert found[0] == pytest.approx(expected[0], rel=2e-2, abs=1e-5)
+    for name, values in expected[1].items():
+        off = 2**-8 if values.dtype is torch.bfloat16 else 1e-5
+        assert (found[1][name] - values).float().norm() <= off * values.float().norm(), name
 
 
 TASK = Task("gpt2", iterations=3)

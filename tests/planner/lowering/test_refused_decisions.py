@@ -47,7 +47,9 @@ def test_decisions_for_another_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip": True, "update_start": "backward"}, "set update_start to 'step' or clip to false"),
+        ({"clip": True, "update_start": "backward"}, "set update_start to 'step', speculate to true or clip to false"),
+        ({"clip": False, "speculate": True}, "speculate is for gradients that are clipped"),
+        ({"optimizer": "lion", "speculate": True}, "needs updates that can be taken back.*not lion"),
         ({"params": "nvme", "place": Place.GPU}, "set params to 'gpu' or update to"),
         ({"params": "nvme", "place": Place.CPU}, "set update to 'nvme' or params to 'host'"),
         ({"params": "host", "place": Place.GPU}, "set params to 'gpu' or update to"),

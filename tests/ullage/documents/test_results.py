@@ -492,6 +492,15 @@ def accumulated() -> Iterator[tuple[str, ...]]:
         )
 
 
+def speculation() -> Iterator[tuple[str, ...]]:
+    for cell in result("planning_speculation.json")["cells"]:
+        waits, speculates, unclipped = (cell[way]["iteration_s"] for way in ("waits", "speculates", "no_clip"))
+        assert speculates <= 1.001 * waits
+        seconds = (waits, speculates, cell["speculates"]["bound_s"], unclipped)
+        name = f"{cell['model']} on {cell['num_devices']} x {cell['hardware']}"
+        yield name, *(f"{each:.2f} s" for each in seconds), f"{waits / speculates:.2f}"
+
+
 def storage_gap() -> Iterator[tuple[str, ...]]:
     gaps = [c["gap"] for c in result("planning_storage.json")["cells"] if c["fits"] and c["storage"] == "nvme"]
     yield f"gap to the proven bound with `nvme`, median of {len(gaps)}", percent(statistics.median(gaps))
@@ -626,6 +635,7 @@ TABLES = (
     study,
     storage,
     accumulated,
+    speculation,
     storage_gap,
     elixir,
     claims,

@@ -354,6 +354,7 @@ def _record(
         allocator=dict(memory[Tier.GPU].allocator),
         data_position=batches.position,
         num_left=session.num_left,
+        num_late=session.num_late,
         attention=session.attention,
         checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0) * per_node,
     )

@@ -15,7 +15,7 @@ AFTER_BACKWARD: Final[dict[str, Any]] = {"overlap_next_forward": False}
 
 def given(setup: Setup) -> dict[str, Any]:
     """Return what is given, as engines take it: with whole master copies, weights that move in their own type, NCCL."""
-    return {**dict(setup.given), "split_masters": None, "fp8_weights": None, "collectives": None}
+    return {**dict(setup.given), "split_masters": None, "fp8_weights": None, "collectives": None, "speculate": None}
 
 
 def gpu_only(setup: Setup) -> Iterator[RivalDecisions]:
