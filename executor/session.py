@@ -216,9 +216,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return self.driver.num_left
 
     @property
-    def num_late(self) -> int:
-        """Number of iterations whose updates were taken back, or waited for the norm; see [Note: Speculation]."""
-        return self.driver.speculation.num_late
+    def num_unexpected(self) -> int:
+        """Number of iterations that used gradients otherwise than ``speculate`` expected; see [Note: Speculation]."""
+        return self.driver.speculation.num_unexpected
 
     @property
     def record(self) -> bool:

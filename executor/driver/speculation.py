@@ -25,7 +25,7 @@ from executor.optimizer.adamw import LIMIT
 from executor.optimizer.table import Rule
 
 _MANY: Final = 20
-"""Iterations with late updates after which the user is told."""
+"""Unexpected iterations after which the user is told."""
 
 
 @final
@@ -33,14 +33,14 @@ class Speculation:
     """Begins an iteration's updates before its norm is known, and takes them back; see [Note: Speculation].
 
     Attributes:
-        num_late: number of iterations whose updates were made after the norm: some were taken back, others waited.
+        num_unexpected: number of iterations that used gradients otherwise than expected.
     """
 
     def __init__(self, runtime: Runtime, gradients: UserGradients, report: Callable[[str], None]) -> None:
         self._runtime, self._gradients, self._report = runtime, gradients, report
         self._factors: dict[str, float] = {}  # of gradients in the latest step, by parameter, but 1
         self._is_likely = True  # that the next step has what its updates begin with
-        self.num_late = 0
+        self.num_unexpected = 0
 
     def scale(self, name: str) -> float:
         """Return the likely factor of a parameter's gradient."""
@@ -70,8 +70,8 @@ class Speculation:
         self._runtime.machine.exclude(iteration)
         self._runtime.loop.issue_up_to(len(self._runtime.loop.schedule.tasks))  # what is read from NVMe is written, too
         self._runtime.machine.wait()
-        self.num_late += 1
-        if self.num_late == _MANY:
+        self.num_unexpected += not is_same
+        if self.num_unexpected == _MANY and not is_same:
             self._report(
                 f"in {_MANY} of {iteration + 1} iterations gradients were clipped, scaled otherwise than before or "
                 "dropped, so updates waited for the norm; if this goes on, plan without speculate, which is faster then"

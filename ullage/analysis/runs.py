@@ -41,8 +41,8 @@ class RunRecord(Frozen):
             ``torch.cuda.memory_stats``; empty without a GPU.
         checkpoint_bytes: host memory for checkpoints. If it is not 0, tasks that copy state for them are recorded too.
         num_left: number of iterations that left the plan. They are not recorded.
-        num_late: under ``speculate``, number of iterations whose updates were taken back, or waited for the norm. They
-            are not recorded.
+        num_unexpected: number of iterations that used gradients otherwise than ``speculate`` expected, as when they
+            clipped. They are not recorded, nor is the one after each.
         attention: the fused kernels that computed attention, such as ``cudnn`` or ``flash``; empty if none did.
     """
 
@@ -61,7 +61,7 @@ class RunRecord(Frozen):
     allocator: dict[str, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
     num_left: int = 0
-    num_late: int = 0
+    num_unexpected: int = 0
     attention: tuple[str, ...] = ()
 
     @property

@@ -43,7 +43,7 @@ def comparison_section(comparison: Comparison) -> Section:
     count = comparison.num_iterations
     phases = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
     if not count:
-        phases = "phases (not measured: too few iterations, none had all micro-batches in the planned shape, or updates waited)"
+        phases = "phases (not measured: too few iterations, none had the planned micro-batches, or updates waited)"
     parts = (
         _bars("compared-phases", "Time by phase", Axis("time", "s"), comparison.phases),
         _table(phases, comparison.phases),

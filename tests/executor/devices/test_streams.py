@@ -261,7 +261,7 @@ def test_updates_that_are_taken_back_wait_for_streams(place):
     with watched() as races:
         model, optimizer = prepare(task, decisions, device="cuda")
         train(task, model, optimizer)
-        assert optimizer.session.num_late
+        assert optimizer.session.num_unexpected
         optimizer.session.close()
     assert not races.found
 

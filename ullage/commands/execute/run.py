@@ -354,7 +354,7 @@ def _record(
         allocator=dict(memory[Tier.GPU].allocator),
         data_position=batches.position,
         num_left=session.num_left,
-        num_late=session.num_late,
+        num_unexpected=session.num_unexpected,
         attention=session.attention,
         checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0) * per_node,
     )
