@@ -68,8 +68,7 @@ class Speculation:
             actions.confirm()
             return False
         self._runtime.machine.exclude(iteration)
-        self._runtime.loop.issue_up_to(len(self._runtime.loop.schedule.tasks))  # what is read from NVMe is written, too
-        self._runtime.machine.wait()
+        self._runtime.machine.wait()  # all updates are issued before the norm
         self.num_unexpected += not is_same
         if self.num_unexpected == _MANY and not is_same:
             self._report(

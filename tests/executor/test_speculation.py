@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed
-from training import Task, decide, prepare, reference, train, uniform, weights
+from training import Task, batches, decide, memory_of_step, prepare, reference, train, uniform, units_of, weights
 
 from executor.devices.backend import as_array
 from executor.optimizer.adamw import AdamWParams
 from executor.optimizer.table import ENTRIES, Rule
+from planner.lowering import lower
+from planner.schedule.tasks import MemoryClass, Tier
 
 EARLY = {"update_start": "backward", "speculate": True}
 PLACES = {
@@ -142,3 +144,21 @@ def test_steps_that_clip_are_made_again(place, dtype):
         close((seen, weights(model)), expected)
     else:  # a weight may round to the other side
         np.testing.assert_allclose(seen, expected[0], rtol=2e-2)
+
+
+def test_gradients_stay_on_the_device_until_no_update_can_be_taken_back():
+    task = Task("llama")
+    waits, early = (decide(task, uniform("gpu", "gpu"), **given_) for given_ in ({}, EARLY))
+    held = [
+        (buffer.first, buffer.last)
+        for buffer in lower(units_of(task), early, asynchronous=True).buffers
+        if buffer.memory_class is MemoryClass.GRADIENTS
+    ]
+    assert held
+    assert all(first > last for first, last in held), "from backward to the unit's next forward"
+    peaks = []
+    for decisions in (waits, early):
+        model, optimizer = prepare(task, decisions)
+        peaks.append(memory_of_step(model, optimizer, batches(task)[0, 0])[Tier.GPU].dynamic_peak_bytes)
+        optimizer.session.close()
+    assert peaks[1] >= peaks[0], "no gradient is freed earlier"

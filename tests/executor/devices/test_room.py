@@ -114,7 +114,7 @@ def test_backward_waits_for_gradients_that_are_slow_to_leave():
             perform = machine._perform
 
             def late(task, iteration):
-                time.sleep(0.02 if task.lane is Lane.D2H else 0)
+                time.sleep(0.1 if task.lane is Lane.D2H else 0)
                 perform(task, iteration)
 
             machine._perform = late

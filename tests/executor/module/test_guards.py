@@ -635,7 +635,7 @@ def test_a_step_that_was_left_out_has_begun_where_updates_begin_during_backward(
     model, optimizer = prepare(task, decide(task, KEEP, update_start="backward"))
     with optimizer.session:
         backward(model)
-        with pytest.raises(OutOfOrderError, match=r"expects optimizer\.step\(\)\. Updates .* clip=True"):
+        with pytest.raises(OutOfOrderError, match=r"expects optimizer\.step\(\)\. Updates .*clip=True"):
             backward(model)
         optimizer.step()
         optimizer.zero_grad()
