@@ -152,7 +152,7 @@ def test_roundpipe_moves_weights_twice_and_gradients_once(ranks: int, num_micro_
 
 
 def test_roundpipe_keeps_frozen_weights_once() -> None:
-    """Its one process has them for all devices, each of which copies its share."""
+    """Its one process has them for all devices, each of which copies its share. They have no gradients."""
     names = sorted(spec.name for unit in UNITS for spec in unit.parameters)
     some = small_units("demo-llama", 8, frozen=frozenset(names[1:]))
     moved = {}
@@ -165,6 +165,10 @@ def test_roundpipe_keeps_frozen_weights_once() -> None:
         assert held == pytest.approx(2 * sum(unit.num_weights for unit in some), rel=0.01)
         moved[ranks] = sum(task.num_bytes for task in of(schedule, Op.FETCH))
     assert moved[1] == pytest.approx(4 * moved[4], rel=0.01)
+    (whole,) = round_pipe(setup(data_parallel=4))
+    (trained,) = (unit for unit in some if unit.num_params)
+    largest = max(sum(unit.num_params for unit in UNITS if unit.segment == name) for name in {u.segment for u in UNITS})
+    assert whole.device_buffer_bytes - decisions.device_buffer_bytes == 2 * 2 * (largest - trained.num_params)
 
 
 def test_roundpipe_holds_more_inputs_the_larger_the_vocabulary_is() -> None:
