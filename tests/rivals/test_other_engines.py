@@ -11,7 +11,7 @@ from planner.decisions import Decisions, Place, Sharding
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Task, Tier
+from planner.schedule.tasks import Lane, MemoryClass, Op, Task, Tier
 from planner.search import Scorer
 from planner.setup import Setup
 from planner.simulate.machine import run_until_steady
@@ -149,6 +149,26 @@ def test_roundpipe_moves_weights_twice_and_gradients_once(ranks: int, num_micro_
     assert len(layers) == num_micro_batches * len(UNITS)
     firsts = list(dict.fromkeys(name.split(".attn")[0].split(".mlp")[0] for name in layers))
     assert firsts == list(dict.fromkeys(unit.segment for unit in UNITS))  # one segment after the other
+
+
+def test_roundpipe_keeps_frozen_weights_once() -> None:
+    """Its one process has them for all devices, each of which copies its share. They have no gradients."""
+    names = sorted(spec.name for unit in UNITS for spec in unit.parameters)
+    some = small_units("demo-llama", 8, frozen=frozenset(names[1:]))
+    moved = {}
+    for ranks in (1, 4):
+        (decisions,) = round_pipe(Setup(some, Sharding(clip=False, data_parallel=ranks)))
+        cost = CostModel.of(machine(devices_per_node=8), some, decisions)
+        schedule = lower(some, decisions, asynchronous=True)
+        simulation = run_until_steady(schedule, cost)
+        held = memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.HOST].by_class[MemoryClass.PARAMETERS]
+        assert held == pytest.approx(2 * sum(unit.num_weights for unit in some), rel=0.01)
+        moved[ranks] = sum(task.num_bytes for task in of(schedule, Op.FETCH))
+    assert moved[1] == pytest.approx(4 * moved[4], rel=0.01)
+    (whole,) = round_pipe(setup(data_parallel=4))
+    (trained,) = (unit for unit in some if unit.num_params)
+    largest = max(sum(unit.num_params for unit in UNITS if unit.segment == name) for name in {u.segment for u in UNITS})
+    assert whole.device_buffer_bytes - decisions.device_buffer_bytes == 2 * 2 * (largest - trained.num_params)
 
 
 def test_roundpipe_holds_more_inputs_the_larger_the_vocabulary_is() -> None:

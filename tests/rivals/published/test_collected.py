@@ -9,7 +9,7 @@ from hwprofiles.registry import load_profile
 from ullage.main import main
 from ullage.rivals.cases import CaseError, Metric, load_cases, read_file
 from ullage.rivals.cases.capacity import CapacityCase
-from ullage.rivals.cases.collected import LeftOutError, read_collected
+from ullage.rivals.cases.collected import LeftOutError, read_capacity, read_collected
 from ullage.rivals.cases.training import TrainingCase
 from ullage.rivals.precision import RivalPrecision
 
@@ -175,6 +175,16 @@ def test_sequences_grow_into_what_a_process_leaves_of_the_device(monkeypatch):
     predicted(case)
     (num_bytes,) = sizes
     assert num_bytes == pytest.approx(23.6 * 2**30 - (484 << 20))
+
+
+@pytest.mark.parametrize(
+    ("system", "model", "count", "lora"),
+    [("megatron-pp", "llama-3.1-8b", 8, None), ("roundpipe", "qwen3-235b-a22b", 1, "rank=32,targets=all-linear")],
+)
+def test_a_longest_sequence_was_looked_for_with_the_batch_and_weights_of_its_script(system, model, count, lora):
+    entry = json.loads(COLLECTION.read_text())["capacity"][0]
+    run = read_capacity(entry | {"system": system, "model": model}, {}).run
+    assert (run.num_micro_batches, run.micro_batch, run.lora) == (count, 1, lora)
 
 
 def predicted(case: CapacityCase) -> float:

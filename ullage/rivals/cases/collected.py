@@ -171,10 +171,13 @@ def read_capacity(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Case
         "hardware": machine,
         "source": stated("source"),
         "model": {"name": stated("model")},  # of a packaged configuration
-        "batch": {"micro_batch": stated("micro_batch", 1), "num_micro_batches": 1, "seq_len": longest * STEP_TOKENS},
+        "batch": {"micro_batch": stated("micro_batch", 1), "seq_len": longest * STEP_TOKENS},
         "activations": "recompute",
         "measured": {"iteration_ms": 1.0},  # which nobody looks at
-    } | _SYSTEMS[system](devices)
+    }
+    added = _SYSTEMS[system](devices) | ({"lora": adapters} if (adapters := _ADAPTED.get(stated("model"))) else {})
+    for name, value in added.items():
+        run[name] = run.get(name, {}) | value
     with _left_out():
         translated = _translated(_Stated(run), machines)
         fields = {name: getattr(translated, name) for name in ("id", "hardware", "source")}
@@ -198,8 +201,14 @@ def _sharded(name: str, stage: int, **engine: Any) -> Callable[[int], Values]:
 
 def _divided(kind: str) -> Callable[[int], Values]:
     made = {"name": "gpu-only", "framework": "Megatron (NeMo)", "sequence_parallel": False}  # its default
-    return lambda devices: {"engine": made, "parallel": {kind: devices}}
+    return lambda devices: {"engine": made, "parallel": {kind: devices}, "batch": {"num_micro_batches": _SEQUENCES}}
 
+
+# Sequences of an iteration with which RoundPipe's artifact looked for the longest (``megatron/run.sh``): each is a
+# micro-batch, and a pipeline's first stage holds all of them.
+_SEQUENCES: Final = 8
+# Models of which it trained adapters (``deepspeed/train-lora.py``, ``roundpipe/train_lora.py``).
+_ADAPTED: Final[dict[str, Values]] = {"qwen3-235b-a22b": {"rank": 32, "targets": "all linear"}}
 
 # What RoundPipe's artifact compared, in the words of its runs; by the number of devices.
 _SYSTEMS: Final[dict[str, Callable[[int], Values]]] = {

@@ -61,12 +61,14 @@ def round_pipe(setup: Setup, *, publishes_late: bool = True) -> Iterator[RivalDe
     """
     weight_bytes = setup.given.precision.weight_bytes
     segments: dict[str, int] = defaultdict(int)
+    trained: dict[str, int] = defaultdict(int)
     for unit in setup.units:
         segments[unit.segment] += unit.num_weights
+        trained[unit.segment] += unit.num_params
     layers = {unit.segment for unit in setup.units if unit.in_layer}
     num_hidden = _UNDER_WAY + _num_held_inputs(segments, layers)
     several = setup.given.data_parallel > 1
-    stages_bytes = _STAGES_ON_DEVICE * weight_bytes * max(segments.values(), default=0) if several else 0
+    stages_bytes = _STAGES_ON_DEVICE * weight_bytes * max(trained.values(), default=0) if several else 0
     hidden_bytes = max((unit.activation_output_bytes for unit in setup.units if unit.in_layer), default=0)
     yield decide(
         setup,

@@ -10,7 +10,7 @@ from planner.lowering.compute import add_issue
 from planner.lowering.compute import launch as core_launch
 from planner.lowering.parameters import parameters as core_parameters
 from planner.lowering.program import LoweredUnit, Program
-from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.roundpipe import SEGMENTS_OF_STAGE
 from ullage.rivals.passes import stages
@@ -29,7 +29,8 @@ def note_amounts(decisions: RivalDecisions, program: Program) -> None:
     """Note where amounts of the engine differ from ours, before any task is made.
 
     DeepSpeed allocates one flat buffer for the gradients of device updates before training, so they are not new.
-    RoundPipe's ranks each work on other segments. Inputs of recomputed segments may wait on the host.
+    RoundPipe's ranks each work on other segments, and its one process keeps all weights once: a rank has its share of
+    frozen ones, too, on the host, and copies it. Inputs of recomputed segments may wait on the host.
     """
     if decisions.gradient_path.is_deepspeed or decisions.layer_by_layer:
         known: dict[int, Amounts] = {}
@@ -43,9 +44,12 @@ def note_amounts(decisions: RivalDecisions, program: Program) -> None:
 
 
 def _amounts(decisions: RivalDecisions, amounts: Amounts) -> Amounts:
-    buffer_params = buffered_params(amounts) if decisions.gradient_path.is_deepspeed else 0
-    replicas = 1 if decisions.layer_by_layer else amounts.replicas
-    return dataclasses.replace(amounts, replicas=replicas, resident_params=amounts.resident_params - buffer_params)
+    if not decisions.layer_by_layer:
+        return dataclasses.replace(amounts, resident_params=amounts.resident_params - buffered_params(amounts))
+    frozen_bytes = -(-amounts.frozen_bytes // amounts.replicas)
+    others_bytes = amounts.frozen_bytes - frozen_bytes
+    held = tuple((tier, num_bytes - others_bytes * (tier is Tier.HOST)) for tier, num_bytes in amounts.parameters)
+    return dataclasses.replace(amounts, replicas=1, frozen_bytes=frozen_bytes, parameters=held)
 
 
 def buffered_params(amounts: Amounts) -> int:
