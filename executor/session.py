@@ -564,9 +564,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
             groups,
             self.driver,
             self._ranks,
-            self.runtime.backend,
+            self.runtime,
         )
         self._undo.insert(0, self._pipeline.close)  # after all else
+        stage.bind()
         return self._pipeline
 
     def at_end(self, undo: Callable[[], None]) -> None:

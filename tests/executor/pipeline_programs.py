@@ -21,7 +21,7 @@ from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.choices.request import Request
 from planner.decisions import Decisions
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import memory_use
 from ullage.this_machine.planning import plan_here
 
@@ -223,13 +223,13 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
 
 def _counted(pipeline) -> list[int]:
     """Return a list that gets the bytes of each tensor which a process sends to another stage."""
-    found, send = [], pipeline._send
+    found, exchange = [], pipeline._exchange
 
     def counted(lane, group, values, sender):
-        found.append(pipeline._own(values.reshape(-1)).nbytes)
-        send(lane, group, values, sender)
+        found.extend(each.nbytes for each in values if lane is not Lane.RECEIVE)
+        exchange(lane, group, values, sender)
 
-    pipeline._send = counted
+    pipeline._exchange = counted
     return found
 
 
