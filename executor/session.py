@@ -560,6 +560,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self._pipeline = Pipeline(
             self.model,
             stage,
+            self.units,
             self.decisions,
             groups,
             self.driver,

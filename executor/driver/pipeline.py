@@ -9,10 +9,12 @@ are fetched and updates on the host, works as in one process.
 """
 
 import collections
+import contextlib
+import inspect
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -25,6 +27,7 @@ from executor.driver.iteration import IterationDriver
 from executor.driver.runtime import Runtime
 from executor.module.stages import Stage
 from planner.decisions import Decisions
+from planner.graph import Unit
 from planner.lowering.compute import turns_of
 from planner.schedule.tasks import STAGE_LANES, Lane, Op, Task
 
@@ -48,7 +51,13 @@ def _edges(made: Sequence[Tensor]) -> _Edges:
 
 
 def _without_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch for a stage that makes no loss. Decoders behind an encoder read the labels, moved by one."""
+    """Return a batch for a stage that makes no loss, without labels, if the model's forward can do without.
+
+    Decoders behind an encoder read the labels, moved by one.
+    """
+    wanted = inspect.signature(model.forward).parameters.get("labels")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        return dict(batch)
     given = {name: value for name, value in batch.items() if name != "labels"}
     if "labels" not in batch or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return given
@@ -73,7 +82,7 @@ class Pipeline:
     Args:
         model: the user's, of which this process has one stage.
         stage: what this process computes of it.
-        decisions: those of the stage.
+        units, decisions: those of the stage.
         groups: the parameters of each of the optimizer's groups, in all stages.
         driver, runtime: those of the stage.
 
@@ -85,6 +94,7 @@ class Pipeline:
         self,
         model: nn.Module,
         stage: Stage,
+        units: Sequence[Unit],
         decisions: Decisions,
         groups: Sequence[Sequence[nn.Parameter]],
         driver: IterationDriver,
@@ -101,6 +111,7 @@ class Pipeline:
         tasks = runtime.loop.schedule.tasks
         self._of_lanes = {lane: [task for task in tasks if task.lane is lane] for lane in STAGE_LANES}
         self._planned = {lane: collections.deque[Task]() for lane in STAGE_LANES}  # that this run has not reached
+        self._written = {unit.name: runtime.state.units[unit.name].device_weights for unit in units if unit.writes}
         self._foreign: dict[nn.Parameter, Tensor] = {}  # weights of other stages, as this one is closed
 
     def run(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
@@ -111,7 +122,8 @@ class Pipeline:
             loss: the loss of an output, of which backward takes the mean over micro-batches.
 
         Raises:
-            ValueError: there are more or fewer micro-batches than planned.
+            ValueError: there are more or fewer micro-batches than planned; or forward changes weights while another
+                micro-batch waits for its backward.
             RankError: another rank has failed.
         """
         count = self._decisions.num_micro_batches
@@ -123,7 +135,8 @@ class Pipeline:
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns_of(self._decisions):
             if op is Op.FORWARD:
-                begun[turn, micro_batch], own_loss = self._forward(turn, batches[micro_batch], loss, count)
+                with self._checked_writes() if begun and self._written else contextlib.nullcontext():
+                    begun[turn, micro_batch], own_loss = self._forward(turn, batches[micro_batch], loss, count)
                 if own_loss is not None:
                     found[micro_batch] = own_loss
             elif op is Op.WEIGHT_GRADIENT:
@@ -141,6 +154,21 @@ class Pipeline:
             if own_loss is not None:
                 losses[number] = own_loss
         return self._on_all_stages([float(loss) for loss in losses])
+
+    @contextlib.contextmanager
+    def _checked_writes(self) -> Iterator[None]:
+        """Return a context for a forward that may write to weights, which other micro-batches wait to use in backward.
+
+        It may write the same values again, as forwards do that clamp weights. Raises as :meth:`run`.
+        """
+        before = {name: weights.clone() for name, weights in self._written.items()}
+        yield
+        for name, weights in before.items():
+            if not torch.equal(weights, self._written[name]):
+                raise ValueError(
+                    f"forward changed weights of {name}, with which another micro-batch is to run backward; change "
+                    "them between steps, or leave the pipeline out"
+                )
 
     def _is_last(self, turn: int) -> bool:
         return (turn, self._number) == (self._num_rounds - 1, self._count - 1)

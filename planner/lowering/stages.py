@@ -56,7 +56,7 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
         rounds = f" in {num_rounds} rounds" if num_rounds > 1 else ""
         raise ValueError(
             f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages{rounds}; choose a pipeline_parallel "
-            f"of at most {len(layers) // num_rounds}"
+            f"of at most {max(len(layers) // num_rounds, 1)}"
         )
     share, rest = divmod(len(layers), count)
     firsts = [layers[chunk * share + min(chunk, rest)] for chunk in range(1, count)]
@@ -141,7 +141,7 @@ def stage_of(
         if number == stage:
             made = _owning(unit, {name: (specs[name], tied[name]) for name in tied if homes[name] != stage}, unit_of)
             chosen[unit.name] = _placed(made, decisions, unit.shared_units)
-            beside = rotations + unit.given_bytes - unit.activation_output_bytes
+            beside = rotations + max(unit.given_bytes - unit.activation_output_bytes, 0)
             own.append(dataclasses.replace(made, entry_bytes=beside) if unit.name in entries else made)
     splits = any(unit.weight_gradients for unit in own)
     ahead = min(num_stages - stage, decisions.num_micro_batches)
