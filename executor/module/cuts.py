@@ -206,12 +206,15 @@ class _Watch:
         self.begun: list[list[Tensor]] = [[] for _ in parts]
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
+        self._own: list[set[int]] = []  # parameters of each chunk, by ``id``
         self._chunk = 0
         self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # inside of layers of a chunk
         self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
 
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
+        named = [*model.named_parameters(remove_duplicate=False)]
+        self._own = [{id(parameter) for name, parameter in named if name in part.parameters} for part in parts]
         for path in (path for part in parts for path in part.layers):
             layer = model.get_submodule(path)
             layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
@@ -252,8 +255,7 @@ class _Watch:
 
     def _crossed(self, chunk: int, path: str, leaf: int, tensor: Tensor) -> int | None:
         """Return which of what crosses the cut before a chunk a tensor is; ``None``: the chunk has made it."""
-        made = tensor.grad_fn
-        if not chunk or (made is not None and made._sequence_nr() >= self._numbers[chunk]):
+        if not chunk or (tensor.grad_fn is not None and not self._is_earlier(chunk, tensor.grad_fn)):
             return None
         at = self._known(chunk).get(id(tensor))
         if at is None:
@@ -263,6 +265,24 @@ class _Watch:
             self.begun[chunk].append(tensor.detach().requires_grad_())
             self.crossing[chunk].append(Crossing(path, leaf, before, tensor.detach()))
         return at
+
+    def _is_earlier(self, chunk: int, made: Any) -> bool:
+        """Return whether a node was made before a chunk, or between its layers of what was made before alone.
+
+        Such as the part for each layer of something that is made for all of them.
+        """
+        begun, left, seen = {id(each) for each in self.begun[chunk]}, [made], set[Any]()
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                if id(variable) in begun | self._own[chunk]:
+                    return False
+            elif node._sequence_nr() >= self._numbers[chunk]:
+                left += [after for after, _ in node.next_functions if after is not None]
+        return True
 
     def end_inside(self, layer: str, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """Note what a module inside a layer returns; several may return one tensor."""

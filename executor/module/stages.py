@@ -107,7 +107,9 @@ class Stage:
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
-        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
+        # What contains layers runs in every stage, also where it reads weights of modules inside by itself.
+        holds = {module for module in model.modules() if not layers.keys().isdisjoint(module.modules())}
+        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | holds}
         homes: dict[nn.Parameter, int] = {}
         for module, chunk in (layers | around).items():
             for parameter in module.parameters():
