@@ -259,11 +259,12 @@ class Stage:
         return exchanged(value, {leaf: self._received[at] for leaf, at in given.items()})
 
     def _like(self, module: nn.Module) -> Callable[..., Any]:
-        """Return what stands for any module: zeros of the shapes of its outputs, which take no memory.
+        """Return what stands for any module: zeros of the shapes of its outputs.
 
-        Logits of ``transformers`` are without values instead: models convert or scale them, which gives zeros memory.
+        They take no memory, unless the model changes them in place. Logits of ``transformers`` are without values
+        instead: models convert or scale them, which gives zeros memory.
         """
-        twin = without_values(module)
+        twin, path = without_values(module), next(path for path, m in self._model.named_modules() if m is module)
         is_head = hasattr(self._model, "get_output_embeddings") and module is find_head(self._model)
 
         def zeros(*args: Any, **kwargs: Any) -> Any:
@@ -273,6 +274,8 @@ class Stage:
                 made = twin(*on_meta(args), **on_meta(kwargs))
             if is_head:
                 return made
+            if path in self._cuts.changed:
+                return tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=device), made)
             return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
 
         return zeros

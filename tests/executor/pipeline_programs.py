@@ -133,10 +133,15 @@ class Own(torch.nn.Module):
             self.blocks[3].up.weight = self.blocks[1].up.weight
 
     def forward(self, signal, wanted):
-        first = x = self.patch(signal).transpose(1, 2) + self.positions
+        patches = self.patch(signal)
+        if self.crosses == "parts":
+            patches *= 2
+        first = x = patches.transpose(1, 2) + self.positions
+        parts = torch.stack([first, first / 2], -1)
         mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
         for number, block in enumerate(self.blocks):
-            x = block(x, mask, memory=first if "memory" in self.crosses and number in {1, 4} else None)
+            memory = first if "memory" in self.crosses and number in {1, 4} else None
+            x = block(x, mask, memory=parts[..., number % 2] if self.crosses == "parts" else memory)
             if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
                 x = x + first if number == 2 else 2 * x
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)

@@ -235,8 +235,17 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (3, "weights", {}),
         (3, "memory that is ignored", {}),
         (2, "clamped", {}),
+        (2, "parts", {}),
     ],
-    ids=["given later", "changed at a cut", "offloaded", "weights that stages share", "given for nothing", "clamped"],
+    ids=[
+        "given later",
+        "changed at a cut",
+        "offloaded",
+        "weights that stages share",
+        "given for nothing",
+        "clamped weights",
+        "parts for each layer",
+    ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
     for *both, plan, _ in (ranks := processes.call(size, own_model, crosses, options, timeout_s=100.0)):
