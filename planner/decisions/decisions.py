@@ -54,7 +54,7 @@ class Decisions(Sharding):
     num_forwards_ahead: Count = 1
     num_backwards_ahead: Annotated[int, Field(ge=0)] | None = None
     round_starts: tuple[str, ...] = ()
-    cuts: tuple[tuple[int, int], ...] = ()
+    cuts: Annotated[tuple[tuple[int, int], ...], Field(exclude=True)] = ()  # of a stage alone, which no file has
     tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True
     shares: tuple[Count, ...] | None = None
