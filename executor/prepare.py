@@ -140,6 +140,7 @@ def _of_stage(
     join(decisions.num_devices)
     number = dist.get_rank() // (decisions.num_devices // num_stages)
     own, decided, tied = stage_of(units, decisions, number)
+    every = dict(model.named_parameters(remove_duplicate=False))
     with contextlib.ExitStack() as failing:
         chunks = deal(units, num_stages, decisions.pipeline_rounds)
         stage = Stage(
@@ -152,7 +153,11 @@ def _of_stage(
             operators=options.operators,
         )
         failing.callback(stage.undo)
-        _check_names(own, model)
+        named = _named_here(own, every, model)
+        own = tuple(unit.renamed(named) for unit in own)
+        tied = {there: named.get(here, here) for there, here in tied.items()}
+        names = (named.get(here, here) for here in decided.tied_weights)
+        decided = decided.model_copy(update={"tied_weights": tuple(names)})
         there = {id(parameter) for parameter in model.parameters()}
         groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -168,19 +173,30 @@ def _of_stage(
     return made
 
 
-def _check_names(own: Iterable[Unit], model: nn.Module) -> None:
-    """Check that a stage's part of a model has what its plan names.
+def _named_here(own: Iterable[Unit], every: Mapping[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
+    """Return the names of weights whose names in the plan are those of modules of other stages, which share them.
+
+    Args:
+        own: the stage's units.
+        every: the parameters of the whole model.
+        model: with the parameters of the stage alone.
+
+    Returns:
+        For each such name in the plan, the name of the stage's own module.
 
     Raises:
-        ValueError: a weight has the name of a module of another stage, which shares it.
+        ValueError: no module of the stage has a weight.
     """
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    specs = (spec for unit in own for spec in (*unit.parameters, *unit.frozen))
-    if lost := next((spec.name for spec in specs if spec.name.partition("[")[0] not in names), None):
-        raise ValueError(
-            f"{lost} is also the weight of a module in an earlier stage, but the model lists the later module first; "
-            "make the embedding before the head in __init__, or leave the pipeline out"
-        )
+    listed = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first, found = {key: name for name, key in reversed(listed.items())}, dict[str, str]()
+    for spec in (spec for unit in own for spec in (*unit.parameters, *unit.frozen)):
+        name, bracket, rest = spec.name.partition("[")
+        if name in listed:
+            continue
+        if (here := first.get(id(every.get(name)))) is None:
+            raise ValueError(f"no module of this stage has {name}, which its plan has; leave the pipeline out")
+        found[spec.name] = here + bracket + rest
+    return found
 
 
 def check_prepared(optimizer: object) -> None:

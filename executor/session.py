@@ -565,13 +565,15 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self._pipeline = Pipeline(
             self.model,
             stage,
+            self.units,
             self.decisions,
             groups,
             self.driver,
             self._ranks,
-            self.runtime.backend,
+            self.runtime,
         )
         self._undo.insert(0, self._pipeline.close)  # after all else
+        stage.bind()
         return self._pipeline
 
     def at_end(self, undo: Callable[[], None]) -> None:

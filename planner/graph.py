@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from planner.models.captured import CapturedModel, Model
 from planner.models.choice import Choice
@@ -63,6 +63,22 @@ class Unit:
     is_first: bool = False
     can_swap: bool = False
     entry_bytes: int = 0
+
+    def renamed(self, names: Mapping[str, str]) -> "Unit":
+        """Return the unit with other names for some of its parameters, and of those that it shares."""
+        if not names:
+            return self
+        operators = (
+            dataclasses.replace(
+                operator,
+                parameters=tuple(
+                    dataclasses.replace(spec, name=names.get(spec.name, spec.name)) for spec in operator.parameters
+                ),
+                shared_parameters=tuple(names.get(name, name) for name in operator.shared_parameters),
+            )
+            for operator in self.operators
+        )
+        return dataclasses.replace(self, operators=tuple(operators))
 
     @functools.cached_property
     def parameters(self) -> tuple[ParameterSpec, ...]:

@@ -7,9 +7,10 @@ activations are kept, all tokens at a time. Its updates begin at the step, becau
 Optimizer state may be anywhere.
 
 [Note: Written weights] Some forwards write to a weight that they train, as ``nn.Embedding`` does with ``max_norm``. So
-forward and updates need one copy of it: in fp32, with its unit and its state on the device, and on one device. Its
-segment is not computed again, since that would write again. A frozen weight that forward writes to, such as that of a
-second encoder which follows the first one (MoCo), is in no unit: it counts as a buffer, which stays on the device.
+forward and updates need one copy of it: in fp32, with its unit and its state on the device, and on one device, such as
+that of a pipeline's stage. Its segment is not computed again, since that would write again. A frozen weight that
+forward writes to, such as that of a second encoder which follows the first one (MoCo), is in no unit: it counts as a
+buffer, which stays on the device.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ from executor.devices.backend import Backend, Event
 from executor.devices.room import Room
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import CALLER_LANES, Lane, Op, Task
+from planner.schedule.tasks import CALLER_LANES, STAGE_LANES, Lane, Op, Phase, Task
 from planner.schedule.timeline import Span, Timeline
 
 NUM_RECORDED: Final = 200
@@ -123,6 +123,7 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         self._recorded: dict[int, list[_Ticket]] = {}
         self._left_out: set[int] = set()
         self._last: dict[Lane, Event] = {}  # end of the latest task of each lane
+        self._latest_of_stage: dict[Lane, _Ticket] = {}  # of the lanes that wait for other stages
         self._lines = {lane: collections.deque[_Ticket]() for lane in submitted}
         self._submitting: set[Lane] = set()  # lanes of which a thread submits a task now
         self._local = threading.local()  # lanes that this thread still has to look at
@@ -187,6 +188,22 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         if for_lanes:
             self._send(for_lanes)
 
+    def issue_unplanned(self, lane: Lane) -> None:
+        """Append a task that is not of the schedule to a lane that waits for other stages. It waits for nothing else.
+
+        Raises as :meth:`issue`.
+        """
+        self.check()
+        task = Task(-1, lane, Op.RECEIVE if lane is Lane.RECEIVE else Op.SEND, Phase.LOOP)
+        self._end_if_left(self._send, [_Ticket(task, -1, (), is_recorded=False)])
+
+    def await_stage(self, lane: Lane) -> None:
+        """Wait for the latest task of a lane that waits for other stages, on the device too. Raises as :meth:`wait`."""
+        if (ticket := self._latest_of_stage.pop(lane, None)) is not None:
+            self._wait_in_caller(self._wait_for, ticket, self._changed)
+            self._check()
+            self._backend.wait_event(Lane.COMPUTE, ticket.end)
+
     def end_open(self) -> None:
         """End open tasks of the caller's lanes, because the caller leaves them."""
         if self._open:
@@ -194,6 +211,9 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
 
     def wait(self) -> None:
         """End open tasks, and wait until all tasks issued so far have ended, on the device's streams too.
+
+        But not those that wait for other stages: see :meth:`await_stage`. Two stages that wait for what they send each
+        other, before they receive it, would wait for ever.
 
         Raises:
             LaneError: a task failed on some lane.
@@ -339,7 +359,8 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
     def _send(self, tickets: Sequence[_Ticket]) -> None:
         """Append tickets to the queues of their lanes."""
         with self._lock:
-            self._num_pending += len(tickets)
+            self._num_pending += sum(ticket.task.lane not in STAGE_LANES for ticket in tickets)
+            self._latest_of_stage |= {t.task.lane: t for t in tickets if t.task.lane in STAGE_LANES}
             if self._room:
                 for ticket in tickets:
                     self._room.issue(ticket.task)
@@ -459,8 +480,9 @@ class LaneMachine(contextlib.AbstractContextManager["LaneMachine"]):
         with self._lock:
             self._submitting.discard(ticket.task.lane)
             lanes = self._set_end(ticket, event)
-            self._num_pending -= 1
-            self._last[ticket.task.lane] = event
+            if ticket.task.lane not in STAGE_LANES:
+                self._num_pending -= 1
+                self._last[ticket.task.lane] = event
             if not self._num_pending or self._wants_room:
                 self._changed.notify_all()
         self._submit(lanes)

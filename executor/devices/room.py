@@ -5,6 +5,8 @@ needs the memory. In a real iteration the copy may be late, and both would be he
 begins only if there is room for the buffers that it makes, or if no running task is going to free memory. If all times
 are as simulated, no task waits.
 
+A task that waits for another stage of a pipeline is not waited for: that stage may wait for room itself.
+
 This is not done on a GPU. There a task is issued long before it runs, and the plan leaves a margin.
 """
 
@@ -12,7 +14,7 @@ from collections import defaultdict
 from typing import final
 
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Task, Tier
+from planner.schedule.tasks import STAGE_LANES, Task, Tier
 
 _NUM_ITERATIONS = 3  # a buffer may outlive its iteration, and its last task may be late
 
@@ -68,4 +70,5 @@ class Room:
         return self._num_freeing > 0 and sum(self._held.values()) + self._made.get(task.index, 0) > self._capacity_bytes
 
     def _frees(self, task: Task) -> bool:
-        return bool(self._freed.get(task.index) or self._freed_later.get(task.index))
+        frees = self._freed.get(task.index) or self._freed_later.get(task.index)
+        return bool(frees) and task.lane not in STAGE_LANES

@@ -1,12 +1,14 @@
 """All ranks of a plan: their process groups, and how they stop if one rank fails.
 
-All ranks must call the collectives of one process group in the same order. Four kinds of groups ensure
-that. Only the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in
-first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor-, expert- or
+All ranks must call the collectives of one process group in the same order. Several kinds of groups ensure that. Only
+the thread of the collective lane uses the groups for collectives of the schedule. That lane is first-in first-out,
+and all ranks have the same schedule. Collectives inside modules use the groups of tensor-, expert- or
 context-parallel ranks, in the order of the model's program. The lane of updates on the CPU has groups of its own over
-host memory, for casts of weights. All other collectives (norms, initial values, saved states) use groups over host
-memory, in the order of the caller's program. On GPUs, collectives of different groups are launched in one order too:
-see [Note: One order] in :mod:`planner.lowering.launches`. No collective waits for ever: see [Note: Failed ranks].
+host memory, for casts of weights. Two stages of a pipeline have a group for what passes between them in each
+direction, which only their lanes for that use, in the order of both schedules. All other collectives (norms, initial
+values, saved states) use groups over host memory, in the order of the caller's program. On GPUs, collectives of
+different groups are launched in one order too: see [Note: One order] in :mod:`planner.lowering.launches`. No
+collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit

@@ -597,6 +597,18 @@ class IterationDriver:
             self._said_autocast = True
             self._report(words)
 
+    def begin(self) -> bool:
+        """Begin an iteration before its first forward reaches a module, if it is to train; return whether it began.
+
+        Raises as :meth:`on_forward`.
+        """
+        begins = self.trains and not self._runtime.inside_iteration
+        if begins:
+            self._check_begin()
+            with self._forward:
+                self._begin()
+        return begins
+
     def _begin(self) -> None:
         self._runtime.doing = f"iteration {self._loop.iteration + 1}"
         self._runtime.end_evaluation()

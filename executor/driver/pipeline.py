@@ -2,31 +2,34 @@
 
 [Note: Pipelines] Each stage is a session of its own: a smaller model, with its own schedule, lanes and memory, shared
 by its data- and tensor-parallel ranks. Its schedule has the forwards and backwards of the micro-batches in the order of
-:func:`planner.lowering.compute.turns_of`. This module walks that order, and exchanges hidden states and their
-gradients with the stages beside it. Sends have a thread for each direction, so that computing goes on meanwhile.
-Whatever the plan of a stage has, such as weights that are fetched and updates on the host, works as in one process.
+:func:`planner.lowering.compute.turns_of`, and what is received from other stages before each of them, and sent behind
+(:mod:`planner.lowering.sends`). This module walks that order, and hands these tasks their tensors. They have lanes of
+their own, so that computing goes on while a stage sends. Whatever else the plan of a stage has, such as weights that
+are fetched and updates on the host, works as in one process.
 """
 
-import concurrent.futures
+import collections
+import contextlib
+import inspect
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from executor.devices.backend import Backend
 from executor.distributed.groups import Group
 from executor.distributed.ranks import Ranks
-from executor.distributed.watchdog import LANE_THREAD
 from executor.driver.iteration import IterationDriver
+from executor.driver.runtime import Runtime
 from executor.module.stages import Stage
 from planner.decisions import Decisions
+from planner.graph import Unit
 from planner.lowering.compute import turns_of
-from planner.schedule.tasks import Lane, Op
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Task
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 """Returns the loss of a model's output and its batch, a scalar."""
@@ -48,7 +51,13 @@ def _edges(made: Sequence[Tensor]) -> _Edges:
 
 
 def _without_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch for a stage that makes no loss. Decoders behind an encoder read the labels, moved by one."""
+    """Return a batch for a stage that makes no loss, without labels, if the model's forward can do without.
+
+    Decoders behind an encoder read the labels, moved by one.
+    """
+    wanted = inspect.signature(model.forward).parameters.get("labels")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        return dict(batch)
     given = {name: value for name, value in batch.items() if name != "labels"}
     if "labels" not in batch or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return given
@@ -73,9 +82,9 @@ class Pipeline:
     Args:
         model: the user's, of which this process has one stage.
         stage: what this process computes of it.
-        decisions: those of the stage.
+        units, decisions: those of the stage.
         groups: the parameters of each of the optimizer's groups, in all stages.
-        driver: that of the stage.
+        driver, runtime: those of the stage.
 
     Attributes:
         stage, groups: as given.
@@ -85,23 +94,24 @@ class Pipeline:
         self,
         model: nn.Module,
         stage: Stage,
+        units: Sequence[Unit],
         decisions: Decisions,
         groups: Sequence[Sequence[nn.Parameter]],
         driver: IterationDriver,
         ranks: Ranks,
-        backend: Backend,
+        runtime: Runtime,
     ) -> None:
         self.stage, self.groups = stage, groups
         self._model, self._decisions = model, decisions
-        self._driver, self._ranks, self._backend = driver, ranks, backend
+        self._driver, self._ranks, self._runtime = driver, ranks, runtime
+        self._device = runtime.backend.device
         driver.gradients.refusal = _ALONE
         self._number, self._count = ranks.stage, ranks.stages.size
         self._num_rounds = len(decisions.round_starts) + 1
-        self._threads = {
-            lane: concurrent.futures.ThreadPoolExecutor(1, f"{LANE_THREAD}{lane}")
-            for lane in (Lane.SEND, Lane.SEND_BACK)
-        }
-        self._sent: list[concurrent.futures.Future[None]] = []
+        tasks = runtime.loop.schedule.tasks
+        self._of_lanes = {lane: [task for task in tasks if task.lane is lane] for lane in STAGE_LANES}
+        self._planned = {lane: collections.deque[Task]() for lane in STAGE_LANES}  # that this run has not reached
+        self._written = {unit.name: runtime.state.units[unit.name].device_weights for unit in units if unit.writes}
         self._foreign: dict[nn.Parameter, Tensor] = {}  # weights of other stages, as this one is closed
 
     def run(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
@@ -112,17 +122,21 @@ class Pipeline:
             loss: the loss of an output, of which backward takes the mean over micro-batches.
 
         Raises:
-            ValueError: there are more or fewer micro-batches than planned.
+            ValueError: there are more or fewer micro-batches than planned; or forward changes weights while another
+                micro-batch waits for its backward.
             RankError: another rank has failed.
         """
         count = self._decisions.num_micro_batches
         if len(batches) != count:
             raise ValueError(f"{len(batches)} micro-batches were given, but the plan has {count}; give all of a step")
+        follows = self._driver.begin()
+        self._planned = {lane: collections.deque(tasks if follows else ()) for lane, tasks in self._of_lanes.items()}
         begun: dict[tuple[int, int], _Begun] = {}
         found: dict[int, Tensor] = {}
         for op, turn, micro_batch in turns_of(self._decisions):
             if op is Op.FORWARD:
-                begun[turn, micro_batch], own_loss = self._forward(turn, batches[micro_batch], loss, count)
+                with self._checked_writes() if begun and self._written else contextlib.nullcontext():
+                    begun[turn, micro_batch], own_loss = self._forward(turn, batches[micro_batch], loss, count)
                 if own_loss is not None:
                     found[micro_batch] = own_loss
             elif op is Op.WEIGHT_GRADIENT:
@@ -134,20 +148,35 @@ class Pipeline:
     def evaluate(self, batches: Sequence[Mapping[str, Any]], loss: Loss) -> list[float]:
         """See :meth:`executor.prepare.OffloadedOptimizer.evaluate`."""
         losses: list[float | Tensor] = [0.0] * len(batches)
+        self._planned = {lane: collections.deque() for lane in STAGE_LANES}
         for turn, (number, batch) in itertools.product(range(self._num_rounds), enumerate(batches)):
             _, own_loss = self._forward(turn, batch, loss, 1)
             if own_loss is not None:
                 losses[number] = own_loss
         return self._on_all_stages([float(loss) for loss in losses])
 
+    @contextlib.contextmanager
+    def _checked_writes(self) -> Iterator[None]:
+        """Return a context for a forward that may write to weights, which other micro-batches wait to use in backward.
+
+        It may write the same values again, as forwards do that clamp weights. Raises as :meth:`run`.
+        """
+        before = {name: weights.clone() for name, weights in self._written.items()}
+        yield
+        for name, weights in before.items():
+            if not torch.equal(weights, self._written[name]):
+                raise ValueError(
+                    f"forward changed weights of {name}, with which another micro-batch is to run backward; change "
+                    "them between steps, or leave the pipeline out"
+                )
+
     def _is_last(self, turn: int) -> bool:
         return (turn, self._number) == (self._num_rounds - 1, self._count - 1)
 
     def _on_all_stages(self, losses: Sequence[float]) -> list[float]:
         """Return the last stage's losses, when everything has been sent."""
-        for sent in self._sent:
-            sent.result()
-        self._sent.clear()
+        for lane in STAGE_LANES:
+            self._runtime.machine.await_stage(lane)
         total = torch.tensor(losses, dtype=torch.float64, device="cpu")
         self._ranks.stages.all_reduce(total)
         return total.tolist()
@@ -166,43 +195,44 @@ class Pipeline:
                 sent = stage.made()
         finally:
             stage.receive = None
-        for each in sent:
-            self._send(Lane.SEND, links[self._number], each.detach(), 0)
+        self._send(Lane.SEND, links[self._number], [each.detach() for each in sent], 0)
         return (_edges(sent), stage.gradients), None
 
     def _backward(self, turn: int, edges: _Edges, to_send: list[Tensor] | None) -> None:
-        gradients = [torch.ones(shape, dtype=dtype, device=self._backend.device) for shape, dtype, _ in edges]
+        gradients = [torch.ones(shape, dtype=dtype, device=self._device) for shape, dtype, _ in edges]
         if not self._is_last(turn):
-            for gradient in gradients:
-                self._receive(self._ranks.back[self._number], gradient, 1)
+            self._receive(self._ranks.back[self._number], gradients, 1)
         torch.autograd.backward([edge for _, _, edge in edges if edge is not None], gradients)
-        for received in to_send or ():
-            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], received, 1)
+        if to_send:
+            self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], to_send, 1)
 
     def _own(self, values: Tensor) -> Tensor:
         """Return the part of flat values that this tensor-parallel rank sends: all ranks have all of them."""
         count = self._ranks.tensor.size
         return values.chunk(count)[self._ranks.tensor.rank] if len(values) % count == 0 else values
 
-    def _receive(self, group: Group, values: Tensor, sender: int) -> None:
+    def _receive(self, group: Group, values: Sequence[Tensor], sender: int) -> None:
         """Fill contiguous values; tensor-parallel ranks gather the parts that each of them gets."""
-        flat = values.view(-1)
-        own = self._own(flat)
-        group.send(own, sender)
-        if len(own) < len(flat):
-            self._ranks.tensor.all_gather(flat, own)
+        parts = [(flat, self._own(flat)) for flat in (each.view(-1) for each in values)]
+        self._exchange(Lane.RECEIVE, group, [own for _, own in parts], sender)
+        self._runtime.machine.await_stage(Lane.RECEIVE)
+        for flat, own in parts:
+            if len(own) < len(flat):
+                self._ranks.tensor.all_gather(flat, own)
 
-    def _send(self, lane: Lane, group: Group, values: Tensor, sender: int) -> None:
+    def _send(self, lane: Lane, group: Group, values: Sequence[Tensor], sender: int) -> None:
         """Begin to send, beside what is computed."""
-        made = self._backend.record_event(Lane.COMPUTE)
+        self._exchange(lane, group, [self._own(each.contiguous().view(-1)) for each in values], sender)
 
-        def send() -> None:
-            with self._backend.lane(lane):
-                self._backend.wait_event(lane, made)
-                group.send(self._own(values.contiguous().view(-1)), sender)
-                self._backend.record_stream(values)
-
-        self._sent.append(self._threads[lane].submit(send))
+    def _exchange(self, lane: Lane, group: Group, values: Sequence[Tensor], sender: int) -> None:
+        """Begin the lane's next task with these values. Where the plan has none, make one."""
+        runtime = self._runtime
+        runtime.machine.end_open()
+        runtime.actions.links.hand_over(lane, group, sender, values)
+        if self._planned[lane] and not self._driver.progress.has_left:
+            runtime.loop.issue_up_to(self._planned[lane].popleft().index + 1)
+        else:
+            runtime.machine.issue_unplanned(lane)
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See :meth:`executor.prepare.OffloadedOptimizer.clip_grad_norm_`; the norm is that of all stages."""
@@ -215,7 +245,7 @@ class Pipeline:
             on_host = torch.stack(norms).to("cpu", torch.float64) if norms else torch.zeros(0, dtype=torch.float64)
             squares = on_host.square().sum().view(1)
             self._ranks.stages.all_reduce(squares)
-            total = squares.sqrt().to(torch.float32)[0].to(self._backend.device)
+            total = squares.sqrt().to(torch.float32)[0].to(self._device)
             nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         finally:
             self._driver.gradients.refusal = _ALONE
@@ -256,9 +286,7 @@ class Pipeline:
             self._foreign[parameter] = self.shared(parameter, parameter.dtype, Tensor.detach)
 
     def close(self) -> None:
-        """End the threads, and make the model whole again. Weights that were not given back are NaN."""
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        """Make the model whole again. Weights that were not given back are NaN."""
         self.stage.undo()
         for parameter, (shape, _) in self.stage.homes.items():
             if parameter.shape != shape:

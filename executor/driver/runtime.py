@@ -30,6 +30,7 @@ from executor.options import Options
 from executor.packed import as_real, with_own_storage
 from executor.tasks.actions import Actions
 from executor.tasks.collectives import ScheduleCollectives
+from executor.tasks.links import check_same_order
 from executor.tasks.snapshots import Snapshots
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -38,7 +39,7 @@ from planner.schedule.loop import Loop, OutOfOrderError
 from planner.schedule.tasks import Lane, Op, Tier
 
 OF_GRADIENTS: Final = frozenset({Op.SCATTER, Op.FLUSH, Op.SEND, Op.SPILL})
-"""Tasks that bring gradients to where updates read them."""
+"""Tasks that bring gradients to where updates read them, or to another stage."""
 _NEVER = -1
 _SHARE_KEPT: Final = 0.75
 
@@ -105,6 +106,8 @@ class Runtime:
             names = "".join(name + "?" * shard.is_absent for name, shard in shards.items())
             common = repr(agreed(schedule, decisions)) if decisions.shares else schedule.to_json()
             ranks.all.check_same("plan or model", (common + names).encode())
+            if decisions.cuts:
+                check_same_order(schedule, ranks)
         rank = 0 if ranks is None else ranks.process
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.storage = Storage(options.storage_dir, rank)

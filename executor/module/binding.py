@@ -200,7 +200,9 @@ def bind(
     if decisions.layer_tile_tokens is not None:
         whole += (tiled := tiled_modules(model, units))
         undo += tile_modules(tiled, decisions.layer_tile_tokens)
-    marks = marked(model, units, whole, several=bool(decisions.round_starts))
+    # A stage that receives what it computes from, in some round, has reached its first unit when that is there.
+    receives = any(before for before, _ in decisions.cuts)
+    marks = marked(model, units, whole, several=receives)
     behind = (
         next((u for u in reversed(mine) if u.backward or u.num_params), mine[-1]) for mine in calls(units).values()
     )

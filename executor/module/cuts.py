@@ -11,7 +11,7 @@ in another way, and the model is refused. What a forward computes without gradie
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -80,11 +80,13 @@ class Cuts(NamedTuple):
         forms: what each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in
             place of any other tensor; what modules inside return whose output crosses, with tensors without values, in
             the order in which they run.
+        changed: modules outside of layers whose output is changed in place later.
     """
 
     crossing: list[list[Crossing]]
     given: list[Given]
     forms: Mapping[str, Any]
+    changed: Collection[str] = ()
 
 
 def hidden_alone(parts: Sequence[Part]) -> Cuts:
@@ -152,7 +154,7 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
             torch.enable_grad(),
             mode,
             operators(known) as run,
-            Running(lambda function, _types, args, kwargs: run(function, args, kwargs)),
+            Running(lambda function, _types, args, kwargs: run(function, watch.note_writes(function, args), kwargs)),
         ):
             output = watch.finish(faked(**given))
     except BindingError:
@@ -178,7 +180,7 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
         roots = [tensor for tensor, each in cut if each.passed_on is None]
     crossed = {path for cut in watch.crossing for each in cut for path, _ in each.inner}
     inside = {path: form for path, form in watch.inside.items() if path in crossed}
-    return Cuts(watch.crossing, watch.given, watch.forms | inside)
+    return Cuts(watch.crossing, watch.given, watch.forms | inside, watch.changed)
 
 
 _Edge = tuple[Any, int]
@@ -192,6 +194,7 @@ class _Watch:
         seen: paths of the layers that have run.
         crossing, given, forms: see :class:`Cuts`.
         inside: what modules inside of layers return, by their paths, in the order in which they run.
+        changed: see :class:`Cuts`.
         whole: by chunk, the tensors that cross the cut before it, with their graphs.
         begun: by chunk, the tensors with which its graph begins, in the same order.
     """
@@ -206,12 +209,22 @@ class _Watch:
         self.begun: list[list[Tensor]] = [[] for _ in parts]
         self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
+        self._own: list[set[int]] = []  # parameters of each chunk, by ``id``
         self._chunk = 0
         self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # inside of layers of a chunk
+        self.changed = set[str]()
+        self._outside: dict[int, tuple[str, Any]] = {}  # by address, what modules outside of layers return
         self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
 
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
+        named = [*model.named_parameters(remove_duplicate=False)]
+        self._own = [{id(parameter) for name, parameter in named if name in part.parameters} for part in parts]
+        layers = {model.get_submodule(path) for part in parts for path in part.layers}
+        within = {inner for layer in layers for inner in layer.modules()}
+        for path, module in model.named_modules():
+            if module not in within:
+                module.register_forward_hook(functools.partial(self.end_outside, path))
         for path in (path for part in parts for path in part.layers):
             layer = model.get_submodule(path)
             layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
@@ -252,8 +265,7 @@ class _Watch:
 
     def _crossed(self, chunk: int, path: str, leaf: int, tensor: Tensor) -> int | None:
         """Return which of what crosses the cut before a chunk a tensor is; ``None``: the chunk has made it."""
-        made = tensor.grad_fn
-        if not chunk or (made is not None and made._sequence_nr() >= self._numbers[chunk]):
+        if not chunk or (tensor.grad_fn is not None and not self._is_earlier(chunk, tensor.grad_fn)):
             return None
         at = self._known(chunk).get(id(tensor))
         if at is None:
@@ -263,6 +275,37 @@ class _Watch:
             self.begun[chunk].append(tensor.detach().requires_grad_())
             self.crossing[chunk].append(Crossing(path, leaf, before, tensor.detach()))
         return at
+
+    def _is_earlier(self, chunk: int, made: Any) -> bool:
+        """Return whether a node was made before a chunk, or between its layers of what was made before alone.
+
+        Such as the part for each layer of something that is made for all of them.
+        """
+        begun, left, seen = {id(each) for each in self.begun[chunk]}, [made], set[Any]()
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                if id(variable) in begun | self._own[chunk]:
+                    return False
+            elif node._sequence_nr() >= self._numbers[chunk]:
+                left += [after for after, _ in node.next_functions if after is not None]
+        return True
+
+    def end_outside(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note what a module outside of layers returns."""
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+            self._outside.setdefault(storage._cdata, (path, storage))  # kept, so that no other one has its address
+
+    def note_writes(self, function: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Note which of such outputs an operator changes; return its arguments."""
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                path, _ = self._outside.get(value.untyped_storage()._cdata, ("", None))
+                self.changed |= {path} - {""}
+        return args
 
     def end_inside(self, layer: str, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """Note what a module inside a layer returns; several may return one tensor."""

@@ -39,8 +39,8 @@ from executor.module.tiled_logits import find_head
 from planner.graph import Unit
 
 _MOST_SHAPES: Final = 32  # of batches, whose cuts are kept
-Receive = Callable[[Tensor], None]
-"""Fills a tensor with what the stage before sends next."""
+Receive = Callable[[Sequence[Tensor]], None]
+"""Fills tensors with what the stage before sends next, all of a micro-batch."""
 
 
 @final
@@ -107,7 +107,9 @@ class Stage:
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
         units = tuple(unit for parts in chunks for part in parts for unit in part)
-        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | {model}}
+        # What contains layers runs in every stage, also where it reads weights of modules inside by itself.
+        holds = {module for module in model.modules() if not layers.keys().isdisjoint(module.modules())}
+        around = {m: chunk_of[unit] for m, unit in unit_modules(model, units).items() if m not in inside | holds}
         homes: dict[nn.Parameter, int] = {}
         for module, chunk in (layers | around).items():
             for parameter in module.parameters():
@@ -132,16 +134,21 @@ class Stage:
             for name, child in parent._modules.items()
             if child in stand_ins
         ]
+        self._given = list[tuple[nn.Module, str]]()  # layers, with their paths
         for chunk in range(number, len(chunks), num_stages):
-            there = [layer for layer, its in layers.items() if its == chunk] if chunk else []
-            for layer in there if is_captured else there[:1]:
-                give = functools.partial(self._give, paths[layer])
-                self._undo.append(layer.register_forward_pre_hook(give, with_kwargs=True).remove)
+            there = [(layer, paths[layer]) for layer, its in layers.items() if its == chunk] if chunk else []
+            self._given += there if is_captured else there[:1]
         self._undo.append(model.register_forward_pre_hook(self._check_call).remove)
         if not is_captured:
             whole = functools.partial(check_outputs, "ranks share layers", "pipeline=1")
             self._undo.append(model.register_forward_pre_hook(whole, with_kwargs=True).remove)
         self._undo.append(model.register_state_dict_pre_hook(self._refuse_state_dict).remove)  # type: ignore[no-untyped-call]
+
+    def bind(self) -> None:
+        """Give layers what is received, before other hooks say that the model has reached them: until then it waits."""
+        for layer, path in self._given:
+            give = functools.partial(self._give, path)
+            self._undo.append(layer.register_forward_pre_hook(give, prepend=True, with_kwargs=True).remove)
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.
@@ -240,7 +247,11 @@ class Stage:
         if not self._received:
             self.gradients = []
             crossing = self._cuts.crossing[self._chunk]
-            self._received = [self._receive(at, each, hidden) for at, each in enumerate(crossing)]
+            assert self.receive is not None
+            device = self._device if hidden is None else hidden.device
+            likes = [each.like if at or hidden is None else hidden for at, each in enumerate(crossing)]
+            self.receive(values := [self._memory_for(like, device) for like in likes])
+            self._received = [self._begun(at, each) for at, each in enumerate(values)]
         return self._received
 
     def _with_received(self, path: str, value: Any) -> Any:
@@ -248,11 +259,12 @@ class Stage:
         return exchanged(value, {leaf: self._received[at] for leaf, at in given.items()})
 
     def _like(self, module: nn.Module) -> Callable[..., Any]:
-        """Return what stands for any module: zeros of the shapes of its outputs, which take no memory.
+        """Return what stands for any module: zeros of the shapes of its outputs.
 
-        Logits of ``transformers`` are without values instead: models convert or scale them, which gives zeros memory.
+        They take no memory, unless the model changes them in place. Logits of ``transformers`` are without values
+        instead: models convert or scale them, which gives zeros memory.
         """
-        twin = without_values(module)
+        twin, path = without_values(module), next(path for path, m in self._model.named_modules() if m is module)
         is_head = hasattr(self._model, "get_output_embeddings") and module is find_head(self._model)
 
         def zeros(*args: Any, **kwargs: Any) -> Any:
@@ -262,6 +274,8 @@ class Stage:
                 made = twin(*on_meta(args), **on_meta(kwargs))
             if is_head:
                 return made
+            if path in self._cuts.changed:
+                return tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=device), made)
             return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
 
         return zeros
@@ -270,16 +284,17 @@ class Stage:
         """Return the model's output, with the tensors that earlier stages have made of it."""
         return self._with_received(OUTPUT, output)
 
-    def _receive(self, at: int, crossing: Crossing, hidden: Tensor | None) -> Tensor:
-        assert self.receive is not None
-        assert self.gradients is not None
-        like = crossing.like if at or hidden is None else hidden
+    def _memory_for(self, like: Tensor | None, device: torch.device | None) -> Tensor:
+        """Return memory for what this rank receives of a tensor that crosses a cut."""
         assert like is not None
         shape = list(like.shape)
         if self._shares_evaluation or torch.is_grad_enabled():
             shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
-        values = torch.empty(shape, dtype=like.dtype, device=self._device if hidden is None else hidden.device)
-        self.receive(values)
+        return torch.empty(shape, dtype=like.dtype, device=device)
+
+    def _begun(self, at: int, values: Tensor) -> Tensor:
+        """Return what has been received, as the beginning of a graph."""
+        assert self.gradients is not None
         self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes
         anchor = torch.ones(0, device="cpu", requires_grad=True)
         # The graph that begins here keeps the gradient alone, so that the values may leave the device.

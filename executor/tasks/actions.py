@@ -16,10 +16,11 @@ from executor.memory.units import UnitState
 from executor.optimizer.workers import WorkerTeam
 from executor.tasks.collectives import ScheduleCollectives
 from executor.tasks.gradients import GradientTasks
+from executor.tasks.links import Links
 from executor.tasks.snapshots import Snapshots
 from executor.tasks.updates import UpdateTasks
 from planner.decisions import Decisions
-from planner.schedule.tasks import Lane, Op, Phase, Task
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Phase, Task
 
 _SERVE_COMPUTING: Final = frozenset({Op.READ, Op.FETCH, Op.GATHER, Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD})
 """Tasks that serve forward and backward, outside the update. All others handle the sum of all gradients too."""
@@ -35,6 +36,7 @@ class Actions:
     Attributes:
         gradients: collects, flushes and spills gradients.
         updates: performs the optimizer step.
+        links: sends to other stages of a pipeline, and receives from them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Actions:
         self._speculated: list[Task] = []
         self._lock = threading.Lock()
         self.gradients = GradientTasks(state, decisions, backend, team, collectives)
+        self.links = Links(backend)
         self.updates = UpdateTasks(state, decisions, backend, team, None if ranks is None else ranks.matrices)
 
         def room(task: Task) -> str:
@@ -83,11 +86,12 @@ class Actions:
             Op.EVICT: lambda task, _iteration: offloaded.evict(room(task)),
             Op.RECALL: lambda task, _iteration: offloaded.recall(room(task)),
             Op.RELOAD: lambda task, _iteration: offloaded.reload(task.unit, room(task)),
+            Op.SEND: self._send,
+            Op.RECEIVE: self._send,
         }
 
         if collectives is not None:
             self._by_op[Op.SCATTER] = lambda task, _: collectives.reduce(state.units[task.unit], task.micro_batch)
-            self._by_op[Op.SEND] = lambda task, iteration: self.gradients.exchange(state.units[task.unit], iteration)
         if snapshots is not None:
             self._by_op[Op.SNAPSHOT] = lambda task, iteration: snapshots.take((task.unit, task.piece), iteration)
             self._by_op[Op.GATE] = lambda task, _iteration: snapshots.release((task.unit, task.piece))
@@ -179,7 +183,7 @@ class Actions:
         if task.op is Op.SCATTER:
             assert self._collectives is not None
             return self._collectives.first_summed(task) >= num_micro_batches
-        if task.op is Op.SEND:  # off the plan, gradients come later
+        if task.op in {Op.SEND, Op.RECEIVE}:  # off the plan, gradients come later, and the caller asks for the rest
             return True
         return task.op in _SERVE_COMPUTING and task.phase is not Phase.UPDATE
 
@@ -218,6 +222,12 @@ class Actions:
         if task.piece in unit.changed:  # frozen weights are on the device already
             unit.changed.remove(task.piece)
             self.upload(unit, unit.pieces[task.piece])
+
+    def _send(self, task: Task, iteration: int) -> None:
+        if task.lane in STAGE_LANES:
+            self.links.exchange(task)
+        else:
+            self.gradients.exchange(self._state.units[task.unit], iteration)
 
     def _swap_in(self, task: Task, _iteration: int) -> None:
         """Give a piece a host buffer. If any of its parameters train, read its state: gradients may arrive later."""

@@ -99,10 +99,10 @@ def _check_captured(request: Request, model: CapturedModel) -> None:
                 f"cannot share its layers, as they share those of {', '.join(get_args(Family))} without adapters; "
                 f"{remedy}: then ranks share weights and state. Stages can share its layers (--parallel pipeline=)"
             )
-    if (request.pipeline_parallel or 1) > 1 and (model.calls or model.second_order or model.written):
+    if (request.pipeline_parallel or 1) > 1 and (model.calls or model.second_order):
         raise ValueError(
             f"pipeline_parallel {request.pipeline_parallel}: {model.name} does more in a step than one forward and "
-            "backward, or writes to its weights, so it cannot be cut into stages; leave it out"
+            "backward, so it cannot be cut into stages; leave it out"
         )
 
 

@@ -133,7 +133,7 @@ class CostModel:
             return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
         if task.op in {Op.PASS, Op.CAST}:
             return self._rank.host_pass(task.num_bytes)
-        if task.op is Op.SEND:
+        if task.op in {Op.SEND, Op.RECEIVE}:
             return self._send(task)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
@@ -352,11 +352,13 @@ class CostModel:
         return dataclasses.replace(price, latency_s=price.latency_s + agreed_s)
 
     def _send(self, task: Task) -> Price:
-        """Price one rank's transfer to another stage.
+        """Price one rank's transfer to another stage. What that stage receives is there as soon as it has been sent.
 
         On the lane of collectives, stages add up the gradient of tied weights, as two outer ones would: a rank brings
         it together from the host, and from the shards of other ranks, and returns the sum to where it was.
         """
+        if task.op is Op.RECEIVE:
+            return Price(0.0, 0.0)
         count, other = self.layout.pipeline, 0 if task.stage else -1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, other) % count
         fabric = self._rank.between(task.stage, to)

@@ -34,6 +34,8 @@ class Decisions(Sharding):
         num_backwards_ahead: micro-batches whose backward runs before the first one's gradients of weights, as in a
             pipeline's stages; ``None``: backward makes them.
         round_starts: of a stage, the segments with which its rounds begin, but the first.
+        cuts: of a stage, the bytes of a micro-batch that it is sent by the stage before, and that it sends to the next
+            one, in each round; 0 where there is no such stage.
         tied_weights: of a stage, its weights that another stage has too; they add up their gradients.
         overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
         shares: sequences of each rank in a micro-batch, of which this rank's is ``micro_batch``; see [Note: Unlike
@@ -52,6 +54,7 @@ class Decisions(Sharding):
     num_forwards_ahead: Count = 1
     num_backwards_ahead: Annotated[int, Field(ge=0)] | None = None
     round_starts: tuple[str, ...] = ()
+    cuts: Annotated[tuple[tuple[int, int], ...], Field(exclude=True)] = ()  # of a stage alone, which no file has
     tied_weights: tuple[str, ...] = ()
     overlap_next_forward: bool = True
     shares: tuple[Count, ...] | None = None

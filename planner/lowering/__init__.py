@@ -17,13 +17,24 @@ from planner.lowering.launches import agreed, exchanges, launches
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.program import Program
+from planner.lowering.sends import sends
 from planner.lowering.snapshots import snapshots
 from planner.lowering.stages import lower_stages, units_apart
 from planner.lowering.updates import updates
 from planner.schedule.schedule import Schedule
 
 Pass = Callable[[Program], None]
-PASSES: Final[tuple[Pass, ...]] = (compute, parameters, activations, gradients, updates, launch, launches, memory)
+PASSES: Final[tuple[Pass, ...]] = (
+    compute,
+    parameters,
+    activations,
+    gradients,
+    updates,
+    sends,
+    launch,
+    launches,
+    memory,
+)
 
 
 def lower(

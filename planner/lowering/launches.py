@@ -19,7 +19,7 @@ gathered ``num_param_slots`` units before they are needed, so forward begins onl
 :func:`launches` adds these waits to the schedule, so that they are simulated.
 
 Hidden states that stages of a pipeline send each other are not in this order: each direction has a group and a thread
-of its own, and waits for nothing but the computing before it. Nor are collectives through the host, which have no
+of its own, and an order of its own (:mod:`.sends`). Nor are collectives through the host, which have no
 kernels that wait for those of others.
 
 Where the host computes, lanes share no device and gloo's groups wait for nothing but each other. So each lane keeps its

@@ -1,11 +1,11 @@
 """Pipelines: the layers of each stage, and the schedule of all.
 
 [Note: Stages] A stage of a pipeline is a smaller model (:func:`stage_of`), and is lowered by the same passes as any
-other. That is what its ranks execute ([Note: Pipelines] in :mod:`executor.driver.pipeline`). The schedule of the whole
-pipeline has the tasks of all stages, each with lanes and resources of its own, and three things more: hidden states and
-their gradients are sent from stage to stage, stages that add up gradients of the same weights wait for each other, and
-the clipping of each stage waits for the gradients of all. Warm-up, cool-down and bubbles follow from the order within
-each stage and from dependencies.
+other, with what it sends and receives (:mod:`.sends`). That is what its ranks execute ([Note: Pipelines] in
+:mod:`executor.driver.pipeline`). The schedule of the whole pipeline has exactly the tasks of all stages, each with
+lanes and resources of its own, and dependencies between them: what a stage receives waits for what another one sends,
+stages that add up gradients of the same weights wait for each other, and the clipping of each stage waits for the
+gradients of all. Warm-up, cool-down and bubbles follow from the order within each stage and from dependencies.
 
 The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
@@ -30,15 +30,15 @@ from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.compute import turns
 from planner.lowering.program import Program, numbered
+from planner.lowering.sends import Cell, cell_of, links
 from planner.lowering.snapshots import snapshots
 from planner.models.choice import Choice
 from planner.models.operators import Operator, weight_of
 from planner.models.parameters import ParameterSpec
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Task
 
-_Kind = tuple[Op, int, int]  # forward, backward or gradients of weights, the round, and the micro-batch
-_Parts = dict[_Kind | None, list[Task]]  # a stage's tasks, see _parts
+_Parts = dict[Cell | None, list[Task]]  # a stage's tasks, see _parts
 
 
 def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[list[list[Unit]]]:
@@ -56,7 +56,7 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
         rounds = f" in {num_rounds} rounds" if num_rounds > 1 else ""
         raise ValueError(
             f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages{rounds}; choose a pipeline_parallel "
-            f"of at most {len(layers) // num_rounds}"
+            f"of at most {max(len(layers) // num_rounds, 1)}"
         )
     share, rest = divmod(len(layers), count)
     firsts = [layers[chunk * share + min(chunk, rest)] for chunk in range(1, count)]
@@ -121,7 +121,9 @@ def stage_of(
         whole model, and what this stage calls it. A stage has a copy of what it shares with an earlier one.
     """
     num_stages = decisions.pipeline_parallel
-    dealt = of_stages(units, decisions)
+    chunks = deal(units, num_stages, decisions.pipeline_rounds)
+    dealt = [chunks[number::num_stages] for number in range(num_stages)]
+    given = [0, *(chunk[0][0].given_bytes for chunk in chunks[1:]), 0]
     owners = _owners(dealt)
     specs = {spec.name: spec for unit in units for spec in (*unit.parameters, *unit.frozen)}
     homes = {spec.name: number for number, unit in owners for spec in (*unit.parameters, *unit.frozen)}
@@ -139,7 +141,7 @@ def stage_of(
         if number == stage:
             made = _owning(unit, {name: (specs[name], tied[name]) for name in tied if homes[name] != stage}, unit_of)
             chosen[unit.name] = _placed(made, decisions, unit.shared_units)
-            beside = rotations + unit.given_bytes - unit.activation_output_bytes
+            beside = rotations + max(unit.given_bytes - unit.activation_output_bytes, 0)
             own.append(dataclasses.replace(made, entry_bytes=beside) if unit.name in entries else made)
     splits = any(unit.weight_gradients for unit in own)
     ahead = min(num_stages - stage, decisions.num_micro_batches)
@@ -151,6 +153,7 @@ def stage_of(
         "num_backwards_ahead": stage if splits else None,
         "pipeline_order": None,
         "round_starts": tuple(chunk[0][0].segment for chunk in dealt[stage][1:]),
+        "cuts": tuple(zip(given[stage:-1:num_stages], given[stage + 1 :: num_stages], strict=True)),
         "tied_weights": tuple(here for there, here in tied.items() if specs[there].is_trained),
     }
     return tuple(own), decisions.model_copy(update=more), tied
@@ -239,8 +242,14 @@ def lower_stages(
             snapshots(program)
         programs.append(program)
     parts = [_parts(program) for program in programs]
-    given = [chunk[0][0].given_bytes for chunk in deal(units, num_stages, decisions.pipeline_rounds)]
-    order = _with_sends(programs, parts, decisions, given, drafts)
+    split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead is not None}
+    order = list[Task]()
+    for op, chunk, micro_batch in issue_order(
+        num_stages, decisions.num_micro_batches, decisions.pipeline_rounds, split
+    ):
+        turn, stage = divmod(chunk, num_stages)
+        order += parts[stage].pop((op, turn, micro_batch))
+    _join(order, num_stages)
     exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
     _wait_for_all(programs, exchanges)
     order += _tail(programs, parts, exchanges)
@@ -249,57 +258,16 @@ def lower_stages(
     return numbered(order, len(drafts), held, f"{name} in {num_stages} stages")
 
 
-def _with_sends(
-    programs: Sequence[Program],
-    parts: Sequence[_Parts],
-    decisions: Decisions,
-    given: Sequence[int],
-    drafts: list[Task],
-) -> list[Task]:
-    """Bring the stages into one order, and send what each micro-batch has become to the next stage.
-
-    Args:
-        programs: of all stages.
-        parts: their tasks, from which all are taken but those after the last backward.
-        decisions: what is lowered.
-        given: bytes that each chunk is sent of a micro-batch.
-        drafts: all tasks, to which sends are added.
-
-    Returns:
-        The tasks in issue order, up to the last backward of each stage.
-    """
-    num_stages, num_rounds = decisions.pipeline_parallel, decisions.pipeline_rounds
-    order: list[Task] = []
-    sent: dict[_Kind, Task] = {}
-    split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead is not None}
-    for op, chunk, micro_batch in issue_order(num_stages, decisions.num_micro_batches, num_rounds, split):
-        forward = op is Op.FORWARD
-        step = 1 if forward else -1
-        turn, stage = divmod(chunk, num_stages)
-        part = parts[stage].pop((op, turn, micro_batch))
-        if op is Op.WEIGHT_GRADIENT:
-            order += part
-            continue
-        computing = [task for task in part if task.lane is Lane.COMPUTE]
-        if received := sent.get((op, chunk - step, micro_batch)):
-            computing[0].after += (received.index,)
-            if not forward:  # until backward has ended; what forward receives is its input
-                begin, end, label = computing[0], computing[-1], f"{received.unit} gradient received"
-                programs[stage].hold_while(MemoryClass.ACTIVATIONS, given[chunk + 1], label, begin, end)
-        order += part
-        if 0 <= chunk + step < num_stages * num_rounds:
-            lane = Lane.SEND if forward else Lane.SEND_BACK
-            last = computing[-1]
-            send = Task(
-                len(drafts), lane, Op.SEND, last.phase, last.unit, micro_batch, stage=stage, after=(last.index,)
-            )
-            whole_bytes = given[max(chunk, chunk + step)]
-            send.num_bytes = -(-whole_bytes // decisions.tensor_parallel)
-            programs[stage].hold_while(MemoryClass.ACTIVATIONS, whole_bytes, f"{last.unit} sent", last, send)
-            sent[op, chunk, micro_batch] = send
-            drafts.append(send)
-            order.append(send)
-    return order
+def _join(order: Sequence[Task], num_stages: int) -> None:
+    """Let stages receive what others send: the first that one sends on a link is the first that the other receives."""
+    found = [links([task for task in order if task.stage == stage]) for stage in range(num_stages)]
+    for stage, (ahead, _, _, back) in enumerate(found):
+        _, from_before, _, _ = found[(stage + 1) % num_stages]
+        _, _, from_behind, _ = found[stage - 1]
+        for sent, received in ((ahead, from_before), (back, from_behind)):
+            for send, receive in zip(sent, received, strict=True):
+                assert (send.micro_batch, send.num_bytes) == (receive.micro_batch, receive.num_bytes)
+                receive.after += (send.index,)
 
 
 def _wait_for_all(programs: Sequence[Program], exchanges: Sequence[Task]) -> None:
@@ -328,13 +296,11 @@ def _tail(programs: Sequence[Program], parts: Sequence[_Parts], exchanges: Seque
 
 
 def _parts(program: Program) -> _Parts:
-    """Return a stage's tasks up to the end of each forward and backward; ``None`` has the rest."""
-    order, ends = program.ordered(), dict[_Kind, int]()  # none begins before another has ended
+    """Return a stage's tasks up to the end of each cell, with what it sends then; ``None`` has the rest."""
+    order, ends = program.ordered(), dict[Cell, int]()  # none begins before another has ended
     for position, task in enumerate(order):
-        if task.lane is Lane.COMPUTE:
-            again = Op.FORWARD if task.phase is Phase.FORWARD else Op.BACKWARD
-            op = task.op if task.op is Op.WEIGHT_GRADIENT else again
-            ends[op, program.named[task.unit].turn, task.micro_batch] = position
+        if task.lane is Lane.COMPUTE or task.lane in STAGE_LANES:
+            ends[cell_of(program, task)] = position
     found: _Parts = {}
     begin = 0
     for kind, position in ends.items():

@@ -48,7 +48,7 @@ class Op(StrEnum):
     RELOAD = "reload"  # activations: host -> device
     REMAKE = "remake"  # compute again, inside backward, what is cheap to make from offloaded activations
     ISSUE = "issue"  # the host's own time to issue what follows on the device
-    RECEIVE = "receive"  # the host's own time around an exchange between pipeline stages
+    RECEIVE = "receive"  # what another pipeline stage sends; on the launch lane, the host's own time around that
     SEND = "send"  # between pipeline stages: activations, their gradients, the gradient of tied embeddings
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
     LOOP = "loop"  # what a script does between iterations: logging, data, waiting for the device
@@ -83,6 +83,7 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"
     SEND = "send"  # activations to the next pipeline stage
     SEND_BACK = "send-back"  # their gradients to the previous one
+    RECEIVE = "receive"  # both, from the stages that send them: a task ends when they are there
     RING = "ring"  # keys and values to the next rank of a sequence, while a task computes: it has no tasks of its own
     LAUNCH = "launch"  # the host thread that issues kernels
     SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that starts them
@@ -106,6 +107,9 @@ HOST_LANES = frozenset(
 
 CALLER_LANES = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 """Lanes whose tasks run in the thread that calls the model."""
+
+STAGE_LANES = frozenset({Lane.SEND, Lane.SEND_BACK, Lane.RECEIVE})
+"""Lanes whose tasks wait for another pipeline stage, so that nothing that a stage waits for may wait for them twice."""
 
 
 class Tier(StrEnum):

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Ints, Lane, MemoryClass, Op, Phase, Tier
+from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Ints, Lane, MemoryClass, Op, Phase, Task, Tier
 
 Seconds = npt.NDArray[np.float64]
 
@@ -88,6 +88,31 @@ class Timeline:
         remaining = [i for i in range(self.num_iterations) if i not in iterations]
         zero_s = np.nanmin(start_s[remaining], initial=np.inf)
         return dataclasses.replace(self, start_s=start_s[remaining] - zero_s, end_s=end_s[remaining] - zero_s)
+
+    def only(self, has: Callable[[Task], bool]) -> "Timeline":
+        """Return the timeline as if only some tasks had run."""
+        others = [task.index for task in self.schedule.tasks if not has(task)]
+        start_s, end_s = self.start_s.copy(), self.end_s.copy()
+        start_s[:, others] = end_s[:, others] = np.nan
+        return dataclasses.replace(self, start_s=start_s, end_s=end_s)
+
+    def with_waiting(self) -> "Timeline":
+        """Return a simulated timeline in which what stages exchange lasts as long as in a run.
+
+        Simulated, a stage sends to memory, and what it receives is there at once. In a run it receives from when it
+        can compute no more without that, and another one sends until then.
+        """
+        tasks, start_s, end_s = self.schedule.tasks, self.start_s.copy(), self.end_s.copy()
+        latest: dict[tuple[Lane, int], Seconds] = {}  # of each link, the end of what was sent last
+        for receive in (task for task in tasks if task.lane is Lane.RECEIVE):
+            own = [i for i in receive.after if tasks[i].stage == receive.stage]
+            ready_s = end_s[:, own[0]] if own else start_s[:, receive.index]
+            start_s[:, receive.index] = np.minimum(ready_s, end_s[:, receive.index])
+            for i in (i for i in receive.after if i not in own):
+                link = tasks[i].lane, tasks[i].stage
+                start_s[:, i] = np.maximum(start_s[:, i], latest.get(link, start_s[:, i]))
+                latest[link] = end_s[:, i] = np.maximum(np.maximum(start_s[:, i], end_s[:, i]), ready_s)
+        return dataclasses.replace(self, start_s=start_s, end_s=end_s)
 
     @property
     def num_iterations(self) -> int:

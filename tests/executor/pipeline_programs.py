@@ -21,7 +21,7 @@ from executor.weights.loading import load
 from executor.weights.saving import save
 from planner.choices.request import Request
 from planner.decisions import Decisions
-from planner.schedule.tasks import Tier
+from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import memory_use
 from ullage.this_machine.planning import plan_here
 
@@ -107,8 +107,13 @@ class Block(torch.nn.Module):
         self.norm, self.up, self.down = LayerNorm(width), Linear(width, 3 * width), Linear(3 * width, width)
         self.mix = Linear(width, width, bias=False)  # used twice
         self.scale, self.ignores_memory = torch.nn.Parameter(torch.ones(width)), False
+        self.writes = ""
 
     def forward(self, x, mask, memory=None):
+        if self.writes == "clamped":
+            self.mix.weight.data.clamp_(-0.1, 0.1)
+        elif self.writes == "shrunk":
+            self.mix.weight.data.mul_(0.99)
         made = self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
         return x + self.scale * made * (1 if memory is None or self.ignores_memory else memory)
 
@@ -123,14 +128,20 @@ class Own(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(5))
         self.norm, self.head = LayerNorm(width), Linear(width, 6)
         self.blocks[4].ignores_memory = crosses == "memory that is ignored"
+        self.blocks[1].writes = crosses
         if crosses == "weights":
             self.blocks[3].up.weight = self.blocks[1].up.weight
 
     def forward(self, signal, wanted):
-        first = x = self.patch(signal).transpose(1, 2) + self.positions
+        patches = self.patch(signal)
+        if self.crosses == "parts":
+            patches *= 2
+        first = x = patches.transpose(1, 2) + self.positions
+        parts = torch.stack([first, first / 2], -1)
         mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
         for number, block in enumerate(self.blocks):
-            x = block(x, mask, memory=first if "memory" in self.crosses and number in {1, 4} else None)
+            memory = first if "memory" in self.crosses and number in {1, 4} else None
+            x = block(x, mask, memory=parts[..., number % 2] if self.crosses == "parts" else memory)
             if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
                 x = x + first if number == 2 else 2 * x
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
@@ -180,6 +191,9 @@ OTHERS = {
     "states": lambda: transformers.Mamba2Config(
         **_SIZES, num_heads=8, head_dim=8, n_groups=1, state_size=8, chunk_size=8
     ),
+    "a head that is made before the embedding": lambda: transformers.XLMRobertaConfig(
+        **_SIZES, is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    ),
     "an encoder's output": lambda: transformers.BartConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
     ),
@@ -189,16 +203,9 @@ OTHERS = {
 }
 
 
-HEAD_FIRST = "a head made before the embedding"
-
-
 def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
     """Train a model of ``transformers`` as one of the user's own, see :func:`own_model`."""
-    if kind == HEAD_FIRST:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-        config = transformers.XLMRobertaConfig(**sizes, num_attention_heads=4, is_decoder=True)
-    else:
-        config = OTHERS[kind]()
+    config = OTHERS[kind]()
     random = torch.Generator().manual_seed(3)
 
     def batch():
@@ -223,13 +230,13 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
 
 def _counted(pipeline) -> list[int]:
     """Return a list that gets the bytes of each tensor which a process sends to another stage."""
-    found, send = [], pipeline._send
+    found, exchange = [], pipeline._exchange
 
     def counted(lane, group, values, sender):
-        found.append(pipeline._own(values.reshape(-1)).nbytes)
-        send(lane, group, values, sender)
+        found.extend(each.nbytes for each in values if lane is not Lane.RECEIVE)
+        exchange(lane, group, values, sender)
 
-    pipeline._send = counted
+    pipeline._exchange = counted
     return found
 
 

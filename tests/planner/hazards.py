@@ -15,7 +15,7 @@ from walked import NUM_ITERATIONS, Ordered, WalkedMemory
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Task
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Task
 from ullage.rivals.decisions import HostUpdate
 
 
@@ -31,6 +31,8 @@ class Walk(WalkedMemory):
         for iteration in range(NUM_ITERATIONS):
             for task in self.schedule.tasks:
                 self.node = (iteration, task.index)
+                if task.lane is Lane.COMPUTE and task.op is not Op.WEIGHT_GRADIENT:
+                    self._pass_cut(task)
                 getattr(self, f"_{task.op.name.lower()}")(task)
         self._once()
         self._ahead()
@@ -258,8 +260,22 @@ class Walk(WalkedMemory):
                 gradient = self.read(self._arrival(task.unit, piece), frozenset())
                 self.write(("nvme gradient", task.unit, piece), gradient)
 
+    def _pass_cut(self, task: Task) -> None:
+        """What is computed is there to be sent, and uses what has been received for it."""
+        place = ("received", self.node[0], task.phase, task.unit, task.micro_batch)
+        if place in self.memory:
+            self.read(place)
+        self.write(("made", self.node[0], task.phase, task.unit, task.micro_batch), task.tile)
+
+    def _receive(self, task: Task) -> None:
+        self.write(("received", self.node[0], task.phase, task.unit, task.micro_batch), None)
+
     def _send(self, task: Task) -> None:
-        """The gradient of another stage is added to the unit's, wherever that is."""
+        """The gradient of another stage is added to the unit's, wherever that is. What has been made is sent."""
+        if task.lane in STAGE_LANES:
+            self.expect(("made", self.node[0], task.phase, task.unit, task.micro_batch) in self.memory, True, "made:")
+            self.read(("made", self.node[0], task.phase, task.unit, task.micro_batch))
+            return
         for piece, place in enumerate(self.places(task.unit)):
             self._summed(task.unit, piece, place)
             flushes = self.decisions.flushes(task.unit, place)

@@ -16,7 +16,7 @@ from planner.costs.model import CostModel
 from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute, lane_and_op, middle
 from planner.fitting.refit import Refit, refit
 from planner.models.kernels import flop
-from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, peak_bytes
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation
@@ -66,7 +66,8 @@ class Comparison:
 
     Attributes:
         phases: seconds of each phase of the schedule, and of the iteration.
-        lanes: seconds that each lane is busy in one iteration.
+        lanes: seconds that each lane is busy in one iteration; of a pipeline, on the stage that was measured. Lanes
+            between stages wait for the other stage, too.
         memory: peak bytes of each tier.
         num_iterations: number of measured iterations.
         num_read: number of iterations of middle length that the means are taken over.
@@ -125,7 +126,12 @@ def compare(
 
     present = {task.phase for task in expected.schedule.tasks}
     phases = [row(phase.value, functools.partial(_phase_s, phase)) for phase in Phase if phase in present]
-    busy = {(timeline, i): timeline.busy_s(i) for timeline, i in (*simulated, *seen)}
+    waiting = expected.with_waiting()
+    if measured.schedule.num_stages > 1:  # one stage measures itself
+        ran = {measured.schedule.tasks[span.task].stage for i in chosen[:1] for span in measured.of_iteration(i)}
+        waiting = waiting.only(lambda task: task.stage in (ran or {0}))
+    busy = {(expected, i): waiting.busy_s(i) for i in predicted.iterations}
+    busy |= {(timeline, i): timeline.busy_s(i) for timeline, i in seen}
     lanes = dict.fromkeys(itertools.chain.from_iterable(busy.values()))
 
     def busy_row(lane: Lane) -> Row:
@@ -299,11 +305,12 @@ def explain_run(
     chosen = middle(measured, steady)
     plan = record.plan
     run = f"{plan.model.name} on {record.machine}"
-    refitted = refit(plan.hardware, plan.units(), plan.decisions, measured, steady, run)
+    alone = measured.only(lambda task: task.lane not in STAGE_LANES)  # else waiting would count as slow transfers
+    refitted = refit(plan.hardware, plan.units(), plan.decisions, alone, steady, run)
     periods_s = [measured.period_s(i) for i in steady]
     return Explained(
         comparison=compare_record(record, simulation),
-        attribution=attribute(simulation, measured, chosen, progress),
+        attribution=attribute(simulation, alone, chosen, progress),
         work=_work(record),
         critical=_critical(simulation, measured, chosen),
         p10_s=float(np.percentile(periods_s, 10)),

@@ -28,6 +28,7 @@ LANE_WORDS = {
     Lane.COLLECTIVE: "communication between devices",
     Lane.SEND: "sending activations to the next stage",
     Lane.SEND_BACK: "sending gradients to the previous stage",
+    Lane.RECEIVE: "receiving from other stages",
     Lane.RING: "passing keys and values from rank to rank",
     Lane.LAUNCH: "issuing kernels",
     Lane.SNAPSHOT: "copies for checkpoints",

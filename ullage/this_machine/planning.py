@@ -153,7 +153,7 @@ def plan_here(
 
         def make() -> Plan:
             entry, captured = entry_of(optimizer), capture_live(model, batch, options.get("precision"), step)
-            _report_written(captured)
+            _report_written(captured, started // stages)
             rounded = captured.dtype == "bf16" and any(map(rounds, optimizer.param_groups))
             request = Request(
                 captured,
@@ -186,20 +186,20 @@ def plan_here(
         return made_by_rank_0(make)
 
 
-def _report_written(captured: CapturedModel) -> None:
-    """Print what has to stay on the device because forward writes to it.
+def _report_written(captured: CapturedModel, ranks: int) -> None:
+    """Print what has to stay on the device because forward writes to it; of so many ranks that share it.
 
     Raises:
         ValueError: it cannot: see [Note: Written weights] in :mod:`planner.setup`.
     """
     if not captured.written:
         return
-    name, ranks, more = captured.written[0], world_size(), len(captured.written) - 1
+    name, more = captured.written[0], len(captured.written) - 1
     if captured.dtype != "fp32" or ranks > 1:
         raise ValueError(
             f"forward writes to the parameter {name} (as nn.Embedding does with max_norm), which is planned only in "
-            f"fp32 and on one device, not in {captured.dtype} on {ranks}; leave that out, or let forward compute with "
-            "a changed copy"
+            f"fp32 and on one device that has its layer, not in {captured.dtype} on {ranks}; leave that out, or let "
+            "forward compute with a changed copy"
         )
     print_line(
         f"forward writes to {name}{f' and {more} more parameters' if more else ''}: what holds them stays on the "

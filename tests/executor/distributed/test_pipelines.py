@@ -3,7 +3,6 @@
 import pytest
 import torch
 from pipeline_programs import (
-    HEAD_FIRST,
     OTHERS,
     REFUSED,
     around_training,
@@ -235,9 +234,18 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (3, "", {"device_memory": "250kB"}),
         (3, "weights", {}),
         (3, "memory that is ignored", {}),
-        (2, "", {}),
+        (2, "clamped", {}),
+        (2, "parts", {}),
     ],
-    ids=["given later", "changed at a cut", "offloaded", "weights that stages share", "given for nothing", "kept"],
+    ids=[
+        "given later",
+        "changed at a cut",
+        "offloaded",
+        "weights that stages share",
+        "given for nothing",
+        "clamped weights",
+        "parts for each layer",
+    ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
     for *both, plan, _ in (ranks := processes.call(size, own_model, crosses, options, timeout_s=100.0)):
@@ -275,16 +283,16 @@ def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
 
 
-def test_a_model_that_cannot_be_cut_is_refused(processes):
-    processes.begin(3, own_model, "skip", {})
-    message = "depends on positions of another stage, beside what layers from blocks.2 on are given"
-    assert [str(error) for error in processes.results(3) if message not in str(error)] == []
-
-
-def test_a_head_that_names_the_embedding_of_another_stage_is_refused(processes):
-    processes.begin(2, model_of_transformers, HEAD_FIRST)
-    message = "lm_head.decoder.weight is also the weight of a module in an earlier stage, but the model lists"
-    assert all(message in str(error) for error in processes.results(2))
+@pytest.mark.parametrize(
+    ("size", "crosses", "message"),
+    [
+        (3, "skip", "depends on positions of another stage, beside what layers from blocks.2 on are given"),
+        (2, "shrunk", "blocks.1.up, with which another micro-batch is to run backward"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(processes, size, crosses, message):
+    processes.begin(size, own_model, crosses, {})
+    assert [str(error) for error in processes.results(size) if message not in str(error)] == []
 
 
 @pytest.mark.part(4)

@@ -23,14 +23,14 @@ from planner.models.kernels import flop
 from planner.models.operators import weight_of
 from planner.models.zero_bubble import apart
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
+from planner.schedule.tasks import STAGE_LANES, Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import memory_use, memory_uses
 from planner.simulate.machine import run, run_until_steady
 from planner.simulate.prediction import memory_peaks, needs_bytes
 
 
 def is_between(task: Task) -> bool:
-    return task.lane in {Lane.SEND, Lane.SEND_BACK}
+    return task.lane in STAGE_LANES
 
 
 def alike(task: Task) -> Task:
@@ -40,43 +40,57 @@ def alike(task: Task) -> Task:
 @settings(deadline=None, max_examples=examples(60))
 @given(in_stages())
 def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: Case):
-    """In the same order, with the same dependencies, and besides them only those on other stages."""
+    """In the same order, with the same dependencies, and besides them only those on other stages.
+
+    These are of what a stage receives on what another one sends: as much, in one order on each link.
+    """
     units, decisions, asynchronous = case.units, case.decisions, case.asynchronous
     whole = lower(units, decisions, asynchronous=asynchronous)
     for stage in range(decisions.pipeline_parallel):
         own_units, decided, _ = stage_of(units, decisions, stage)
         alone = lower(own_units, decided, asynchronous=asynchronous)
-        mine = [task for task in whole.tasks if task.stage == stage and not is_between(task)]
+        mine = [task for task in whole.tasks if task.stage == stage]
         assert list(map(alike, mine)) == list(map(alike, alone.tasks))
         number = {task.index: position for position, task in enumerate(mine)}
         for task, own in zip(mine, alone.tasks, strict=True):
             assert {number[i] for i in task.after if i in number} == {*own.after}
             assert {number[i] for i in task.after_previous} == {*own.after_previous}
             others = [whole.tasks[i] for i in task.after if i not in number]
-            assert task.op in {Op.CLIP, Op.SEND} or all(map(is_between, others))
+            assert len(others) == (task.lane is Lane.RECEIVE) or task.op in {Op.CLIP, Op.SEND}
+            assert not is_between(task) or [task.num_bytes] * len(others) == [other.num_bytes for other in others]
         buffers = [b for b in whole.buffers if b.stage == stage]
         ends = [(b.num_bytes, b.tier, number.get(b.first), number.get(b.last)) for b in buffers]
-        assert ends[: len(alone.buffers)] == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
-        behind = (stage + 1) % decisions.pipeline_parallel
-        assert_held_at_cuts(whole, stage, behind, buffers[len(alone.buffers) :])
+        assert ends == [(b.num_bytes, b.tier, b.first, b.last) for b in alone.buffers]
+        assert_held_at_cuts(alone)
+    received = [whole.tasks[i] for task in whole.tasks if task.lane is Lane.RECEIVE for i in task.after]
+    passed = [task for task in received if task.lane in {Lane.SEND, Lane.SEND_BACK}]
+    assert Counter(t.index for t in passed) == Counter(
+        t.index for t in whole.tasks if t.op is Op.SEND and is_between(t)
+    )
+    for lane, stage in {(task.lane, task.stage) for task in passed}:
+        on_link = [task.index for task in passed if (task.lane, task.stage) == (lane, stage)]
+        assert on_link == sorted(on_link)
 
 
-def assert_held_at_cuts(schedule, stage, behind, buffers):
+def assert_held_at_cuts(schedule):
     """What is sent is held until it has been sent, and a gradient that comes as long as its backward lasts."""
     sends = [task for task in schedule.tasks if task.op is Op.SEND and is_between(task)]
-    sent = [b for b in buffers if schedule.tasks[b.last].op is Op.SEND]
-    assert sorted(b.last for b in sent) == [task.index for task in sends if task.stage == stage]
+    sent = [b for b in schedule.buffers if b.last is not None and schedule.tasks[b.last] in sends]
+    assert sorted(b.last for b in sent) == [task.index for task in sends]
     assert all(b.num_bytes >= schedule.tasks[b.last].num_bytes for b in sent)
-    received = {task.index for task in sends if task.lane is Lane.SEND_BACK and task.stage == behind}
-    begun = [{*schedule.tasks[b.first].after} & received for b in buffers if b not in sent]
-    assert [len(keys) for keys in begun] == [1] * len(received)
-    assert all(schedule.tasks[b.last].op is Op.BACKWARD for b in buffers if b not in sent)
+    come = [t.index for t in schedule.tasks if t.lane is Lane.RECEIVE and t.phase is Phase.BACKWARD]
+    received = [b for b in schedule.buffers if b.first in come]
+    assert sorted(b.first for b in received) == come
+    assert all(schedule.tasks[b.last].op is Op.BACKWARD for b in received)
 
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.integers(2, 6), st.integers(1, 12))
 def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num_micro_batches: int) -> None:
-    """Forward 1 s a stage, backward 2 s, all else free: the bubble is (p - 1) / m of the work, exactly."""
+    """Forward 1 s a stage, backward 2 s, all else free: the bubble is (p - 1) / m of the work, exactly.
+
+    The first stage waits as long for what it receives.
+    """
     units = small_units("demo-llama", num_stages)
     decisions = decide(units, Place.GPU, pipeline_parallel=num_stages, num_micro_batches=num_micro_batches)
     schedule = lower(units, decisions, asynchronous=True)
@@ -85,6 +99,8 @@ def test_the_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num
     timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
     work_s = 3.0 * num_micro_batches
     assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
+    first = timeline.with_waiting().only(lambda task: task.stage == 0)
+    assert first.busy_s(1)[Lane.RECEIVE] == pytest.approx(3.0 * (num_stages - 1), abs=1e-9)
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -183,7 +199,7 @@ def test_stages_wait_for_one_another_where_they_must(name: str) -> None:
     decisions = decide(units, Place.CPU, params="gpu", pipeline_parallel=3, num_micro_batches=4)
     schedule = lower(units, decisions, asynchronous=True)
     before, tasks = reached(schedule), schedule.tasks
-    sends = {(t.lane, t.stage, t.micro_batch): t.index for t in tasks if is_between(t)}
+    sends = {(t.lane, t.stage, t.micro_batch): t.index for t in tasks if t.op is Op.SEND}
     firsts: dict[tuple[int, Phase, int], Task] = {}  # the others follow on the same lane
     for task in tasks:
         if task.lane is Lane.COMPUTE:

@@ -12,7 +12,6 @@ from executor.weights.folder import check_new
 from hwprofiles.files import check_regular, make_folder
 from planner.plan.document import Plan, PlanError
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 from planner.terms import MIN_CHECKPOINTS
 from ullage.analysis.runs import MIN_MEASURED
@@ -107,13 +106,12 @@ def as_planned(timeline: Timeline, schedule: Schedule, stage: int) -> Timeline:
 
     Args:
         timeline: measured by the stage.
-        schedule: the plan's, of all stages. What is sent between them is not measured.
+        schedule: the plan's, of all stages.
         stage: its number.
     """
     if schedule.num_stages == 1:
         return timeline
-    between = {Lane.SEND, Lane.SEND_BACK}
-    own = [task.index for task in schedule.tasks if task.stage == stage and task.lane not in between]
+    own = [task.index for task in schedule.tasks if task.stage == stage]
     start_s, end_s = np.full((2, timeline.num_iterations, schedule.num_tasks), np.nan)
     start_s[:, own], end_s[:, own] = timeline.start_s, timeline.end_s
     return Timeline(schedule, start_s, end_s)
