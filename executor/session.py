@@ -42,6 +42,7 @@ from executor.module.binding import bind, bind_state_dict, no_compile, watch_cal
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
+from executor.module.own_checkpoints import uncompiled
 from executor.module.quantized import bind_quantized, check_products
 from executor.module.stages import Stage
 from executor.optimizer.passes import BLOCK
@@ -188,6 +189,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
                 )
             driver.num_calls = len(options.calls) or 1
+            if options.uncompiled or any(choice.offloads for choice in decisions.units.values()):
+                # Activations are offloaded operator by operator.
+                uncompiling = contextlib.ExitStack()
+                uncompiling.enter_context(uncompiled())
+                self._undo.append(uncompiling.close)
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks, self.runtime.state.as_buffers.values())
             driver.visibility.show("")

@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, as_they_were, kept_outside
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
-from executor.module.own_checkpoints import passing_through
+from executor.module.own_checkpoints import passing_through, uncompiled
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from executor.packed import stored_parameters
@@ -222,6 +222,7 @@ class _Capture:
             _faked(model, dtype, trained) as fake,
             contextlib.ExitStack() as changes,
             kept_outside(model, example.step),
+            uncompiled(),
             passing_through(),
             _forgotten(),
         ):
