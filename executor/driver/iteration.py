@@ -202,7 +202,7 @@ class IterationDriver:
                 self._off_plan(OutOfOrderError("a transform of torch.func ran the model"), False)
         if reads:
             self._runtime.keep_all(self.visibility)
-            self.visibility.show_all()
+            self.visibility.show_all(traced=True)
 
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have. Raises as on_forward."""
@@ -610,9 +610,14 @@ class IterationDriver:
                 f"the gradient of {min(changed)} was dropped or replaced before the plan's last micro-batch; call "
                 "zero_grad() after optimizer.step()"
             )
+        zeros = self.gradients.zeros()
         self.gradients.clear()
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
             self.gradients.check_fresh(self._loop.iteration)
+            if zeros:
+                units = {unit.name for unit, own in self._runtime.state.by_name.values() if own.shard.name in zeros}
+                if passed := units & self.progress.passed_over:
+                    raise OutOfOrderError(f"forward passed over {min(passed)}, whose gradients the loop has set to zero")
             self._begin_updates()
 
     def _backward_ended(self, micro_batch: int, turn: int) -> None:
