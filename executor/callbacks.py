@@ -109,11 +109,21 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see."""
+    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see.
+
+    Nor do hooks follow a model whose operators run without values.
+    """
+    if is_captured():
+        return True
     if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return False
     running = torch._C._functorch.get_interpreter_stack() or ()
     return torch.is_grad_enabled() or any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
+
+
+def is_captured() -> bool:
+    """Return whether operators run without values, as while another model or a step is captured."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def in_backward() -> bool:

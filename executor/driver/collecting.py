@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from executor.audit.audit import Audit
+from executor.callbacks import is_captured
 from executor.driver.on_demand import OnDemand
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
@@ -128,6 +129,8 @@ class Collector:
                 gradient, so_far.added = so_far.added, None
             else:
                 leaf.grad = None
+            if is_captured():  # another model is, and this gradient has no values
+                return
             hooked = self._is_hooked(leaf)
             if gradient is None:  # a hook of the user's has dropped it
                 return

@@ -10,9 +10,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.audit.audit import Audit
-from executor.callbacks import fused_attention, in_backward, is_transformed
+from executor.callbacks import fused_attention, in_backward, is_captured, is_transformed
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
@@ -195,6 +196,10 @@ class IterationDriver:
         Raises:
             OutOfOrderError: the iteration cannot leave the plan, or the device has no room for all weights.
         """
+        if is_captured():  # another model is: shapes are enough
+            with _disable_current_modes():
+                self.visibility.show_all()
+            return
         if not self._stays:
             check_second_order(self._decisions)
         if reads or self._runtime.inside_iteration:
@@ -405,6 +410,10 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         own_checkpoints.enter(-1)
         self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
+        if is_captured():
+            with _disable_current_modes():
+                self.visibility.show("")
+            return
         if not failed:
             self.after_forward()
 
