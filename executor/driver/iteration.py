@@ -626,7 +626,9 @@ class IterationDriver:
             if zeros:
                 units = {unit.name for unit, own in self._runtime.state.by_name.values() if own.shard.name in zeros}
                 if passed := units & self.progress.passed_over:
-                    raise OutOfOrderError(f"forward passed over {min(passed)}, whose gradients the loop has set to zero")
+                    raise OutOfOrderError(
+                        f"forward passed over {min(passed)}, whose gradients the loop has set to zero"
+                    )
             self._begin_updates()
 
     def _backward_ended(self, micro_batch: int, turn: int) -> None:
