@@ -189,11 +189,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
                 )
             driver.num_calls = len(options.calls) or 1
-            if options.uncompiled or any(choice.offloads for choice in decisions.units.values()):
-                # Activations are offloaded operator by operator.
-                uncompiling = contextlib.ExitStack()
-                uncompiling.enter_context(uncompiled())
-                self._undo.append(uncompiling.close)
+            self._undo += _run_uncompiled(options, decisions)
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks, self.runtime.state.as_buffers.values())
             driver.visibility.show("")
@@ -588,6 +584,17 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if error is not None and self._ranks is not None:  # the other ranks do not close now
             self.runtime.machine.fail(error)
         self.close()
+
+
+def _run_uncompiled(options: Options, decisions: Decisions) -> Iterator[Callable[[], None]]:
+    """Let functions that the user has compiled run as they are, if the plan cannot see into them; yield what undoes it.
+
+    Activations are offloaded operator by operator.
+    """
+    if options.uncompiled or any(choice.offloads for choice in decisions.units.values()):
+        uncompiling = contextlib.ExitStack()
+        uncompiling.enter_context(uncompiled())
+        yield uncompiling.close
 
 
 def _move_buffers(

@@ -5,8 +5,8 @@ backward where the plan does not expect them. So while the model is captured, an
 recomputation runs, a call of ``torch.utils.checkpoint`` by the model is a plain call. The plan then knows all
 activations, and may recompute them itself. Where a loop calls other methods of the model, checkpoints are as ever.
 
-A function that ``torch.compile`` has compiled sees neither hooks nor where weights are. So while a model is captured, and
-in sessions that ask for it, such a function is a plain call too (:func:`uncompiled`).
+A function that ``torch.compile`` has compiled sees neither hooks nor where weights are. So while a model is captured,
+and in sessions that ask for it, such a function is a plain call too (:func:`uncompiled`).
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def _dynamo() -> Any:
 def _stance(name: str) -> contextlib.AbstractContextManager[Any]:
     if _dynamo() is None:
         return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance(name)  # type: ignore[no-untyped-call]
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance(name)
     return stance
 
 
