@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
@@ -121,9 +122,22 @@ def is_transformed() -> bool:
     return torch.is_grad_enabled() or any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
 
 
+_capture: Final = threading.local()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Return a context in which a model or a step is captured by this thread: operators run without values."""
+    before, _capture.runs = is_captured(), True
+    try:
+        yield
+    finally:
+        _capture.runs = before
+
+
 def is_captured() -> bool:
-    """Return whether operators run without values, as while another model or a step is captured."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    """Return whether this thread captures a model or a step, so that operators run without values."""
+    return getattr(_capture, "runs", False)
 
 
 def in_backward() -> bool:

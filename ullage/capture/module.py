@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from executor.callbacks import capturing
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, as_they_were, kept_outside
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
@@ -222,6 +223,7 @@ class _Capture:
             _faked(model, dtype, trained) as fake,
             contextlib.ExitStack() as changes,
             kept_outside(model, example.step),
+            capturing(),
             uncompiled(),
             passing_through(),
             _forgotten(),
