@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
@@ -109,11 +110,34 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see."""
+    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients, which hooks do not see.
+
+    Nor do hooks follow a model whose operators run without values.
+    """
+    if is_captured():
+        return True
     if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return False
     running = torch._C._functorch.get_interpreter_stack() or ()
     return torch.is_grad_enabled() or any(one.key() == torch._C._functorch.TransformType.Grad for one in running)
+
+
+_capture: Final = threading.local()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Return a context in which a model or a step is captured by this thread: operators run without values."""
+    before, _capture.runs = is_captured(), True
+    try:
+        yield
+    finally:
+        _capture.runs = before
+
+
+def is_captured() -> bool:
+    """Return whether this thread captures a model or a step, so that operators run without values."""
+    return getattr(_capture, "runs", False)
 
 
 def in_backward() -> bool:

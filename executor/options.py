@@ -40,6 +40,7 @@ class Options:
         calls: paths of the modules that a step of the user's loop calls, if these are not the model alone, once.
         audit: when to compare with plain PyTorch, see [Note: Audit] in :mod:`executor.audit.audit`.
         report: gets a line about each audit.
+        uncompiled: whether functions that the user has compiled see modules or parameters, so they run as they are.
         operators: what runs operators without values, so that a pipeline of any model finds where it is cut; ``None``:
             the model's layers are known.
         num_stages: stages of a pipeline. The session's model, units and decisions are those of this process's stage.
@@ -63,6 +64,7 @@ class Options:
     calls: tuple[str, ...] = ()
     audit: AuditTime = "off"
     report: Callable[[str], None] = _say_nothing
+    uncompiled: bool = False
     operators: Operators | None = None
     num_stages: int = 1
     sharing: tuple[int, ...] = ()

@@ -42,6 +42,7 @@ from executor.module.binding import bind, bind_state_dict, no_compile, watch_cal
 from executor.module.empty import take_off_meta
 from executor.module.guards import bind_guards
 from executor.module.naming import PROMPT, Naming, prompts_of
+from executor.module.own_checkpoints import uncompiled
 from executor.module.quantized import bind_quantized, check_products
 from executor.module.stages import Stage
 from executor.optimizer.passes import BLOCK
@@ -188,6 +189,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     bind_batches(called, options.batch, lambda: driver.begins, driver.progress.note_other_shape)
                 )
             driver.num_calls = len(options.calls) or 1
+            self._undo += _run_uncompiled(options, decisions)
             self._undo += watch_calls(model, options.calls, driver)  # its hooks run before all others
             _move_buffers(model, backend.device, ranks, self.runtime.state.as_buffers.values())
             driver.visibility.show("")
@@ -589,6 +591,17 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if error is not None and self._ranks is not None:  # the other ranks do not close now
             self.runtime.machine.fail(error)
         self.close()
+
+
+def _run_uncompiled(options: Options, decisions: Decisions) -> Iterator[Callable[[], None]]:
+    """Let functions that the user has compiled run as they are, if the plan cannot see into them; yield what undoes it.
+
+    Activations are offloaded operator by operator.
+    """
+    if options.uncompiled or any(choice.offloads for choice in decisions.units.values()):
+        uncompiling = contextlib.ExitStack()
+        uncompiling.enter_context(uncompiled())
+        yield uncompiling.close
 
 
 def _move_buffers(

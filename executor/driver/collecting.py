@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from executor.audit.audit import Audit
+from executor.callbacks import is_captured
 from executor.driver.on_demand import OnDemand
 from executor.driver.progress import Progress
 from executor.driver.runtime import Runtime
@@ -123,11 +124,9 @@ class Collector:
         gradients, progress, loop = self._runtime.actions.gradients, self._progress, self._runtime.loop
 
         def collect(leaf: torch.Tensor) -> None:
-            gradient = so_far = leaf.grad
-            if isinstance(so_far, OffloadedGradient):  # it comes before backward has reached any module
-                gradient, so_far.added = so_far.added, None
-            else:
-                leaf.grad = None
+            gradient = _taken(leaf)
+            if is_captured():  # another model is, and this gradient has no values
+                return
             hooked = self._is_hooked(leaf)
             if gradient is None:  # a hook of the user's has dropped it
                 return
@@ -165,3 +164,13 @@ class Collector:
                 gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
 
         return collect
+
+
+def _taken(leaf: torch.Tensor) -> torch.Tensor | None:
+    """Take what autograd has added to a parameter's gradient, if no hook of the user's has dropped it."""
+    gradient = so_far = leaf.grad
+    if isinstance(so_far, OffloadedGradient):  # it comes before backward has reached any module
+        gradient, so_far.added = so_far.added, None
+    else:
+        leaf.grad = None
+    return gradient

@@ -10,9 +10,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from executor.audit.audit import Audit
-from executor.callbacks import fused_attention, in_backward, is_transformed
+from executor.callbacks import fused_attention, in_backward, is_captured, is_transformed
 from executor.driver.auditing import end_audit
 from executor.driver.collecting import Collector
 from executor.driver.on_demand import OnDemand, check_second_order, hook_saved_weights, why_not
@@ -197,6 +198,10 @@ class IterationDriver:
         Raises:
             OutOfOrderError: the iteration cannot leave the plan, or the device has no room for all weights.
         """
+        if is_captured():  # another model is: shapes are enough
+            with _disable_current_modes():
+                self.visibility.show_all()
+            return
         if not self._stays:
             check_second_order(self._decisions)
         if reads or self._runtime.inside_iteration:
@@ -204,7 +209,7 @@ class IterationDriver:
                 self._off_plan(OutOfOrderError("a transform of torch.func ran the model"), False)
         if reads:
             self._runtime.keep_all(self.visibility)
-            self.visibility.show_all()
+            self.visibility.show_all(traced=True)
 
     def on_unplanned(self, why: str) -> None:
         """A forward that trains does what the plan does not have. Raises as on_forward."""
@@ -407,6 +412,10 @@ class IterationDriver:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
         own_checkpoints.enter(-1)
         self._depth = max(self._depth - 1, 0)  # it may have failed before it was reported
+        if is_captured():
+            with _disable_current_modes():
+                self.visibility.show("")
+            return
         if not failed:
             self.after_forward()
 
@@ -627,9 +636,16 @@ class IterationDriver:
                 f"the gradient of {min(changed)} was dropped or replaced before the plan's last micro-batch; call "
                 "zero_grad() after optimizer.step()"
             )
+        zeros = self.gradients.zeros()
         self.gradients.clear()
         if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
             self.gradients.check_fresh(self._loop.iteration)
+            if zeros:
+                units = {unit.name for unit, own in self._runtime.state.by_name.values() if own.shard.name in zeros}
+                if passed := units & self.progress.passed_over:
+                    raise OutOfOrderError(
+                        f"forward passed over {min(passed)}, whose gradients the loop has set to zero"
+                    )
             self._begin_updates(is_early=True)
 
     def _backward_ended(self, micro_batch: int, turn: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Final, final
 
 import torch
@@ -152,6 +153,11 @@ class Progress:
         if expected is None or expected.op is Op.CLIP:
             return True
         return expected.op is Op.FORWARD and expected.unit in self._firsts and not expected.tile
+
+    @property
+    def passed_over(self) -> AbstractSet[str]:
+        """The units that the forward of this micro-batch has passed over, until its backward reaches a unit."""
+        return self._left
 
     @property
     def comes_back(self) -> bool:

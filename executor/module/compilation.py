@@ -26,6 +26,7 @@ from torch._dynamo import config
 from torch._dynamo.exc import TorchDynamoException
 
 from executor.callbacks import replace_attribute
+from executor.module.own_checkpoints import compiled
 from planner.graph import Unit
 
 _SPARE_VARIANTS: Final = 8
@@ -105,7 +106,7 @@ def compile_function(function: Callable[..., Any], what: str, backend: str) -> C
 
     It raises :class:`CompileError`, which says ``what`` it is, if it cannot be compiled.
     """
-    compiling = torch.compile(function, backend=backend)
+    compiling = compiled(torch.compile(function, backend=backend))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ from executor.devices.cuda import fused
 from executor.distributed.shards import BindingError
 from executor.memory.units import UnitState
 from executor.module.compilation import reason
+from executor.module.own_checkpoints import compiled
 from planner.graph import Unit, multiplied_in_fp8
 from planner.models.formulas.float8 import input_of
 
@@ -421,4 +422,4 @@ def _row_cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of a row of values, in the order of memory: it is compiled once for each type."""
-    return torch.compile(function, dynamic=True)
+    return compiled(torch.compile(function, dynamic=True))

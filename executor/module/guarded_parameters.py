@@ -40,7 +40,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from executor.callbacks import outside_transforms
+from executor.callbacks import is_captured, outside_transforms
 
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
@@ -340,6 +340,8 @@ def _write(
         if _place(target.values) != target.place:
             raise ValueError(refusal(vars(target.tensor)[_NAME]))
     for target in {vars(target.tensor)[_NAME]: target for target in targets}.values():
+        if is_captured():
+            continue
         own = vars(target.tensor)
         before = own[_READER].version
         own[_READER].write(own[_NAME], target.whole)
@@ -472,6 +474,9 @@ def _current(tensor: Guarded) -> torch.Tensor:
     """
     own = vars(tensor)
     reader: WeightReader = own[_READER]
+    if is_captured():  # another model is: what is read has no values
+        like = own.get(_LIKE, tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=like.device, requires_grad=tensor.requires_grad)
     if _VERSION in own:
         reader.check_readable(own[_NAME])
         if own[_VERSION] == reader.version:

@@ -175,12 +175,15 @@ class WeightVisibility:
         elif packed:
             self._shown_for = None
 
-    def show_all(self) -> None:
-        """Show the weights of all units, which must have memory, until :meth:`show`."""
+    def show_all(self, *, traced: bool = False) -> None:
+        """Show the weights of all units, which must have memory, until :meth:`show`.
+
+        Where they may be ``traced``, as ``torch.func.linearize`` does, parameters have the class that tracers know.
+        """
         self._shown, self._shown_for = frozenset(self._leaves), None
         for name, leaves in self._leaves.items():
             for parameter, ordinary, _, _ in leaves:
-                parameter.__class__ = ordinary
+                parameter.__class__ = nn.Parameter if traced and ordinary is Computing else ordinary
             if name not in self._in_sight:
                 self._show_memory(name)
 

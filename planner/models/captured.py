@@ -191,6 +191,7 @@ class CapturedModel(Frozen):
             that is not the model itself; ``None``: the model is called once. See [Note: Steps] in
             :mod:`ullage.capture.partitioning`.
         second_order: whether it makes gradients of gradients; see [Note: Second order] in :mod:`planner.setup`.
+        compiled: whether a function that ``torch.compile`` has compiled calls its modules, or gets its parameters.
         written: parameters that its forward writes to; frozen ones are in no operator. See [Note: Written weights] in
             :mod:`planner.setup`.
     """
@@ -213,6 +214,7 @@ class CapturedModel(Frozen):
     others: tuple["CapturedModel", ...] = ()
     calls: tuple[str, ...] | None = None
     second_order: Literal[True] | None = None
+    compiled: Literal[True] | None = None
     written: tuple[str, ...] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 

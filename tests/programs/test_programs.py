@@ -27,14 +27,15 @@ TRIED = {
         "derivatives_along_a_direction", "derivatives_of_the_model", "gradients_of_single_samples", "gradients_of_zero",
         "thawed_before_backward", "masked_gradients",
         "penalty_on_gradients", "parts_evaluated_and_written", "forwards_replaced_later", "autocast_around_forward",
-        "compressed_activations",
+        "compressed_activations", "gradients_of_zero_in_dropped_blocks",
+        "distillation_in_a_planned_step",
     ),
     "state": (
         "global_centre", "inputs_that_advance", "context_variable", "attention_chosen_around_forward", "numpy_counts",
         "cache_under_another_name", "codebook_in_a_frozen_parameter", "hooks_added_later", "hooks_around_forward",
         "counting_hooks_on_gradients", "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",
     ),
-    "modules": ("pruned", "parts_that_do_not_run", "compiled_methods"),
+    "modules": ("pruned", "parts_that_do_not_run", "compiled_methods", "compiled_functions"),
     "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",

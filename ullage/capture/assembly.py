@@ -99,6 +99,7 @@ def assemble(
         segments=tuple(segments),
         calls=recording.calls,
         second_order=recording.second_order or None,
+        compiled=recording.compiled or None,
         written=tuple(sorted(recording.rewrites)) or None,
     )
 

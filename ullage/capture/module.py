@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from executor.callbacks import capturing
 from executor.distributed.adapters import bind_adapted_parameters
 from executor.memory.forward_state import SMALL_BYTES, as_they_were, kept_outside
 from executor.module.guards import check_memory, refuse_replacements, trained_memory
-from executor.module.own_checkpoints import passing_through
+from executor.module.own_checkpoints import passing_through, uncompiled
 from executor.module.quantized import bind_quantized
 from executor.module.tiled_logits import find_head
 from executor.packed import stored_parameters
@@ -222,6 +223,8 @@ class _Capture:
             _faked(model, dtype, trained) as fake,
             contextlib.ExitStack() as changes,
             kept_outside(model, example.step),
+            capturing(),
+            uncompiled(),
             passing_through(),
             _forgotten(),
         ):

@@ -26,6 +26,7 @@ from executor.callbacks import Saved, ends_here, hook_target, in_backward, nodes
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
+from executor.module.own_checkpoints import is_compiled
 from executor.module.tiled_layers import tile_modules
 from executor.module.tiled_logits import tile_head
 from executor.packed import as_real, stored_parameters
@@ -309,6 +310,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if self._token_wise is not None:
             self._token_wise.see(func, args, kwargs, output)
+        found.compiled = found.compiled or (bool(event.parameters) and is_compiled())
         self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
         if event.changes:
             self._note_written(written)
@@ -500,6 +502,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             specs = (input_of(name, tensor) for name, tensor in named_inputs(args, kwargs))
             found.called_with = tuple(spec for spec in specs if spec is not None)
         self._ran.add(module)
+        found.compiled = found.compiled or is_compiled()
         given = [part for part in strided((args, kwargs)) if part.is_floating_point()]
         trained = [tensor for tensor in given if tensor.requires_grad]
         held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}

@@ -170,6 +170,7 @@ class Recording:
         written: trained parameters that forward writes to.
         as_buffers: frozen ones, which count as buffers; see [Note: Written weights] in :mod:`planner.setup`.
         of_written: forward events that read or write these.
+        compiled: whether a function that ``torch.compile`` has compiled calls modules, or gets parameters.
     """
 
     model: nn.Module
@@ -196,6 +197,7 @@ class Recording:
     written: set[str] = dataclasses.field(default_factory=set)
     as_buffers: set[str] = dataclasses.field(default_factory=set)
     of_written: set[int] = dataclasses.field(default_factory=set)
+    compiled: bool = False
 
     @property
     def rewrites(self) -> set[str]:

@@ -242,6 +242,7 @@ def options_of(plan: Plan, given: Options) -> executor.options.Options:
         link_bytes_per_s=link_bytes_per_s(plan),
         batch=batch_shapes(plan),
         calls=calls,
+        uncompiled=bool(captured and captured.compiled),
         operators=None if captured is None else fake_operators,
         as_buffers=_as_buffers(captured, plan),
         report=print_line if is_first_process() else lambda _line: None,

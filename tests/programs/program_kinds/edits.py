@@ -525,6 +525,19 @@ def derivatives_along_a_direction(ullage) -> Trained:
 
 
 @program
+def linearized(ullage) -> Trained:
+    """torch.func.linearize traces the model; the loss has its derivative along a direction."""
+    model, optimizer = made(ullage)
+
+    def loss_of(model, batch):
+        x, y = batch
+        out, derivative = torch.func.linearize(model, x)
+        return F.cross_entropy(out, y) + derivative(torch.ones_like(x)).square().mean()
+
+    return loop(model, optimizer, loss_of=loss_of)
+
+
+@program
 def derivatives_in_the_loss(ullage) -> Trained:
     """torch.func.jvp and vmap of a copy without values, which is given the weights; gradients flow through both."""
     model = Net()
@@ -559,6 +572,59 @@ def gradients_of_zero(ullage) -> Trained:
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+@program
+def gradients_of_zero_in_dropped_blocks(ullage) -> Trained:
+    """zero_grad(set_to_none=False) without clipping: momentum moves the blocks that stochastic depth drops."""
+
+    class Dropping(Net):
+        def features(self, x):
+            x = self.embed(x)
+            for number, block in enumerate(self.blocks):
+                x = x if number in self.dropped else block(x)
+            return x
+
+    model = Dropping()
+    model.dropped = ()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],), clip=False)
+    losses = []
+    for step in range(NUM_STEPS):
+        model.dropped = ((), (1,), (), (0, 2))[step]
+        loss = entropy(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def distillation_in_a_planned_step(ullage) -> Trained:
+    """The step that is planned calls a teacher under a plan of its own, and moves its weights to the student's."""
+    teacher, model = Net(), Net()
+    teacher, _ = ullage.prepare(teacher.requires_grad_(False), None, (batch(0)[0],))
+
+    def step_of(model, x):
+        with torch.no_grad():
+            for mean, weight in zip(teacher.parameters(), model.parameters(), strict=True):
+                mean.lerp_(weight.detach(), 0.1)
+            expected = teacher(x).softmax(-1)
+        distance = (model.head.weight - teacher.head.weight).square().mean()
+        return F.kl_div(model(x).log_softmax(-1), expected, reduction="batchmean") + distance
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0)[0], step=step_of)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = step_of(model, batch(step)[0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    models = {"teacher": teacher, "student": model}
+    return losses, {f"{name}.{key}": w for name, own in models.items() for key, w in own.state_dict().items()}
 
 
 @program

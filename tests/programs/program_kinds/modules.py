@@ -598,3 +598,28 @@ def compiled_methods(ullage) -> Trained:
     model = stack(Compiled(), Block(), Block())
     model[2].forward = torch.compile(model[2].forward, backend="eager")
     return train(ullage, model, x_of(4, 16))
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def compiled_block(block, x):
+    return x + block.down(F.gelu(block.up(block.norm(x))))
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def compiled_product(x, weight):
+    return F.gelu(x @ weight)
+
+
+@program
+def compiled_functions(ullage) -> Trained:
+    """Functions compiled as a whole, which are given a module, or weights."""
+
+    class OfModule(Block):
+        def forward(self, x):
+            return compiled_block(self, x)
+
+    class OfWeights(Block):
+        def forward(self, x):
+            return x + self.down(compiled_product(self.norm(x), self.up.weight.t()))
+
+    return train(ullage, stack(OfModule(), OfWeights(), OfModule()), x_of(4, 16))
