@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import nn
@@ -22,15 +22,6 @@ from executor.module.guarded_parameters import (
     was_written_as_data,
 )
 from planner.graph import Unit
-
-
-class _Leaf(NamedTuple):
-    """A parameter, its class while it is not guarded, and what its memory is in sight and out of sight."""
-
-    parameter: nn.Parameter
-    ordinary: type
-    weights: torch.Tensor
-    nothing: torch.Tensor
 
 
 @final
@@ -71,8 +62,9 @@ class WeightVisibility:
             unit.name: [(shard.leaf, shard.name) for shard in unit.shards() if not shard.stored.is_wrapper]
             for unit in state.units.values()
         }
+        # Each parameter, its class while it is not guarded, and what its memory is in sight and out of sight.
         self._leaves = {
-            name: [_Leaf(p, _computing(p), p.data, without_values(p.shape, p.dtype, p.device)) for p, _ in leaves]
+            name: [(p, _computing(p), p.data, without_values(p.shape, p.dtype, p.device)) for p, _ in leaves]
             for name, leaves in of_units.items()
         }
         # The units whose weights each unit uses; most units use only their own.
@@ -142,9 +134,9 @@ class WeightVisibility:
     def at_hand(self, name: str) -> torch.Tensor | None:
         """Return a parameter's weights if the forward that has ended last has left them in a slot."""
         for unit in self._used_by.get(self._rests_after, ()):
-            for leaf in self._leaves[unit]:
-                if self._all[id(leaf.parameter)][1] == name:
-                    return leaf.weights
+            for parameter, _, weights, _ in self._leaves[unit]:
+                if self._all[id(parameter)][1] == name:
+                    return weights
         return None
 
     def _take_over(self, unit: str) -> None:
@@ -195,20 +187,16 @@ class WeightVisibility:
 
     def is_in_slot(self, values: torch.Tensor) -> bool:
         """Return whether a tensor is a view of weights in a slot, or was one of what is kept."""
-        return any(self._within(leaf, values) for unit in self._kept for leaf in self._leaves[unit])
+        return any(_within(own, values) for unit in self._kept for _, _, own, _ in self._leaves[unit])
 
     def kept_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return what a view of the slot of the unit that computes is in memory of its own, if that is kept."""
         for unit in self._shown & self._kept.keys():
-            for leaf, (_, own) in zip(self._leaves[unit], self._kept[unit], strict=True):
-                if self._within(leaf, values):
-                    offset = (values.data_ptr() - leaf.weights.data_ptr()) // values.element_size()
+            for (_, _, weights, _), (_, own) in zip(self._leaves[unit], self._kept[unit], strict=True):
+                if _within(weights, values):
+                    offset = (values.data_ptr() - weights.data_ptr()) // values.element_size()
                     return own.as_strided(values.shape, values.stride(), own.storage_offset() + offset)
         return values
-
-    def _within(self, leaf: _Leaf, values: torch.Tensor) -> bool:
-        start = leaf.weights.data_ptr()
-        return values.dtype == leaf.weights.dtype and start <= values.data_ptr() < start + leaf.weights.nbytes
 
     @property
     def kept(self) -> Collection[str]:
@@ -235,9 +223,7 @@ class WeightVisibility:
         return [(p, frozen.device[p.start : p.stop]) for p in frozen.parameters if p.shard.stored.is_quantized]
 
     def _show_memory(self, unit: str) -> None:
-        for parameter, weights in self._kept.get(unit) or [
-            (leaf.parameter, leaf.weights) for leaf in self._leaves[unit]
-        ]:
+        for parameter, weights in self._kept.get(unit) or [(leaf, own) for leaf, _, own, _ in self._leaves[unit]]:
             parameter.data = weights
         self._in_sight.add(unit)
 
@@ -306,3 +292,8 @@ class WeightVisibility:
 
 def _computing(parameter: nn.Parameter) -> type:
     return Computing if type(parameter) is nn.Parameter else type(parameter)
+
+
+def _within(weights: torch.Tensor, values: torch.Tensor) -> bool:
+    start = weights.data_ptr()
+    return values.dtype == weights.dtype and start <= values.data_ptr() < start + weights.nbytes

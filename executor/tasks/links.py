@@ -54,8 +54,8 @@ def check_same_order(schedule: Schedule, ranks: Ranks) -> None:
     Raises:
         ValueError: they do not, so that they would wait for each other without end.
     """
-    own = links(schedule.tasks)
+    with_next, with_last = links(schedule.tasks)
     for number, group in sorted(ranks.forward.items()):
-        there, back = (own.ahead, own.from_behind) if number == ranks.stage else (own.from_before, own.back)
-        order = [[(task.micro_batch, task.num_bytes) for task in way] for way in (there, back)]
+        ways = with_next if number == ranks.stage else with_last
+        order = [[(task.micro_batch, task.num_bytes) for task in way] for way in ways]
         group.check_same("order of what its stage of the pipeline exchanges", repr(order).encode())

@@ -7,8 +7,7 @@ compares the orders first (:mod:`executor.tasks.links`).
 """
 
 import itertools
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from planner.lowering.program import Program
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
@@ -53,23 +52,12 @@ def sends(program: Program) -> None:
             program.hold_while(MemoryClass.ACTIVATIONS, goes, f"{last.unit} sent", last, send)
 
 
-class Links(NamedTuple):
-    """What a stage exchanges with the next stage and the one before, in order."""
+def links(tasks: Sequence[Task]) -> tuple[tuple[list[Task], list[Task]], ...]:
+    """Return what a stage exchanges with the next stage and with the one before: what goes forward, what comes back.
 
-    ahead: list[Task]
-    from_before: list[Task]
-    from_behind: list[Task]
-    back: list[Task]
-
-
-def links(tasks: Iterable[Task]) -> Links:
-    """Return what a stage exchanges, from its tasks in order."""
-    found = Links([], [], [], [])
-    for task in tasks:
-        if task.lane is Lane.SEND:
-            found.ahead.append(task)
-        elif task.lane is Lane.SEND_BACK:
-            found.back.append(task)
-        elif task.lane is Lane.RECEIVE:
-            (found.from_before if task.phase is Phase.FORWARD else found.from_behind).append(task)
-    return found
+    All are in the order of the stage's tasks.
+    """
+    received = [task for task in tasks if task.lane is Lane.RECEIVE]
+    forward, back = ([task for task in received if (task.phase is Phase.FORWARD) is way] for way in (True, False))
+    sent, sent_back = ([task for task in tasks if task.lane is lane] for lane in (Lane.SEND, Lane.SEND_BACK))
+    return (sent, back), (forward, sent_back)

@@ -261,9 +261,8 @@ def lower_stages(
 def _join(order: Sequence[Task], num_stages: int) -> None:
     """Let stages receive what others send: the first that one sends on a link is the first that the other receives."""
     found = [links([task for task in order if task.stage == stage]) for stage in range(num_stages)]
-    for stage, (ahead, _, _, back) in enumerate(found):
-        _, from_before, _, _ = found[(stage + 1) % num_stages]
-        _, _, from_behind, _ = found[stage - 1]
+    for stage, ((ahead, from_behind), _) in enumerate(found):
+        _, (from_before, back) = found[(stage + 1) % num_stages]
         for sent, received in ((ahead, from_before), (back, from_behind)):
             for send, receive in zip(sent, received, strict=True):
                 assert (send.micro_batch, send.num_bytes) == (receive.micro_batch, receive.num_bytes)

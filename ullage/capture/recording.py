@@ -12,7 +12,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -202,6 +202,10 @@ def _as_on_gpu() -> Iterator[None]:
         yield
 
 
+_Running = tuple[int, int, list[tuple[Tensor, int]]]
+"""A visit that has not ended: autograd's next number when it began, and buffers with their versions then."""
+
+
 class _InPlace(TorchFunctionMode):
     """Lets a forward that gives a trained parameter other data (``weight.data = ...``) write them in place."""
 
@@ -240,7 +244,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_calls = 1
         self._ran: set[nn.Module] = set()  # modules that have run in this call
         # What the user's step does itself counts to its latest call, or to the first one.
-        self._stack: list[_Running] = [_Running(0 if found.is_step else -1, 0, [])]
+        self._stack: list[_Running] = [(0 if found.is_step else -1, 0, [])]
         self._number: dict[int, int] = {}  # numbers of existing storages, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
@@ -277,7 +281,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        found, visit, source = self.found, self._stack[-1].visit, len(self.found.forward)
+        found, visit, source = self.found, self._stack[-1][0], len(self.found.forward)
         if kernels := kernels_of(func, args, kwargs, output):
             self._try(func, args, kwargs, output)
         known = len(found.storages)
@@ -323,7 +327,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Try an operator, unless made-up values may crash it: one whose cost, or shapes, PyTorch cannot say."""
         if not has_known_cost(func, args):
             if not self._in_backward:
-                path = self.found.visits[self._stack[-1].visit].path if self.found.visits else ""
+                path = self.found.visits[self._stack[-1][0]].path if self.found.visits else ""
                 self.found.unpriced.setdefault(str(func.overloadpacket), path)
             return
         if func in self._fakes.by_values:
@@ -402,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Record a tensor that autograd saves."""
         if not self._in_backward:
-            position, visit = len(self.found.forward), self._stack[-1].visit
+            position, visit = len(self.found.forward), self._stack[-1][0]
             self.found.saves += [Save(self._storage(part), position, visit) for part in strided(tensor)]
         return tensor, tensor._version
 
@@ -410,7 +414,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Check that saved tensors were not overwritten, as autograd does without hooks."""
         tensor, version = saved
         if not self._in_backward:
-            self.found.backward_inside.add(self._stack[-1].visit)
+            self.found.backward_inside.add(self._stack[-1][0])
         if tensor._version != version:
             raise CaptureError(
                 f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} was changed in place after autograd "
@@ -494,7 +498,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if self._token_wise is not None:
             self._token_wise.enter(path, module, args, kwargs)
-        parent = self._stack[-1].visit if len(self._stack) > 1 else -1
+        parent = self._stack[-1][0] if len(self._stack) > 1 else -1
         if parent < 0 and found.is_step and not self._ran.isdisjoint(module.modules()):
             self._num_calls += 1
             self._ran.clear()
@@ -507,7 +511,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trained = [tensor for tensor in given if tensor.requires_grad]
         held = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in trained}
         buffers = [(buffer, buffer._version) for buffer in strided(list(module.buffers()))]
-        self._stack.append(_Running(len(found.visits), torch._C._autograd._get_sequence_nr(), buffers))
+        self._stack.append((len(found.visits), torch._C._autograd._get_sequence_nr(), buffers))
         found.visits.append(
             Visit(
                 path,
@@ -544,7 +548,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index, begun, buffers = self._stack.pop()
         self._held.append(buffers)  # as what recomputation starts from holds them
         if self.found.is_step and len(self._stack) == 1:
-            self._stack[0] = self._stack[0]._replace(visit=index)
+            self._stack[0] = index, *self._stack[0][1:]
         visit = self.found.visits[index]
         if self._token_wise is not None:
             self._token_wise.leave(visit.path, output)
@@ -592,11 +596,3 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._watch[number] = weakref.ref(storage, died)
         return number
-
-
-class _Running(NamedTuple):
-    """A visit that has not ended: autograd's next number when it began, and buffers with their versions then."""
-
-    visit: int
-    begun: int
-    buffers: list[tuple[Tensor, int]]

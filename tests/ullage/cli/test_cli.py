@@ -36,6 +36,7 @@ REQUEST = {
     "--accumulate",
     "--precision",
     "--clip",
+    "--speculate",
     "--optimizer",
     "--memory",
 }
