@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import queue
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import executor.devices.backend
+import executor.devices.sums
 import executor.distributed.groups
 import executor.memory.fp8_weights
 import executor.session
@@ -143,6 +145,14 @@ def watched(blind=None):
         races.touched(tensor.data_ptr(), tensor.nbytes, "kernel of the host", writes=True)
         return as_array(tensor)
 
+    class Free(queue.SimpleQueue):
+        """Buffers, of which a lane takes one when what came in it before has been added."""
+
+        def get(self, *args, **kwargs):
+            buffer = super().get(*args, **kwargs)
+            races.met_caller()
+            return buffer
+
     def run_lane(self, lane):
         with _HostKernels(races):
             plain_run_lane(self, lane)
@@ -158,6 +168,7 @@ def watched(blind=None):
         patch.setattr(executor.devices.backend, "as_array", watched_array)
         patch.setattr(executor.tasks.updates, "as_array", watched_array)
         patch.setattr(executor.memory.fp8_weights, "as_array", watched_array)
+        patch.setattr(executor.devices.sums, "queue", types.SimpleNamespace(SimpleQueue=Free, Queue=queue.Queue))
         patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)
         try:
