@@ -195,19 +195,6 @@ class OwnStep:
             if state[key].data_ptr() != buffer.data_ptr():  # its first state, or it does not update in place
                 buffer.copy_(state[key])
 
-    def on_host(
-        self,
-        state: Sequence[BufferArray | SplitMaster],
-        grad: GradientArray,
-        weight_out: Bf16Array | None,
-        params: OwnParams,
-        step: int,
-        grad_scale: float = 1.0,
-        team: WorkerTeam | None = None,  # noqa: ARG002 - torch has its own threads
-    ) -> None:
-        """Take a step in host memory; see :func:`executor.optimizer.passes.host_step` for the arguments."""
-        on_host(self.on_device, state, grad, weight_out, params, step, grad_scale)
-
     @torch.no_grad()
     def _step(
         self,

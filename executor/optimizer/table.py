@@ -315,7 +315,7 @@ def _own_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         planned_as=ELEMENTWISE[len(own.buffers)],
         buffers=own.buffers,
         read=own.read,
-        host=own.on_host,
+        host=functools.partial(device.on_host, own.on_device),
         device=own.on_device,
         counts_steps=own.counts_steps,
         refused=("differentiable", "capturable"),
