@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
 from executor.module.copies import plain_copy
-from executor.module.guarded_parameters import INSTEAD
+from executor.module.guarded_parameters import INSTEAD, unguarded
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
 
@@ -140,7 +140,9 @@ class _Span(NamedTuple):
 
     def _places(self) -> Any:
         """Return an array in the tensor's place, whose values are not read."""
-        itemsize, strides = self.tensor.itemsize, self.tensor.stride()
+        itemsize = self.tensor.itemsize
+        with unguarded():
+            strides = self.tensor.stride()
         place = types.SimpleNamespace()
         place.__array_interface__ = {
             "version": 3,
@@ -211,8 +213,10 @@ def _spans(model: nn.Module, trained: set[int]) -> Iterator[_Span]:
 def _of_tensors(held: list[tuple[str, torch.Tensor, bool]]) -> Iterator[_Span]:
     for words, tensor, is_trained in held:
         if tensor.layout is torch.strided and tensor.numel() and not is_traceable_wrapper_subclass(tensor):
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            begin = int(tensor.storage_offset()) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+            with unguarded():  # a parameter out of sight says the strides of its weights, which are elsewhere
+                strides, offset = tensor.stride(), tensor.storage_offset()
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+            begin = int(offset) * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
             memory = (str(tensor.device), tensor.untyped_storage()._cdata if tensor.is_meta else 0)
             yield _Span(memory, begin, begin + (int(last) + 1) * tensor.itemsize, words, tensor, is_trained)
 

@@ -33,7 +33,8 @@ from training import (
     units_of,
 )
 
-from executor.module.guards import check_memory
+from executor.module.guarded_parameters import guard
+from executor.module.guards import check_memory, trained_memory
 from executor.prepare import prepare_session
 from planner.schedule.loop import OutOfOrderError
 
@@ -245,6 +246,17 @@ def test_memory_is_shared_where_writing_one_changes_the_other(layouts, kinds):
             assert str(error).count("\n") == 0
         else:
             assert not expected
+
+
+def test_a_parameter_out_of_sight_does_not_reach_into_the_memory_behind_it():
+    memory, model = torch.zeros(16), nn.Module()
+    model.bias = nn.Parameter(memory[4:8])
+    hidden = nn.Parameter(memory[2].expand(8))  # one value in memory, which stands for all
+    guard(hidden, "weight of another session", None)
+    assert hidden.stride() == (1,)
+    assert trained_memory(model)(hidden) == ""
+    assert trained_memory(model)(memory[7:]) == "parameter bias"
+    check_memory(nn.ParameterList([model.bias, hidden]))
 
 
 def test_two_parameters_over_one_memory_are_not_prepared_and_nothing_is_touched():
