@@ -74,6 +74,8 @@ class IterationDriver:
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
         self._said_left = self._said_autocast = False
+        self._begun: list[Params] = []  # what updates in backward have begun with
+        self._sets_late = False  # the loop sets learning rates between backward and step, for which updates wait
         self._last_left = -1
         self._runtime = runtime
         self._decisions = decisions
@@ -518,8 +520,7 @@ class IterationDriver:
         """See :meth:`step`."""
         if not (self._runtime.inside_iteration or self.gradients.replaced()):
             return
-        for group in self._groups:
-            self.entry.rule(group)  # raises ValueError for one that cannot be executed
+        rules = [self.entry.rule(group).params for group in self._groups]  # ValueError for one that cannot be executed
         self.gradients.absorb()
         with self._clipping:
             self._end_early()
@@ -540,6 +541,8 @@ class IterationDriver:
             begins = self._decisions.update_start == "step"
             if self._decisions.takes_back:
                 begins = self.speculation.end(self._rules(self.gradients.scale)[0])
+            elif not begins:
+                begins = self._begins_again(rules)
             self.gradients.begin_step(self._loop.iteration)
             with self._updating:
                 if begins:
@@ -549,6 +552,34 @@ class IterationDriver:
                 self._loop.finish()
                 self.visibility.show("")
                 self._runtime.inside_iteration = False
+
+    def _begins_again(self, rules: list[Params]) -> bool:
+        """Return whether updates, which were to begin in backward, have waited, and now have other hyper-parameters.
+
+        Raises:
+            ValueError: they have other ones, and have not waited.
+        """
+        if self._runtime.actions.defers and not self._audit.is_active:
+            self._runtime.machine.exclude(self._loop.iteration)
+            self._runtime.issue_gradients()
+            self._runtime.synchronize()
+        if rules == self._begun:
+            return False
+        if not self._runtime.actions.defers:
+            raise ValueError(
+                "hyper-parameters of the optimizer (as the learning rate) were changed between backward and step(), but "
+                "the plan does not clip, so its updates have begun in backward, with those of before; change them "
+                "before forward or after step(), or give prepare() clip=True. The weights of this step are lost: "
+                "continue from a checkpoint"
+            )
+        if not self._sets_late:
+            self._sets_late = True
+            self._report(
+                "this loop sets hyper-parameters of the optimizer (as the learning rate) between backward and step(), "
+                "so updates wait for the step, which is slower than planned; set them before forward, or give "
+                "prepare() clip=True"
+            )
+        return True
 
     def come_to_rest(self) -> bool:
         """After a forward or backward, end the iteration or leave the plan, so that weights can be read.
@@ -738,13 +769,15 @@ class IterationDriver:
         self._runtime.settled.clear()
         speculates = is_early and self._decisions.takes_back
         updates, rules = self._rules(self.speculation.scale if speculates else self.gradients.scale)
+        self._begun = rules
         if speculates:
             self.speculation.begin(updates, waits=waits or self._audit.is_active)
         else:
             self._runtime.actions.updates.begin(self._loop.iteration, updates)
         if (ranks := self._runtime.ranks) is not None:
             ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
-        if self._audit.is_active:  # in backward: they wait for its verdict, see `end_audit`
+        if self._audit.is_active or (is_early and self._sets_late and not waits):
+            # In backward: they wait for the audit's verdict, see `end_audit`, or for the loop.
             self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
 
     def _rules(self, scale: Callable[[str], float]) -> tuple[dict[str, Rule], list[Params]]:

@@ -112,6 +112,17 @@ def test_clipping_under_a_plan_without(started):
             optimizer.step()
 
 
+def test_rates_that_change_after_backward_where_updates_have_begun(started):
+    """In an iteration that was audited they have not, and then wait in those to come; else the step says so."""
+    del started
+    model, optimizer = prepare(TASK, decide(TASK, KEEP, clip=False, update_start="backward"))
+    with optimizer.session:
+        loss_of(model, batches(TASK)[0, 0]).backward()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        with pytest.raises(ValueError, match=r"changed between backward and step.*clip=True"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("op", [Op.FETCH, Op.FLUSH, Op.UPDATE, Op.LOAD, Op.STORE, Op.UPLOAD, Op.SWAP_IN, Op.SWAP_OUT])
 def test_a_failing_task_reaches_the_training_loop(op):
     place = {Op.LOAD: "stream", Op.STORE: "stream", Op.SWAP_IN: "nvme", Op.SWAP_OUT: "nvme"}.get(op, "cpu")

@@ -45,7 +45,7 @@ TRIED = {
     "trainers": ("cross_encoder_with_cached_gradients",),
     "optimizers": (
         "own_class", "projected_in_some_cases", "parameters_of_the_loss", "group_added_later",
-        "several_optimizers_in_one", "two_optimizers",
+        "several_optimizers_in_one", "two_optimizers", "rates_that_depend_on_the_loss",
     ),
 }
 # fmt: on

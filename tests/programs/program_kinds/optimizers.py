@@ -299,3 +299,21 @@ def group_added_later(ullage) -> Trained:
         made.zero_grad()
         losses.append(loss.item())
     return losses, made
+
+
+@program
+def rates_that_depend_on_the_loss(ullage) -> Trained:
+    """Learning rate and decay are set between backward and the step, where no gradient is clipped."""
+    made = model()
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2, eps=1e-4)
+    made, optimizer = ullage.prepare(made, optimizer, x(0), clip=False)
+    losses = []
+    for number in range(4):
+        loss = made(*x(number)).square().mean()
+        loss.backward()
+        if number != 2:
+            optimizer.param_groups[0].update(lr=0.1 * loss.item(), weight_decay=0.1 * number)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, made
