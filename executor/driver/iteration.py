@@ -125,7 +125,9 @@ class IterationDriver:
         trained_bytes = sum(shard.whole.nbytes for shard in shards if shard.trains)
         has_adapters = trained_bytes <= _MOST_KEPT_BYTES and not all(shard.trains for shard in shards)
         used = {id(parameter) for group in groups for parameter in group["params"]}
-        own = shards if runtime.ranks is None else ()
+        is_alone = (ranks := runtime.ranks) is None
+        divides = runtime.divides or decisions.context_parallel > 1
+        own = shards if ranks is None or (ranks.all is ranks.everybody and not divides) else ()
         # Another optimizer may have what this one does not have.
         self.gradients = UserGradients(
             decisions,
@@ -135,7 +137,8 @@ class IterationDriver:
             self._end_early,
             lambda name: self.collector.edited().gradient(name),
             lambda name, values: self.collector.edited().replace(name, values),
-            keeps=[s.name for s in own if has_adapters or id(s.whole) not in used],
+            keeps=[s.name for s in own if (has_adapters and is_alone) or id(s.whole) not in used],
+            average=None if is_alone else runtime.average,
         )
         self.speculation = Speculation(runtime, self.gradients, report)
         runtime.has_written, runtime.at_hand = self.visibility.has_written, self.visibility.at_hand
@@ -567,8 +570,8 @@ class IterationDriver:
             return False
         if not self._runtime.actions.defers:
             raise ValueError(
-                "hyper-parameters of the optimizer (as the learning rate) were changed between backward and step(), but "
-                "the plan does not clip, so its updates have begun in backward, with those of before; change them "
+                "hyper-parameters of the optimizer (as the learning rate) were changed between backward and step(), "
+                "but the plan does not clip, so its updates have begun in backward, with those of before; change them "
                 "before forward or after step(), or give prepare() clip=True. The weights of this step are lost: "
                 "continue from a checkpoint"
             )

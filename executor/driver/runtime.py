@@ -269,6 +269,18 @@ class Runtime:
         self.doing = call
         self.check_same_call()
 
+    def average(self, of: str, values: torch.Tensor) -> None:
+        """Set what each rank has of its own, in host memory, to the mean over ranks, which call this together.
+
+        Raises:
+            RankError: another rank is in another call, or has failed.
+        """
+        assert self.ranks is not None
+        self.enter(f"a read of {of}")
+        total = as_real(values).float().clone()
+        self.ranks.all.all_reduce(total)
+        as_real(values).copy_(total / self.ranks.size)
+
     def check_same_values(self, of: str, *values: torch.Tensor) -> None:
         """Check that all ranks set something to the same values. They call this together.
 

@@ -37,6 +37,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch._functorch import eager_transforms, vmap
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -498,17 +500,24 @@ def _of_values(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """Return a function by which ``torch.func`` wraps a tensor, of current weights in place of a guarded parameter."""
 
     @functools.wraps(wrap)
-    def wrapped(tensor: torch.Tensor, *args: int) -> torch.Tensor:
+    def wrapped(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(tensor, Guarded):
             with unguarded():
                 tensor = _current(tensor)
-        return wrap(tensor, *args)
+                if isinstance(tensor, Guarded):  # an alias; tracers know no such class
+                    with outside_transforms(), _disable_current_modes():
+                        tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
+        return wrap(tensor, *args, **kwargs)
 
     return wrapped
 
 
 # They read memory without calling __torch_function__ too, and arguments of torch.func.grad are often parameters.
-for _transforms, _name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+for _transforms, _name in (
+    (eager_transforms, "_wrap_for_grad"),
+    (vmap, "_add_batch_dim"),
+    (forward_ad, "make_dual"),
+):
     if _wrap := getattr(_transforms, _name, None):  # private: another version of torch may not have it
         setattr(_transforms, _name, _of_values(_wrap))
 

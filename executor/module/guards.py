@@ -307,12 +307,18 @@ def refuse_replacements(
 ) -> list[Callable[[], None]]:
     """Make modules refuse that their parameters and modules are added or replaced; return functions that undo this.
 
+    A refusal gives the module its class and parameters back: ``weight_norm`` and its like change the class and take the
+    weight away before they set another.
+
     ``refusal`` returns the error, given the name of what is set, and the class of its module.
     """
-    refusing = weakref.WeakSet(modules)
+    refusing = weakref.WeakKeyDictionary({each: (type(each), {**each._parameters}) for each in modules})
 
     def refuse(module: nn.Module, name: str, value: Any) -> None:
         if module in refusing and value is not module._parameters.get(name, module._modules.get(name)):
+            module.__class__, parameters = refusing[module]
+            module._parameters.clear()
+            module._parameters.update(parameters)
             raise refusal(name, type(module).__name__)
 
     register = register_module_parameter_registration_hook, register_module_module_registration_hook

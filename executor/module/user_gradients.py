@@ -26,6 +26,7 @@ class UserGradients:
         read: leaves the plan, and returns a copy of a parameter's gradient on the device; zeros if none has come.
         replace: leaves the plan, and sets a parameter's gradient.
         keeps: the parameters of whose gradients copies may be kept; see :meth:`see`.
+        average: sets copies in host memory that each rank has of its own to their mean; ``None`` without ranks.
 
     Attributes:
         refusal: why norms cannot be read; empty: they can.
@@ -42,6 +43,7 @@ class UserGradients:
         replace: Callable[[str, torch.Tensor], None],
         *,
         keeps: Collection[str] = (),
+        average: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
         self._clips = decisions.clip
         self.refusal = ""
@@ -58,6 +60,7 @@ class UserGradients:
         self._keeps, self._is_kept_read = frozenset(keeps), False
         # Copies of this iteration's gradients. Of parameters that the optimizer does not have, these are the gradients.
         self._kept: dict[str, torch.Tensor] = {}
+        self._average, self._of_rank = average, set[str]()  # those to which this rank has added its own
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
@@ -75,7 +78,8 @@ class UserGradients:
         with unguarded():
             for name in names:
                 if self._is_anothers(name) and self._wholes[name].grad is not None:
-                    self._wholes[name].grad = self._kept.pop(name).to(self._wholes[name].device)
+                    self._wholes[name].grad = self._anothers(name).to(self._wholes[name].device)
+                    del self._kept[name]
                 self._of_optimizer.add(name)
 
     def begin_iteration(self) -> None:
@@ -98,6 +102,9 @@ class UserGradients:
         with unguarded():
             self._num_added = micro_batch + 1
             self._zeroed -= (arrived := self.arrived(iteration))
+            for name in arrived & self._keeps - self._kept.keys() if self._average is not None else ():
+                self._keep(name, torch.zeros_like(self._wholes[name]))  # it has come on other ranks alone
+                self._of_rank.add(name)
             for name in arrived | self._stale | self._zeroed:  # gradients may have passed through a frozen model
                 if name in self._graphs and name not in self._stale:
                     self._wholes[name].grad = self._graphs[name]
@@ -120,6 +127,8 @@ class UserGradients:
             if name in self._kept:
                 values = self._kept[name] + values.to(self._kept[name].device)
             self._keep(name, values)
+            if self._average is not None:
+                self._of_rank.add(name)
         if gradient.requires_grad or name in self._graphs:
             with torch.enable_grad():  # as autograd adds in place, which keeps the graph of what is there
                 self._graphs[name] = self._graphs[name] + gradient if name in self._graphs else gradient
@@ -135,6 +144,14 @@ class UserGradients:
         """Return whether a gradient is one that is kept for another optimizer."""
         return name in self._kept and self._belongs_to_another(name)
 
+    def _anothers(self, name: str) -> torch.Tensor:
+        """Return a gradient that is kept for another optimizer. Ranks make its mean, when they first read it."""
+        if name in self._of_rank:
+            assert self._average is not None
+            self._of_rank.discard(name)
+            self._average(f"the gradient of {name}", self._kept[name])
+        return self._kept[name]
+
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Wait for all gradients, and return the 2-norm of a parameter's gradient, a float32 scalar.
 
@@ -148,7 +165,7 @@ class UserGradients:
         if name in self._zeroed:
             return torch.zeros((), device=self._wholes[name].device)
         if self._is_anothers(name):
-            values = as_real(self._kept[name].to(self._wholes[name].device))
+            values = as_real(self._anothers(name).to(self._wholes[name].device))
             norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
             return norm
         if self._norms is None or self._open or name in self._stale:
@@ -188,7 +205,7 @@ class UserGradients:
         if name in self._zeroed:
             return self._open.setdefault(name, torch.zeros_like(self._wholes[name]))
         if self._is_anothers(name):
-            self._open[name] = self._kept[name].to(self._wholes[name].device)
+            self._open[name] = self._anothers(name).to(self._wholes[name].device)
             return self._open[name]
         if not self._num_added and name in self._kept:
             self._is_kept_read = True
@@ -225,8 +242,7 @@ class UserGradients:
         if not self._num_added or name in self._stale:
             raise GradientError(
                 f"the gradient of {name} was used after optimizer.step(), which used it up; use gradients between "
-                "backward and the step, call optimizer.zero_grad() before the next backward, and if another optimizer "
-                "trains parameters of a model that ranks share, let it step before the prepared one"
+                "backward and the step, and call optimizer.zero_grad() before the next backward"
             )
 
     def absorb(self) -> None:
@@ -254,6 +270,7 @@ class UserGradients:
         self._set(name, values)
         if name in self._keeps:
             self._keep(name, values.detach())
+            self._of_rank.discard(name)
         self._zeroed.discard(name)
         self._scales.pop(name, None)
         self._norms = None
@@ -300,7 +317,7 @@ class UserGradients:
         """Set ``grad`` to what so far is the gradient of a parameter. Autograd adds to it, and hooks see that."""
         with unguarded():
             for name, values in sums.items():
-                self._wholes[name].grad = self._kept.pop(name).to(values.device) if self._is_anothers(name) else values
+                self._wholes[name].grad = self._anothers(name).to(values.device) if self._is_anothers(name) else values
                 self._kept.pop(name, None)
 
     def reopen(self, dropped: frozenset[str]) -> None:

@@ -724,6 +724,52 @@ def edited(rank: int, size: int, task: Task, decisions: Decisions, name: str):
     return found, expected, max(off.values())
 
 
+def with_two_optimizers(rank: int, size: int, task: Task, decisions: Decisions):
+    """Let a second optimizer step after the prepared one, in each second step; return as :func:`edited`."""
+    tokens = batches(task, rank)[:, 0]
+
+    def loop(model, optimizer, second, average):
+        seen = []
+        for step, one in enumerate(tokens):
+            loss = model(input_ids=one, labels=one).loss
+            loss.backward()
+            average()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [loss.item(), norm.item()]
+            if step % 2:
+                second.step()
+                second.zero_grad()
+        return seen
+
+    def average() -> None:
+        for parameter, there in zip(plain.parameters(), before, strict=True):
+            own = parameter.grad if there is None else parameter.grad - there
+            dist.all_reduce(own)
+            parameter.grad = own / size if there is None else there + own / size
+        before[len(first) :] = [parameter.grad.clone() for parameter in list(plain.parameters())[len(first) :]]
+
+    def divided(model):
+        parameters = list(model.parameters())
+        of_first, of_second = parameters[:3], parameters[3:]
+        return of_first, torch.optim.AdamW(of_first, eps=1e-3), torch.optim.SGD(of_second, lr=0.1, momentum=0.9)
+
+    plain = make_model(task)
+    first, *optimizers = divided(plain)
+    before = [None] * len(list(plain.parameters()))
+    optimizers[1].register_step_post_hook(lambda *_: before.__setitem__(slice(None), [None] * len(before)))
+    expected = loop(plain, *optimizers, average)
+    model = make_model(task)
+    _, optimizer, second = divided(model)
+    model, optimizer = prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options())
+    with optimizer.session as session:
+        found = loop(model, optimizer, second, lambda: None)
+        final = session.full_parameters()
+        off = {n: float((final[n] - w.detach()).abs().max()) for n, w in plain.named_parameters()}
+    return found, expected, max(off.values())
+
+
 def _follow_writes(reference: ReferenceOptimizer, *_given) -> None:
     """Let master copies in float32 be what the loop has written to the weights."""
     for parameter, state in reference.state.items():

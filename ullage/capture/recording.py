@@ -17,10 +17,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from executor.callbacks import Saved, ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
 from executor.memory.forward_state import SMALL_BYTES
@@ -268,7 +269,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
         kwargs = kwargs or {}
-        if getattr(kwargs.get("device"), "type", "") == "cuda":
+        if forward_ad._current_level >= 0:  # whose tangents of zeros PyTorch makes on the meta device
+            args, kwargs = tree_map_only(Tensor, _in_memory, (args, kwargs))
+        if getattr(kwargs.get("device"), "type", "") in {"cuda", "meta"}:
             kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
         if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0  # for a log
@@ -596,3 +599,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._watch[number] = weakref.ref(storage, died)
         return number
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return a tangent of zeros as a fake tensor; any other tensor as it is."""
+    is_tangent = type(tensor) is Tensor and tensor.is_meta and tensor._is_zerotensor()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if is_tangent else tensor

@@ -125,7 +125,13 @@ class Repeats:
         self._made[kind] = self._paths[module], _call(args, kwargs), tree_map_only(Tensor, mark, output)
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the output of a copy."""
+        """Return the output of a copy.
+
+        Raises:
+            UnequalError: a transform of ``torch.func`` runs it, which needs operators.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnequalError(self._paths[module])
         (_, _, output), given = self._made[self._kinds[module]], tree_leaves((args, kwargs))
         likes = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Like)]
         sources = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -158,16 +158,17 @@ def warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
 
 
 def _warn_of_parameters_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Warn if parameters want gradients, but the optimizer does not have them: another optimizer would get none."""
+    """Warn if parameters want gradients, but the optimizer does not have them."""
     has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in has
     ]
     if left:
         warnings.warn(
-            f"the optimizer lacks {len(left)} of the parameters that require gradients ({left[0]}, ...): a plan leaves "
-            "them as they are, and another optimizer gets no gradients of them; give one optimizer all that you train, "
-            "in groups, and freeze the rest before prepare(), which also saves memory",
+            f"the optimizer lacks {len(left)} of the parameters that require gradients ({left[0]}, ...): the plan "
+            "leaves them as they are; another optimizer may train them, slower, by gradients in host memory that the "
+            "plan does not count; else give one optimizer all that you train, in groups, and freeze the rest before "
+            "prepare(), which also saves memory",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -8,7 +8,7 @@ import torch
 from edits import EDITS
 from plans import mixed
 from rank_failures import edited_alone
-from rank_programs import edited
+from rank_programs import edited, with_two_optimizers
 from training import Task, decide, uniform
 
 from executor.distributed.watchdog import RankError
@@ -31,6 +31,17 @@ def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):
         else:
             assert found == expected
             assert off == 0
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_second_optimizer_gets_the_mean_of_gradients_whenever_it_steps(processes, plan):
+    zero_stage, choose = PLANS[plan]
+    task = Task("gpt2-untied", torch.float32, iterations=4, schedule=False)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage, clip=True)
+    for found, expected, off in processes.call(2, with_two_optimizers, task, decisions):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert off < 1e-6
 
 
 @pytest.mark.part(3)

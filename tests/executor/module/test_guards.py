@@ -58,6 +58,22 @@ def backward(model, number=0):
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "change",
+    [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm],
+    ids=["parametrization", "hooks"],
+)
+def test_a_weight_that_is_not_replaced_stays(started, change):
+    model, optimizer = started
+    plain, names = make_model(TASK), [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"of a Linear cannot be set.*prepare\(\) it again"):
+        change(model.model.layers[0].mlp.up_proj)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert backward(model) == backward(plain)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("part", ["", "model.layers.0"])
 @pytest.mark.parametrize(
     "use",

@@ -538,6 +538,38 @@ def linearized(ullage) -> Trained:
 
 
 @program
+def linearized_in_weights(ullage) -> Trained:
+    """torch.func.linearize along a change of the weights, which are given as they are, and detached."""
+    model, optimizer = made(ullage)
+    changes = []
+
+    def stepped(step: int) -> None:
+        own = {name: p if step % 2 else p.detach() for name, p in model.named_parameters()}
+        called = lambda own: torch.func.functional_call(model, own, (batch(step)[0],))
+        _, derivative = torch.func.linearize(called, own)
+        changes.append(float(derivative({name: torch.ones_like(p) for name, p in own.items()}).norm()))
+
+    losses, _ = loop(model, optimizer, stepped=stepped)
+    return losses + changes, model
+
+
+@program
+def planned_curvature(ullage) -> Trained:
+    """torch.func.jvp and hessian, through norms of layers, in a step that is planned."""
+
+    def curved(model, batch):
+        x, y = batch
+        out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        curvature = torch.func.hessian(lambda x: model(x[None]).logsumexp(-1).sum())(x[0])
+        return F.cross_entropy(out, y) + tangent.square().mean() + curvature.square().mean()
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=curved)
+    return loop(model, optimizer, loss_of=curved)
+
+
+@program
 def derivatives_in_the_loss(ullage) -> Trained:
     """torch.func.jvp and vmap of a copy without values, which is given the weights; gradients flow through both."""
     model = Net()
