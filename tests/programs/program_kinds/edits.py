@@ -253,6 +253,49 @@ def weights_between_modules(ullage) -> Trained:
     return losses, model
 
 
+class Coupling(nn.Module):
+    """An affine coupling layer of a RealNVP."""
+
+    def __init__(self, *, swaps: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.swaps = swaps
+
+    def forward(self, x, volume):
+        kept, changed = x.chunk(2, 1)
+        if self.swaps:
+            kept, changed = changed, kept
+        shift, scale = self.inner(kept).chunk(2, 1)
+        scale = torch.tanh(scale)
+        changed, volume = changed * scale.exp() + shift, volume + scale.sum(1)
+        return torch.cat([changed, kept] if self.swaps else [kept, changed], 1), volume
+
+
+class Flow(nn.Module):
+    """A normalising flow that begins with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Coupling(swaps=bool(number % 2)) for number in range(4))
+        self.mix = nn.Parameter(torch.linalg.qr(torch.randn(16, 16))[0])
+
+    def forward(self, x):
+        x = x @ self.mix
+        volume = torch.slogdet(self.mix)[1].expand(len(x))
+        for layer in self.layers:
+            x, volume = layer(x, volume)
+        return (0.5 * x.square().sum(1) - volume).mean()
+
+
+@program
+def determinant_of_a_weight(ullage) -> Trained:
+    """A normalising flow: backward of slogdet asks how a matrix lies in memory, and reads its factors alone."""
+    model = Flow()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    return loop(model, optimizer, loss_of=lambda model, batch: model(batch[0]))
+
+
 @program
 def distance_to_initial_weights(ullage) -> Trained:
     """L2-SP: the loss reads all weights."""
