@@ -44,9 +44,15 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "sh
 
 @dataclasses.dataclass(frozen=True)
 class MegatronBatch(Batch):
-    """A batch, and whether tensor-parallel ranks share its tokens between products (``--sequence-parallel``)."""
+    """A batch, and with which options of Megatron-Core it is computed.
+
+    Attributes:
+        sequence_parallel: whether tensor-parallel ranks share its tokens between products (``--sequence-parallel``).
+        loss_in_place: whether the loss is TransformerEngine's (``--cross-entropy-fusion-impl te``).
+    """
 
     sequence_parallel: bool = True
+    loss_in_place: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -96,7 +102,7 @@ def _last(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> list[Opera
     own = {
         "norm": _SET.norm(batch.own_tokens, hidden, e),  # its row counts its output
         "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
-        "loss": loss(rows, vocab, e, batch.tensor_parallel),
+        "loss": (loss_in_place if batch.loss_in_place else loss)(rows, vocab, e, batch.tensor_parallel),
     }
     return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, owned)]
 
@@ -171,8 +177,8 @@ def row(batch: MegatronBatch, inputs: int, outputs: int) -> Work:
 
 
 def add_gradient(size: int, e: int) -> Work:
-    """Return the addition of a gradient that no product writes to its fp32 sum."""
-    return Work((), each(size, e + 2 * _FP32))
+    """Return the addition of a gradient that no product writes to its fp32 sum; until then it is there beside it."""
+    return Work((), each(size, e + 2 * _FP32), workspace_bytes=size * e)
 
 
 def _attention(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> Iterator[Operator]:
@@ -343,3 +349,14 @@ def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     # The maximum; then the target's logit and the sum together.
     sums = (*all_reduce(4 * rows, num_ranks), *all_reduce(8 * rows, num_ranks))
     return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
+
+
+def loss_in_place(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return TransformerEngine's cross-entropy (``common/triton/cross_entropy.py``), in the type of the logits.
+
+    One kernel finds the maximum and the sum; another makes the loss and writes gradients over the logits, which
+    backward scales. Ranks gather three fp32 values of each row.
+    """
+    n = rows * vocab
+    gathered = (Collective(12 * rows * num_ranks, num_ranks, num_passes=1),) if num_ranks > 1 else ()
+    return Work((*each(n, e), *gathered, *each(n, 2 * e)), each(n, 2 * e), e * n)
