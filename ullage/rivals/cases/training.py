@@ -589,8 +589,9 @@ def simulated(
     def iteration_s(machine: HardwareProfile) -> float:
         return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).iteration_s
 
-    lacking = tuple(shortages(case_id, peaks))
-    return Outcome(values, simulation.converged, (*cost.warnings, *lacking), fits=not lacking, iteration_s=iteration_s)
+    warnings = (*cost.warnings, *shortages(case_id, peaks))
+    room_bytes = min(memory.capacity_bytes - memory.peak_bytes for memory in peaks.values())
+    return Outcome(values, simulation.converged, warnings, room_bytes, iteration_s)
 
 
 def _paged(placed: RivalDecisions) -> RivalDecisions:
