@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import machine, quantity
 from pydantic import ValidationError
@@ -90,6 +90,7 @@ def test_attention_with_narrower_values_has_the_flop_of_its_products(backward: b
 def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context: int) -> None:
     """Experts too: ranks that share layers route their own tokens to whole experts."""
     config = CONFIGS[name]
+    assume(tensor * context <= config.num_attention_heads)  # they exchange tokens for heads
     degrees = {"tensor_parallel": tensor, "context_parallel": context}
     degrees |= {"expert_parallel": tensor * context} if config.is_expert_model else {}
     whole, part = graph_units(config), graph_units(config, **degrees)
@@ -105,6 +106,22 @@ def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context:
         sizes = [sum(u.num_params for u in found if ".experts" in u.name) for found in (whole, part)]
         separate = graph_units(config, expert_parallel=tensor * context)
         assert sizes[1] == sum(u.num_params for u in separate if ".experts" in u.name)
+
+
+def test_ranks_that_share_sequences_exchange_tokens_for_heads() -> None:
+    """Queries, keys and values before attention, outputs after it, and back; the output is saved on both sides."""
+    found, alone = graph_units(LLAMA, context_parallel=2), graph_units(LLAMA)
+    swaps = [k for k in kernels(found, Collective) if k.kind == "all-to-all"]
+    of_layer = 64 // 2 * 64 * 2  # half of the tokens, all heads, in bf16
+    assert [k.num_bytes for k in swaps] == [of_layer] * 4 * 2 * LLAMA.num_layers
+    (core,), (whole,) = ({k for unit in of for k in unit.forward if isinstance(k, Attention)} for of in (found, alone))
+    assert dataclasses.replace(whole, num_heads=whole.num_heads // 2) == core
+    saved, all_saved = (
+        sum(op.saved_bytes for unit in of for op in unit.operators if op.kind == "attention") for of in (found, alone)
+    )
+    assert saved == all_saved // 2 + LLAMA.num_layers * of_layer
+    with pytest.raises(ValueError, match="context_parallel is 8, but must divide the 4 heads and 4 of keys"):
+        graph_units(LLAMA, context_parallel=8)
 
 
 def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
