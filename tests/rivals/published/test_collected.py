@@ -156,13 +156,13 @@ def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
     assert (case.run.engine, case.run.devices, case.longest) == ("deepspeed", 8, 9)
     for last in (1, 7, 9, 40, 1000):
         for room in ROOMS:
-            seen = lengths(monkeypatch, case, lambda length, last=last, room=room: room(last + 0.5) - room(length))
+            seen = lengths(monkeypatch, lambda length, last=last, room=room: room(last + 0.5) - room(length))
             assert predicted(case) == last * 1024
             assert len(seen) == len(set(seen))
-    seen = lengths(monkeypatch, case, lambda length: 5e9 - 8e7 * length)
+    seen = lengths(monkeypatch, lambda length: 5e9 - 8e7 * length)
     assert predicted(case) == 62 * 1024
     assert seen == [9, 10, 20, 40, 62, 63]  # at most twice the longest, then one more than the last that fits
-    lengths(monkeypatch, case, lambda _: -1)
+    lengths(monkeypatch, lambda _: -1)
     with pytest.raises(CaseError, match="not even sequences of 1024 tokens"):
         predicted(case)
 
@@ -171,8 +171,8 @@ def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
 ROOMS = (lambda x: 1e8 * x, lambda x: max(1e8 * x, 4e8 * (x - 12)), lambda x: 1e8 * x + 1e9 * (x // 8))
 
 
-def lengths(monkeypatch, case, room_bytes):
-    """Give a case's sequences the room that a function says; return those that were looked at."""
+def lengths(monkeypatch, room_bytes):
+    """Give sequences the room that a function says; return those that are looked at."""
     seen = []
     monkeypatch.setattr(
         CapacityCase, "_room_bytes", lambda _self, _machine, length: (seen.append(length), room_bytes(length))[1]

@@ -181,9 +181,8 @@ def _check_nodes(values: Values, ranks: int, tensor_parallel: int) -> None:
 
 
 # Megatron-LM with all state on the devices of one node, without recomputation. ``gradients`` is the type in which those
-# of micro-batches are added up and reduced. Tensor-parallel ranks share the tokens of norms and residuals. The fused loss
-# is TransformerEngine's: SimuMax's ``cef`` stands for ``--cross-entropy-fusion-impl te``, as its documentation of
-# strategies says.
+# of micro-batches are added up and reduced. Tensor-parallel ranks share the tokens of norms and residuals. The loss is
+# TransformerEngine's: ``cef`` stands for ``--cross-entropy-fusion-impl te`` (SimuMax's ``docs/strategy-zh.md``).
 _IN_MEMORY: Final[Table] = _RUN | {
     "engine.name": Literal["gpu-only"],
     "engine.zero_stage": Literal[1],
