@@ -14,8 +14,8 @@ Without ``sequence_parallel``, every rank has all tokens there, and all-reduces 
 
 Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late block. Before attention they
 exchange the tokens' queries, keys and values for those of all tokens of ``1 / c`` of the heads, after it the outputs
-(``--cp-comm-type a2a``, ``AttnFuncWithCPAndQKVOA2A``): a copy sorts what is sent by rank, another orders the blocks. The
-exchanged output is the next product's input, and backward needs that before the exchange, too.
+(``--cp-comm-type a2a``, ``AttnFuncWithCPAndQKVOA2A``): a copy sorts what is sent by rank, another orders the blocks.
+The exchanged output is the next product's input; backward needs that before the exchange, too.
 """
 
 import dataclasses
