@@ -155,6 +155,8 @@ def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
     assert isinstance(case.run, TrainingCase)
     assert (case.run.engine, case.run.devices, case.longest) == ("deepspeed", 8, 9)
     for last in (1, 7, 9, 40, 1000):
+        lengths(monkeypatch, lambda length, last=last: 1 if length <= last else -1)  # says only whether it fits
+        assert predicted(case) == last * 1024
         for room in ROOMS:
             seen = lengths(monkeypatch, lambda length, last=last, room=room: room(last + 0.5) - room(length))
             assert predicted(case) == last * 1024
