@@ -253,6 +253,8 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
         owner = next(unit for unit in program.units if name in unit.unit.sizes)
         num_bytes = gradient_bytes * owner.unit.sizes[name]
         for micro_batch, shares in enumerate(fresh):
+            if name not in shares[maker.name]:  # products have added it to a sum
+                continue
             adding, made = (unit.backwards[unit.back(micro_batch)] for unit in (owner, maker))
             waiting_bytes = int(num_bytes * (1 - shares[maker.name][name]))
             is_beside = owner.amounts.replicas > 1 and len(owner.unit.sizes) > 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import machine, quantity
 from pydantic import ValidationError
@@ -23,8 +23,9 @@ from planner.setup import Setup
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.deciding import gpu_only
 from ullage.rivals.kernels import megatron_lm
-from ullage.rivals.kernels.megatron_core import MegatronBatch, build_graph
+from ullage.rivals.kernels.megatron_core import MegatronBatch, build_graph, loss, loss_in_place
 from ullage.rivals.lowering import lower
+from ullage.rivals.passes.stages import merged
 from ullage.rivals.precision import RivalPrecision
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
@@ -89,6 +90,7 @@ def test_attention_with_narrower_values_has_the_flop_of_its_products(backward: b
 def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context: int) -> None:
     """Experts too: ranks that share layers route their own tokens to whole experts."""
     config = CONFIGS[name]
+    assume(tensor * context <= config.num_attention_heads)  # they exchange tokens for heads
     degrees = {"tensor_parallel": tensor, "context_parallel": context}
     degrees |= {"expert_parallel": tensor * context} if config.is_expert_model else {}
     whole, part = graph_units(config), graph_units(config, **degrees)
@@ -104,6 +106,22 @@ def test_ranks_share_the_work_of_layers_equally(name: str, tensor: int, context:
         sizes = [sum(u.num_params for u in found if ".experts" in u.name) for found in (whole, part)]
         separate = graph_units(config, expert_parallel=tensor * context)
         assert sizes[1] == sum(u.num_params for u in separate if ".experts" in u.name)
+
+
+def test_ranks_that_share_sequences_exchange_tokens_for_heads() -> None:
+    """Queries, keys and values before attention, outputs after it, and back; the output is saved on both sides."""
+    found, alone = graph_units(LLAMA, context_parallel=2), graph_units(LLAMA)
+    swaps = [k for k in kernels(found, Collective) if k.kind == "all-to-all"]
+    of_layer = 64 // 2 * 64 * 2  # half of the tokens, all heads, in bf16
+    assert [k.num_bytes for k in swaps] == [of_layer] * 4 * 2 * LLAMA.num_layers
+    (core,), (whole,) = ({k for unit in of for k in unit.forward if isinstance(k, Attention)} for of in (found, alone))
+    assert dataclasses.replace(whole, num_heads=whole.num_heads // 2) == core
+    saved, all_saved = (
+        sum(op.saved_bytes for unit in of for op in unit.operators if op.kind == "attention") for of in (found, alone)
+    )
+    assert saved == all_saved // 2 + LLAMA.num_layers * of_layer
+    with pytest.raises(ValueError, match="context_parallel is 8, but must divide the 4 heads and 4 of keys"):
+        graph_units(LLAMA, context_parallel=8)
 
 
 def test_expert_parallel_ranks_that_share_layers_are_on_one_node() -> None:
@@ -208,12 +226,61 @@ def test_gradients_of_their_own_type_are_held_and_reduced_in_it() -> None:
     for precision in (BF16, FP32_GRADIENTS):
         schedule, _ = lowered(found, precision)
         moved[precision] = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
-        held[precision] = sum(b.num_bytes for b in schedule.buffers if b.memory_class is MemoryClass.GRADIENTS)
+        gradients = [b for b in schedule.buffers if b.memory_class is MemoryClass.GRADIENTS]
+        held[precision] = sum(b.num_bytes for b in gradients if b.label != "placeholders")
         gathered = sum(task.num_bytes for task in schedule.tasks if task.op is Op.GATHER)
         assert gathered == 2 * sum(unit.num_params for unit in found)
     assert moved[FP32_GRADIENTS] == 2 * moved[BF16] == 4 * sum(unit.num_params for unit in found)
-    assert held[FP32_GRADIENTS] == 2 * held[BF16]
+    # In bf16 a rank's shards are held beside whole gradients; sums are whole all the time.
+    num_params = sum(unit.num_params for unit in found)
+    assert held[BF16] == 2 * (num_params + num_params // 4)
+    assert held[FP32_GRADIENTS] == 4 * num_params
     assert FP32_GRADIENTS.update_bytes_per_param("adamw") == BF16.update_bytes_per_param("adamw") + 2 + 5 * 4
+
+
+@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_there_is_one_placeholder_for_each_shape_of_a_weight(num_layers: int, pipeline: int) -> None:
+    """``qkv`` and ``gate_up`` of these sizes share one; the head's is on the last stage."""
+    found = graph_units(LLAMA.model_copy(update={"num_layers": num_layers}))
+    schedule, _ = lowered(found, FP32_GRADIENTS, pipeline)
+    held = {b.stage: b for b in schedule.buffers if b.label == "placeholders"}
+    of_layers, of_head = 192 * 64 + 64 * 64 + 64 * 96, 256 * 64
+    last = pipeline - 1
+    assert {stage: b.num_bytes for stage, b in held.items()} == {
+        stage: 2 * (of_layers + (of_head if stage == last else 0)) for stage in range(pipeline)
+    }
+    assert all(b.first is None and b.last is None for b in held.values())
+
+
+def test_the_gradient_of_an_embedding_comes_when_activations_of_a_stage_are_gone() -> None:
+    """So a larger vocabulary, whose gradient is smaller than they are, makes the first stage work in no more memory."""
+
+    def first_stage(vocab_size: int) -> Unit:
+        found = graph_units(LLAMA.model_copy(update={"num_layers": 4, "vocab_size": vocab_size}))
+        _, decisions = lowered(found, FP32_GRADIENTS, 2)
+        return merged(found, decisions)[0]
+
+    small, large = first_stage(256), first_stage(512)
+    assert large.num_params > small.num_params
+    assert large.workspace_bytes == small.workspace_bytes
+    assert large.forward == small.forward
+    assert first_stage(2**16).workspace_bytes > small.workspace_bytes  # until it is larger
+
+
+def test_a_loss_in_place_has_logits_once() -> None:
+    rows, vocab = 128, 1000
+    in_place, plain = loss_in_place(rows, vocab, 2, 4), loss(rows, vocab, 2, 4)
+    assert in_place.saved_bytes + in_place.workspace_bytes == 2 * rows * vocab
+    assert plain.saved_bytes + plain.workspace_bytes == (4 + 6) * rows * vocab + 8 * rows
+    moved = [
+        sum(k.num_bytes * k.count for k in (*w.forward, *w.backward) if isinstance(k, Elementwise))
+        for w in (in_place, plain)
+    ]
+    assert moved == [10 * rows * vocab, 40 * rows * vocab]
+    (gathered,) = (k for k in in_place.forward if isinstance(k, Collective))
+    assert gathered.num_bytes == 3 * 4 * rows * 4
+    assert not any(isinstance(k, Collective) for k in loss_in_place(rows, vocab, 2, 1).forward)
 
 
 def test_gradients_of_their_own_type_stay_on_the_device() -> None:

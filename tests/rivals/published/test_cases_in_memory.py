@@ -30,6 +30,7 @@ def test_every_case_of_the_file_is_read():
     cases = load_cases(FILE)
     assert [case.id for case in cases] == list(CASES)
     assert all(isinstance(case, TrainingCase) and case.kernels == "megatron-core" for case in cases)
+    assert all(case.loss_in_place for case in cases)  # ``cef`` is TransformerEngine's
 
 
 def test_measurements_are_in_si_units():
@@ -93,7 +94,7 @@ def predicted(name, **fields):
     return read_case(changed(name, **fields)).predict(PROFILE).values
 
 
-def test_published_runs_are_predicted_within_five_percent_on_average():
+def test_published_runs_are_predicted_within_five_percent_on_average_and_their_peaks_within_one():
     cases = load_cases(FILE)
     errors = {metric: [] for metric in (Metric.ITERATION, Metric.PEAK_GPU)}
     for case in cases:
@@ -102,7 +103,7 @@ def test_published_runs_are_predicted_within_five_percent_on_average():
         for metric, values in errors.items():
             values.append(abs(found.values[metric] / measured[metric] - 1))
     assert statistics.mean(errors[Metric.ITERATION]) < 0.05
-    assert statistics.mean(errors[Metric.PEAK_GPU]) < 0.05
+    assert statistics.mean(errors[Metric.PEAK_GPU]) < 0.01
     simumax = statistics.mean(abs(case.predicted_by_simumax_ms / case.measured["iteration_ms"] - 1) for case in cases)
     assert statistics.mean(errors[Metric.ITERATION]) < simumax
     page = (FILE.parents[2] / "docs" / "results.md").read_text()

@@ -154,12 +154,32 @@ def test_the_longest_sequence_is_the_last_that_fits(monkeypatch):
     case = next(case for case in READ.values() if isinstance(case, CapacityCase))
     assert isinstance(case.run, TrainingCase)
     assert (case.run.engine, case.run.devices, case.longest) == ("deepspeed", 8, 9)
-    for last in (1, 7, 9, 40):
-        monkeypatch.setattr(CapacityCase, "_fits", lambda _self, _machine, length, last=last: length <= last)
+    for last in (1, 7, 9, 40, 1000):
+        lengths(monkeypatch, lambda length, last=last: 1 if length <= last else -1)  # says only whether it fits
         assert predicted(case) == last * 1024
-    monkeypatch.setattr(CapacityCase, "_fits", lambda *_: False)
+        for room in ROOMS:
+            seen = lengths(monkeypatch, lambda length, last=last, room=room: room(last + 0.5) - room(length))
+            assert predicted(case) == last * 1024
+            assert len(seen) == len(set(seen))
+    seen = lengths(monkeypatch, lambda length: 5e9 - 8e7 * length)
+    assert predicted(case) == 62 * 1024
+    assert seen == [9, 10, 20, 40, 62, 63]  # at most twice the longest, then one more than the last that fits
+    lengths(monkeypatch, lambda _: -1)
     with pytest.raises(CaseError, match="not even sequences of 1024 tokens"):
         predicted(case)
+
+
+# What grows with sequences: a line, a line that bends, and one with stairs.
+ROOMS = (lambda x: 1e8 * x, lambda x: max(1e8 * x, 4e8 * (x - 12)), lambda x: 1e8 * x + 1e9 * (x // 8))
+
+
+def lengths(monkeypatch, room_bytes):
+    """Give sequences the room that a function says; return those that are looked at."""
+    seen = []
+    monkeypatch.setattr(
+        CapacityCase, "_room_bytes", lambda _self, _machine, length: (seen.append(length), room_bytes(length))[1]
+    )
+    return seen
 
 
 def test_sequences_grow_into_what_a_process_leaves_of_the_device(monkeypatch):
@@ -167,11 +187,11 @@ def test_sequences_grow_into_what_a_process_leaves_of_the_device(monkeypatch):
     case = next(case for case in READ.values() if isinstance(case, CapacityCase))
     sizes = set()
 
-    def fits(_self, machine, length):
+    def room_bytes(_self, machine, length):
         sizes.add(machine.device.memory_bytes.value)
-        return length <= 1
+        return 1 - length
 
-    monkeypatch.setattr(CapacityCase, "_fits", fits)
+    monkeypatch.setattr(CapacityCase, "_room_bytes", room_bytes)
     predicted(case)
     (num_bytes,) = sizes
     assert num_bytes == pytest.approx(23.6 * 2**30 - (484 << 20))
@@ -194,8 +214,7 @@ def predicted(case: CapacityCase) -> float:
 def test_longer_sequences_need_more_memory():
     case = next(case for case in READ.values() if isinstance(case, CapacityCase))
     machine = case.run.machine_of(load_profile(case.hardware))
-    assert case._fits(machine, 1)
-    assert not case._fits(machine, 64)
+    assert case._room_bytes(machine, 1) > 0 > case._room_bytes(machine, 64)
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,14 @@ class Outcome:
         values: in SI units, for every metric that the case measured, or more.
         converged: whether simulated iterations became equal.
         warnings: assumptions of the prediction, in sentences.
-        fits: whether all memory that it takes is there.
+        room_bytes: what is left, at the peak, of the tier of which least is left; negative if memory lacks.
         iteration_s: simulates the iteration on another machine; ``None`` if the case has none, or chooses by machine.
     """
 
     values: dict[Metric, float]
     converged: bool = True
     warnings: tuple[str, ...] = ()
-    fits: bool = True
+    room_bytes: int = 0
     iteration_s: Callable[[HardwareProfile], float] | None = None
 
 

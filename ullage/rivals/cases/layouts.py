@@ -181,7 +181,8 @@ def _check_nodes(values: Values, ranks: int, tensor_parallel: int) -> None:
 
 
 # Megatron-LM with all state on the devices of one node, without recomputation. ``gradients`` is the type in which those
-# of micro-batches are added up and reduced. Tensor-parallel ranks share the tokens of norms and residuals.
+# of micro-batches are added up and reduced. Tensor-parallel ranks share the tokens of norms and residuals. The loss is
+# TransformerEngine's: ``cef`` stands for ``--cross-entropy-fusion-impl te`` (SimuMax's ``docs/strategy-zh.md``).
 _IN_MEMORY: Final[Table] = _RUN | {
     "engine.name": Literal["gpu-only"],
     "engine.zero_stage": Literal[1],
@@ -243,6 +244,7 @@ def _in_memory(values: Values, model: ModelConfig) -> Values:
         "engine": "megatron",
         "kernels": "megatron-core",
         "zero_stage": 1,
+        "loss_in_place": values["engine.fused_cross_entropy"],
         "precision": {"weights": "bf16", "gradients": "fp32"},
         "nodes": 1,
         "devices": replicas * tensor_parallel * pipeline_parallel,

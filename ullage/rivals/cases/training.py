@@ -132,6 +132,7 @@ class TrainingCase(Case):
         context_parallel, expert_parallel: ranks, among those that share neither layers nor stages, which share the
             tokens of a sequence; and ranks that share experts (only with ``megatron-core``).
         sequence_parallel: whether tensor-parallel ranks share tokens between products (``megatron-core``).
+        loss_in_place: whether the loss is TransformerEngine's (``megatron-core``).
         micro_batch, num_micro_batches, seq_len: sequences per forward on a rank, forwards per iteration, tokens.
         kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, or of
             ``dataflow``.
@@ -185,6 +186,7 @@ class TrainingCase(Case):
     context_parallel: Number = 1
     expert_parallel: Number = 1
     sequence_parallel: bool = True
+    loss_in_place: bool = False
     micro_batch: Number
     num_micro_batches: Number = 1
     seq_len: Number
@@ -414,6 +416,7 @@ class TrainingCase(Case):
             expert_parallel=self.expert_parallel,
             context_parallel=self.context_parallel,
             sequence_parallel=self.sequence_parallel,
+            loss_in_place=self.loss_in_place,
         )
         if self.kernels == "megatron-lm" and (self.engine not in _IN_MEMORY or self.zero_stage == 3):
             return megatron_lm.build_graph(model, batch, adds_gradients=False)
@@ -586,8 +589,9 @@ def simulated(
     def iteration_s(machine: HardwareProfile) -> float:
         return run_until_steady(schedule, CostModel.of(machine, model_units, decisions)).iteration_s
 
-    lacking = tuple(shortages(case_id, peaks))
-    return Outcome(values, simulation.converged, (*cost.warnings, *lacking), fits=not lacking, iteration_s=iteration_s)
+    warnings = (*cost.warnings, *shortages(case_id, peaks))
+    room_bytes = min(memory.capacity_bytes - memory.peak_bytes for memory in peaks.values())
+    return Outcome(values, simulation.converged, warnings, room_bytes, iteration_s)
 
 
 def _paged(placed: RivalDecisions) -> RivalDecisions:

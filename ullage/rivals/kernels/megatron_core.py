@@ -12,10 +12,10 @@ input of a column-parallel product is gathered again while its gradient is compu
 the weight's is (``LinearWithGradAccumulationAndAsyncCommunication``). Only what takes longer than the product counts.
 Without ``sequence_parallel``, every rank has all tokens there, and all-reduces them.
 
-Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late
-block, so that all have the same share of the causal triangle. Keys and values go round a ring, each step's behind the
-attention of the step before, so ``c`` attention kernels run, each with ``1 / c`` of the rank's FLOP. After each, fp32
-factors bring the outputs to a common scale (Liu et al., *Ring Attention*, 2023; ``AttnFuncWithCPAndKVP2P``).
+Ranks share the tokens of each sequence: a rank has ``s / c`` of them, an early and a late block. Before attention they
+exchange the tokens' queries, keys and values for those of all tokens of ``1 / c`` of the heads, after it the outputs
+(``--cp-comm-type a2a``, ``AttnFuncWithCPAndQKVOA2A``): a copy sorts what is sent by rank, another orders the blocks.
+The exchanged output is the next product's input; backward needs that before the exchange, too.
 """
 
 import dataclasses
@@ -44,9 +44,15 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "sh
 
 @dataclasses.dataclass(frozen=True)
 class MegatronBatch(Batch):
-    """A batch, and whether tensor-parallel ranks share its tokens between products (``--sequence-parallel``)."""
+    """A batch, and with which options of Megatron-Core it is computed.
+
+    Attributes:
+        sequence_parallel: whether tensor-parallel ranks share its tokens between products (``--sequence-parallel``).
+        loss_in_place: whether the loss is TransformerEngine's (``--cross-entropy-fusion-impl te``).
+    """
 
     sequence_parallel: bool = True
+    loss_in_place: bool = False
 
     @property
     def own_tokens(self) -> int:
@@ -78,6 +84,11 @@ def share(config: ModelConfig, batch: MegatronBatch) -> ModelConfig:
             "every rank has two blocks of each sequence; change one"
         )
     own = sharding.share(config, batch, _DIVIDED)
+    if own.num_attention_heads % batch.context_parallel or own.num_key_value_heads % batch.context_parallel:
+        raise ValueError(
+            f"context_parallel is {batch.context_parallel}, but must divide the {own.num_attention_heads} heads and "
+            f"{own.num_key_value_heads} of keys of a tensor-parallel rank: ranks exchange tokens for heads; lower it"
+        )
     experts.check(config, batch)
     return own.model_copy(update={"vocab_size": sharding.padded(own.vocab_size)})
 
@@ -96,7 +107,7 @@ def _last(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> list[Opera
     own = {
         "norm": _SET.norm(batch.own_tokens, hidden, e),  # its row counts its output
         "head": work.with_memory(column(batch, hidden, vocab), 0, rows * (vocab + hidden) * e),
-        "loss": loss(rows, vocab, e, batch.tensor_parallel),
+        "loss": (loss_in_place if batch.loss_in_place else loss)(rows, vocab, e, batch.tensor_parallel),
     }
     return [operator.doing(own[operator.kind]) for operator in head_operators(config, batch, owned)]
 
@@ -171,8 +182,8 @@ def row(batch: MegatronBatch, inputs: int, outputs: int) -> Work:
 
 
 def add_gradient(size: int, e: int) -> Work:
-    """Return the addition of a gradient that no product writes to its fp32 sum."""
-    return Work((), each(size, e + 2 * _FP32))
+    """Return the addition of a gradient that no product writes to its fp32 sum; until then it is there beside it."""
+    return Work((), each(size, e + 2 * _FP32), workspace_bytes=size * e)
 
 
 def _attention(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> Iterator[Operator]:
@@ -187,7 +198,7 @@ def _attention(config: ModelConfig, batch: MegatronBatch, owned: Owned) -> Itera
     core = _core(config, batch, config.head_dim)
     turn = _SET.turn(rows * query, rows * key, e)
     # The gradients of query, key and value are written where the joint projection's gradient is read.
-    attend = turn + _ring(batch, core, rows * query, rows * 2 * key)
+    attend = turn + _attend(batch, core, rows * query, rows * query, rows * key, rows * key)
     yield make("self_attn.core", "attention", Pattern.SHARD, attend, rows * query * e)
     yield _output(config, batch, owned, query)
 
@@ -230,7 +241,8 @@ def _latent_attention(
     yield part("up_proj", up, query + keys, modules)
     turn = _SET.turn(rows * turned * heads, rows * turned, e)
     joined = Work(each(rows * query, 2 * e), each(rows * query, 2 * e))
-    attend = turn + joined + _ring(batch, _core(config, batch, latent.v_head_dim), rows * value, rows * (query + value))
+    core = _core(config, batch, latent.v_head_dim)
+    attend = turn + joined + _attend(batch, core, rows * value, rows * query, rows * query, rows * value)
     yield make("self_attn.core", "attention", Pattern.SHARD, attend, rows * value * e)
     yield _output(config, batch, owned, value)
 
@@ -238,33 +250,41 @@ def _latent_attention(
 def _core(config: ModelConfig, batch: MegatronBatch, value_dim: int) -> Attention:
     return Attention(
         batch.micro_batch,
-        config.num_attention_heads,
+        config.num_attention_heads // batch.context_parallel,
         batch.seq_len,
         config.head_dim,
         value_dim=value_dim,
-        num_steps=batch.context_parallel,
     )
 
 
-def _ring(batch: MegatronBatch, core: Attention, outputs: int, keys_and_values: int) -> Work:
-    """Return flash attention, over all steps of the ring; saved are query, key, value, output and a factor per row.
+def _attend(batch: MegatronBatch, core: Attention, output: int, *inputs: int) -> Work:
+    """Return flash attention; saved are query, key, value, output and a factor per row.
 
     Args:
         batch: the batch.
         core: the forward kernel.
-        outputs: values of the rank's output.
-        keys_and_values: values of the rank's keys and values together.
+        output: values of the rank's output.
+        inputs: values of its queries, keys and values.
     """
-    e, factors = batch.dtype_bytes, core.batch * core.num_heads * (core.seq_len // core.num_steps)
-    queries = factors * core.head_dim
-    steps = core.num_steps if core.num_steps > 1 else 0
-    rescale = each(outputs, *(e + 2 * _FP32,) * steps)
-    # Backward adds each step's gradients of query, key and value to those before.
-    add = each(queries + keys_and_values, *(3 * e,) * steps)
-    saved_bytes = (queries + keys_and_values + outputs) * e + _FP32 * factors
-    workspace_bytes = (queries + keys_and_values + outputs) * e
-    backward = (dataclasses.replace(core, backward=True), *add)
-    return Work((core, *rescale), backward, saved_bytes, workspace_bytes)
+    e, shared = batch.dtype_bytes, batch.context_parallel > 1
+    values = sum(inputs) + output
+    saved_bytes = (values + output * shared) * e + _FP32 * core.batch * core.num_heads * core.seq_len
+    attend = Work((core,), (dataclasses.replace(core, backward=True),), saved_bytes, values * e)
+    return _swap(batch, *inputs) + attend + _swap(batch, output) if shared else attend
+
+
+def _swap(batch: MegatronBatch, *sizes: int) -> Work:
+    """Return the exchange of tensors of so many values each, and of their gradients."""
+    swaps = tuple(
+        kernel
+        for size in sizes
+        for kernel in (
+            *each(size, 2 * batch.dtype_bytes),
+            Collective(size * batch.dtype_bytes, batch.context_parallel, kind="all-to-all"),
+            *each(size, 2 * batch.dtype_bytes),
+        )
+    )
+    return Work(swaps, swaps)
 
 
 def _gated(
@@ -343,3 +363,14 @@ def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     # The maximum; then the target's logit and the sum together.
     sums = (*all_reduce(4 * rows, num_ranks), *all_reduce(8 * rows, num_ranks))
     return Work((*each(n, e + 4, 4, 8, 8), *sums), each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))
+
+
+def loss_in_place(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
+    """Return TransformerEngine's cross-entropy (``common/triton/cross_entropy.py``), in the type of the logits.
+
+    One kernel finds the maximum and the sum; another makes the loss and writes gradients over the logits, which
+    backward scales. Ranks gather three fp32 values of each row.
+    """
+    n = rows * vocab
+    gathered = (Collective(12 * rows * num_ranks, num_ranks, num_passes=1),) if num_ranks > 1 else ()
+    return Work((*each(n, e), *gathered, *each(n, 2 * e)), each(n, 2 * e), e * n)

@@ -2,13 +2,15 @@
 
 import functools
 import itertools
+import operator
 from collections.abc import Collection, Mapping
 
 from planner.decisions import Place
 from planner.lowering.memory import Fresh, hold_from, hold_resident, note_fresh
 from planner.lowering.memory import memory as core_memory
 from planner.lowering.parameters import assign_slots
-from planner.lowering.program import ALWAYS, LoweredUnit, Program
+from planner.lowering.program import LoweredUnit, Program
+from planner.models.kernels import Gemm
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from ullage.rivals.decisions import GradientPath, RivalDecisions
 from ullage.rivals.passes.computing import buffered_params, first_passes
@@ -23,7 +25,10 @@ def memory(decisions: RivalDecisions, program: Program) -> None:
     """Add all buffers of the engine."""
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, decisions.device_buffer_bytes, "engine's buffers")
     once = decisions.gradient_path is GradientPath.ONCE and not decisions.bucket_params
-    if once and not _has_buffers(decisions):
+    if _has_buffers(decisions):
+        core_memory(program, _hold_sums)
+        _hold_placeholders(program)
+    elif once:
         core_memory(program)
     else:
         core_memory(program, functools.partial(_hold_gradients, decisions, _brought(program)))
@@ -47,8 +52,6 @@ def _change_held(decisions: RivalDecisions, program: Program) -> None:
         _shorten_state_slots(program)
     if decisions.recompute_block:
         _hold_blocks(program, decisions.recompute_block)
-    if _has_buffers(decisions):
-        _hold_sums(program)
     if decisions.shards_masters:
         _hold_in_type_of_masters(program)
     if decisions.head_percent < 100:
@@ -144,8 +147,7 @@ def _hold_gradients(
     made: Task | None = None  # the task since which whole gradients of this rank accumulate
     summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
-        there = _has_buffers(decisions)
-        note_fresh(unit, maker, tied, fresh[micro_batch], (there or summed is not None, there or made is not None))
+        note_fresh(unit, maker, tied, fresh[micro_batch], (summed is not None, made is not None))
         here = brought.get((unit.name, micro_batch)) if on_device else None
         made = made or here or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
@@ -184,17 +186,32 @@ def _hold_spilled(decisions: RivalDecisions, program: Program) -> None:
 def _has_buffers(decisions: RivalDecisions) -> bool:
     """Return whether whole gradients are added up in another type, to which products write: Megatron-Core's buffers."""
     other = isinstance(decisions.precision, RivalPrecision) and decisions.precision.gradients is not None
-    return other and decisions.zero_stage == 0
+    return other and decisions.zero_stage < 2
 
 
-def _hold_sums(program: Program) -> None:
-    """Hold sums of gradients all the time: their buffers are allocated once (``param_and_grad_buffer.py``)."""
-    program.held = [
-        (tier, kind, num_bytes, ALWAYS, ALWAYS, stage, label)
-        if kind is MemoryClass.GRADIENTS and " resident" in label
-        else (tier, kind, num_bytes, first, last, stage, label)
-        for tier, kind, num_bytes, first, last, stage, label in program.held
-    ]
+def _hold_sums(program: Program, unit: LoweredUnit, _maker: LoweredUnit, _tied: Collection[str], _fresh: Fresh) -> None:
+    """Hold the sums of a unit's gradients all the time; see :func:`planner.lowering.memory.hold_leaving`.
+
+    Their buffers are allocated once, also where ranks share the optimizer's state (``param_and_grad_buffer.py``). No
+    gradient is new: products add theirs to the sums.
+    """
+    num_bytes = program.decisions.precision.gradient_bytes * max(unit.amounts.padded_params, unit.num_params)
+    program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} sums", unit.stage)
+
+
+def _hold_placeholders(program: Program) -> None:
+    """Hold what products that add gradients to sums give autograd in a gradient's place.
+
+    TransformerEngine keeps one tensor for each shape of a weight (``module/base.py::get_dummy_wgrad``), and
+    Megatron-Core's head takes its from there (``core/tensor_parallel/layers.py``).
+    """
+    shapes: dict[int, set[tuple[int, int]]] = {}
+    for unit in program.units:
+        own = {(each.m, each.n) for each in unit.unit.backward if isinstance(each, Gemm) and each.accumulates}
+        shapes.setdefault(unit.stage, set()).update(own)
+    for stage, found in shapes.items():
+        num_bytes = program.decisions.precision.weight_bytes * sum(itertools.starmap(operator.mul, found))
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, "placeholders", stage)
 
 
 def _hold_in_type_of_masters(program: Program) -> None:

@@ -68,16 +68,15 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
     forward: Kernels = ()
     backward: Kernels = ()
     saved_bytes = workspace_bytes = 0
-    for segment in parts:
+    for segment in reversed(parts):  # as backward releases them
         recompute = decisions.units[segment[0].name].activations == "recompute"
         stored_bytes = sum(unit.saved_bytes for unit in segment)
         inside_bytes = max(unit.workspace_bytes for unit in segment)
-        for unit in segment:
-            forward += unit.forward
+        forward = tuple(kernel for unit in segment for kernel in unit.forward) + forward
         again = tuple(kernel for unit in segment for kernel in unit.recompute) if recompute else ()
-        backward = again + tuple(k for unit in reversed(segment) for k in unit.backward) + backward
+        backward += again + tuple(k for unit in reversed(segment) for k in unit.backward)
+        workspace_bytes = max(workspace_bytes, inside_bytes + (stored_bytes if recompute else 0) - saved_bytes)
         saved_bytes += segment[0].activation_output_bytes if recompute else stored_bytes
-        workspace_bytes = max(workspace_bytes, inside_bytes + (stored_bytes if recompute else 0))
     members = [unit for segment in parts for unit in segment]
     hidden_bytes = next(unit for unit in members if unit.in_layer).activation_output_bytes
     if decisions.tensor_parallel > 1:
