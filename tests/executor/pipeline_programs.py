@@ -147,6 +147,39 @@ class Own(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
 
 
+class Resized(torch.nn.Module):
+    def __init__(self, width: int, new: int):
+        super().__init__()
+        self.mix, self.out = torch.nn.Conv1d(width, new, 3, padding=1), torch.nn.Conv1d(new, new, 3, padding=1)
+
+    def forward(self, x):
+        return self.out(torch.nn.functional.gelu(self.mix(x)))
+
+
+class Towers(torch.nn.Module):
+    """Two towers that meet in the loss. In one of them, layers change shapes, and connections skip layers."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.first, self.other = torch.nn.Conv1d(4, width, 3, padding=1), Linear(4, width)
+        self.down = torch.nn.ModuleList([Resized(width, width), Resized(width, 2 * width)])
+        self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
+        self.pool, self.head = Linear(width, width), Linear(width, 6)
+
+    def forward(self, signal, wanted):
+        first = self.down[0](self.first(signal))
+        second = self.down[1](first)
+        x = torch.nn.functional.avg_pool1d(second, 2)
+        for layer, skipped in zip(self.up, (second / 2, first), strict=True):  # one of them changed outside of modules
+            x = layer(torch.cat([x.repeat_interleave(2, -1) if x.shape[-1] == 8 else x, skipped], 1))
+        pooled, y = self.pool(x.mean(-1)), self.other(signal.transpose(1, 2))
+        for block in self.blocks:
+            y = block(y, torch.ones_like(y))
+        loss = torch.nn.functional.cross_entropy(self.head(y.mean(1)) + self.head(pooled), wanted)
+        return {"loss": loss, "of a tower": x}  # which other stages need not have
+
+
 def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     """Train a model of the user's own: prepared in stages, and in memory. Return losses and weights of both."""
     random, wanted = torch.Generator().manual_seed(3), torch.arange(6) % 6
@@ -154,6 +187,8 @@ def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     def batch():
         return {"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted}
 
+    if crosses == "towers":
+        return _in_stages_and_in_memory(Towers, batch, lambda output, _batch: output["loss"], size, options)
     return _in_stages_and_in_memory(lambda: Own(crosses), batch, lambda output, _batch: output, size, options)
 
 
@@ -193,6 +228,17 @@ OTHERS = {
     ),
     "a head that is made before the embedding": lambda: transformers.XLMRobertaConfig(
         **_SIZES, is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    ),
+    "buffers of layers": lambda: transformers.GPTJConfig(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        rotary_dim=4,
+        n_positions=16,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        resid_pdrop=0,
     ),
     "an encoder's output": lambda: transformers.BartConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
