@@ -196,6 +196,7 @@ class Pipeline:
     def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> tuple[_Begun, Tensor | None]:
         """Run the forward of a micro-batch, of so many, in a round; the last chunk has a loss."""
         stage, links = self.stage, self._ranks.forward
+        self._driver.progress.begin_forward()
         stage.check(batch, loss if loss is own_loss else None)
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:

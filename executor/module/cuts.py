@@ -30,11 +30,8 @@ _META: Final = torch.device("meta")
 _REMEDY = "so the model cannot be cut there; prepare it without pipeline="
 
 
-class Part(NamedTuple):
-    """A chunk of a model: paths of its layers, in order, and names of the parameters that it uses."""
-
-    layers: Sequence[str]
-    parameters: frozenset[str]
+Part = tuple[Sequence[str], frozenset[str]]
+"""A chunk of a model: paths of its layers, in order, and names of the parameters that it uses."""
 
 
 class Crossing(NamedTuple):
@@ -92,7 +89,7 @@ class Cuts(NamedTuple):
 
 def hidden_alone(parts: Sequence[Part]) -> Cuts:
     """Return the cuts of a model whose layers hand on hidden states alone."""
-    crossing = [[Crossing(part.layers[0], 0)] if number else [] for number, part in enumerate(parts)]
+    crossing = [[Crossing(layers[0], 0)] if number else [] for number, (layers, _) in enumerate(parts)]
     return Cuts(crossing, [{each.layer: {each.leaf: 0} for each in cut} for cut in crossing], {})
 
 
@@ -123,6 +120,18 @@ def exchanged(value: Any, tensors: Mapping[int, Tensor]) -> Any:
 def on_meta(value: Any) -> Any:
     """Return a value with tensors on the meta device in place of its own."""
     return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
+
+
+class Absent(Tensor):
+    """Logits that a stage does not make: what a model makes of them has no values either, and takes no memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*on_meta(tuple(args)), **on_meta(kwargs or {}))
+        return made.as_subclass(cls) if isinstance(made, Tensor) else made
 
 
 def cuts_of(
@@ -165,21 +174,21 @@ def cuts_of(
         raise
     except Exception as error:
         raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
-    if watch.seen != [path for part in parts for path in part.layers]:
+    if watch.seen != [path for layers, _ in parts for path in layers]:
         raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
     names: dict[int, set[str]] = {}
     for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     needed = output if loss is None else loss(output, given)
     roots = [leaf for leaf in tree_leaves(needed) if isinstance(leaf, Tensor)]
-    for chunk, part in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
+    for chunk, (layers, parameters) in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
         begun = {id(each) for each in watch.begun[chunk]}
         for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
             found = names.get(id(leaf), {"a tensor"})
-            if not part.parameters & found:
+            if not parameters & found:
                 raise BindingError(
-                    f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
-                    f"beside what layers from {part.layers[0]} on are given, {_REMEDY}"
+                    f"what {layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
+                    f"beside what layers from {layers[0]} on are given, {_REMEDY}"
                 )
         cut = zip(watch.whole[chunk], watch.crossing[chunk], strict=True)
         roots = [tensor for tensor, each in cut if each.passed_on is None]
@@ -212,7 +221,7 @@ class _Watch:
         self.given: list[Given] = [{} for _ in parts]
         self.whole: list[list[Tensor]] = [[] for _ in parts]
         self.begun: list[list[Tensor]] = [[] for _ in parts]
-        self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
+        self._firsts = {layers[0]: number for number, (layers, _) in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
         self._own: list[set[int]] = []  # parameters of each chunk, by ``id``
         self._chunk = 0
@@ -225,8 +234,8 @@ class _Watch:
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
         named = [*model.named_parameters(remove_duplicate=False)]
-        self._own = [{id(parameter) for name, parameter in named if name in part.parameters} for part in parts]
-        layers = {model.get_submodule(path) for part in parts for path in part.layers}
+        self._own = [{id(parameter) for name, parameter in named if name in parameters} for _, parameters in parts]
+        layers = {model.get_submodule(path) for of_part, _ in parts for path in of_part}
         within = {inner for layer in layers for inner in layer.modules()}
         around = {path: module for path, module in model.named_modules() if path and module not in within}
         for path, module in around.items():
@@ -234,7 +243,7 @@ class _Watch:
         for module in (each for each in around.values() if layers.isdisjoint(each.modules())):
             if next(module.parameters(), None) is not None:
                 self._set_apart(module)
-        for path in (path for part in parts for path in part.layers):
+        for path in (path for of_part, _ in parts for path in of_part):
             self._set_apart(layer := model.get_submodule(path))
             layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
             layer.register_forward_hook(functools.partial(self.end, path), with_kwargs=True)

@@ -23,6 +23,7 @@ from executor.module.binding import segment_module, unit_modules
 from executor.module.cuts import (
     HIDDEN,
     OUTPUT,
+    Absent,
     Crossing,
     Cuts,
     Operators,
@@ -234,7 +235,7 @@ class Stage:
 
     def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
-        if path == self._parts[self._chunk].layers[0]:
+        if path == self._parts[self._chunk][0][0]:
             self._receive_all(first_of(args, kwargs))
         return self._with_received(path, (args, kwargs))
 
@@ -258,7 +259,7 @@ class Stage:
         """Return what stands for any module: zeros of the shapes of its outputs.
 
         They take no memory, unless the model changes them in place. Logits of ``transformers`` are without values
-        instead: models convert or scale them, which gives zeros memory.
+        instead: models convert, scale or shift them, which gives zeros memory.
         """
         twin, path = without_values(module), next(path for path, m in self._model.named_modules() if m is module)
         is_head = hasattr(self._model, "get_output_embeddings") and module is find_head(self._model)
@@ -269,7 +270,7 @@ class Stage:
             with torch.no_grad():
                 made = twin(*on_meta(args), **on_meta(kwargs))
             if is_head:
-                return made
+                return made.as_subclass(Absent)
             if path in self._cuts.changed:
                 made = tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=device), made)
             else:
@@ -427,4 +428,4 @@ def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     units = [unit for part in parts for unit in part]
     names = {spec.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
     names.update(name for unit in units for name in unit.shared_parameters)
-    return Part([paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names))
+    return [paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names)

@@ -156,8 +156,14 @@ class Resized(torch.nn.Module):
         return self.out(torch.nn.functional.gelu(self.mix(x)))
 
 
+_seen: list[torch.Tensor] = []
+
+
 class Towers(torch.nn.Module):
-    """Two towers that meet in the loss. In one of them, layers change shapes, and connections skip layers."""
+    """Two towers that meet in the loss. In one of them, layers change shapes, and connections skip layers.
+
+    Of the other one, hooks collect what layers return, as ``transformers`` sets them in the first forward.
+    """
 
     def __init__(self, width: int = 16):
         super().__init__()
@@ -165,9 +171,13 @@ class Towers(torch.nn.Module):
         self.down = torch.nn.ModuleList([Resized(width, width), Resized(width, 2 * width)])
         self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
-        self.pool, self.head = Linear(width, width), Linear(width, 6)
+        self.pool, self.head, self.is_hooked = Linear(width, width), Linear(width, 6), False
 
     def forward(self, signal, wanted):
+        _seen.clear()
+        for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block)]:
+            block.register_forward_hook(lambda _block, _args, output: _seen.append(output))
+        self.is_hooked = True
         first = self.down[0](self.first(signal))
         second = self.down[1](first)
         x = torch.nn.functional.avg_pool1d(second, 2)
@@ -176,7 +186,8 @@ class Towers(torch.nn.Module):
         pooled, y = self.pool(x.mean(-1)), self.other(signal.transpose(1, 2))
         for block in self.blocks:
             y = block(y, torch.ones_like(y))
-        loss = torch.nn.functional.cross_entropy(self.head(y.mean(1)) + self.head(pooled), wanted)
+        logits = self.head((y + _seen[0]).mean(1) + pooled)
+        loss = torch.nn.functional.cross_entropy(logits, wanted)
         return {"loss": loss, "of a tower": x}  # which other stages need not have
 
 
@@ -187,8 +198,9 @@ def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     def batch():
         return {"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted}
 
-    if crosses == "towers":
-        return _in_stages_and_in_memory(Towers, batch, lambda output, _batch: output["loss"], size, options)
+    if "towers" in crosses:
+        with _rounds(2 if "in rounds" in crosses else None):
+            return _in_stages_and_in_memory(Towers, batch, lambda output, _batch: output["loss"], size, options)
     return _in_stages_and_in_memory(lambda: Own(crosses), batch, lambda output, _batch: output, size, options)
 
 
@@ -240,7 +252,7 @@ OTHERS = {
         embd_pdrop=0,
         resid_pdrop=0,
     ),
-    "an encoder's output": lambda: transformers.BartConfig(
+    "an encoder's output, logits that are shifted": lambda: transformers.PegasusConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
     ),
     "scores that layers share": lambda: transformers.T5Config(
@@ -269,9 +281,13 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         with warnings.catch_warnings(action="ignore"):  # peft calls what transformers has deprecated
             return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
 
-    rounds = functools.partial(Request, pipeline_rounds=2 if kind == IN_ROUNDS else None)
-    with mock.patch("ullage.this_machine.planning.Request", rounds):
+    with _rounds(2 if kind == IN_ROUNDS else None):
         return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
+
+
+def _rounds(count: int | None):
+    """Return a context in which ``prepare`` plans so many rounds."""
+    return mock.patch("ullage.this_machine.planning.Request", functools.partial(Request, pipeline_rounds=count))
 
 
 def _counted(pipeline) -> list[int]:
@@ -340,6 +356,7 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
             ours.clip_grad_norm_(0.5)
             ours.step()
             ours.zero_grad()
+        assert ours.session.num_left == 0, "all steps have followed the plan"
     for batches in steps:
         for given in batches:
             (its := loss(plain(**given), given)).div(len(batches)).backward()

@@ -147,12 +147,14 @@ def _with_collected(segments: Sequence[CapturedSegment], recording: Recording) -
     visits = {visit.path: visit for visit in recording.visits if visit.path in layers and visit.call == 1}
     last = max((visit.stop for visit in visits.values()), default=0)
     read = {number for event in recording.forward[last:] for number in event.reads}
+    inside = {index for visit in visits.values() for index in range(visit.first, visit.stop)}
     known, total_bytes = recording.storages, 0
     for segment in segments:
         visit = visits.get(of.get(segment.path, segment.path)) if segment.call is None else None
         if visit is not None and total_bytes:
             given_bytes = segment.given_bytes or sum(known[n].num_bytes for n in visit.inputs)
-            yield segment.model_copy(update={"given_bytes": given_bytes + total_bytes})
+            counted_bytes = sum(known[n].num_bytes for n in read & visit.inputs if known[n].born in inside)
+            yield segment.model_copy(update={"given_bytes": given_bytes + total_bytes - counted_bytes})
         else:
             yield segment
         if visit is not None:
