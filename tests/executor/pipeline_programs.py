@@ -162,7 +162,7 @@ _seen: list[torch.Tensor] = []
 class Towers(torch.nn.Module):
     """Two towers that meet in the loss. In one of them, layers change shapes, and connections skip layers.
 
-    Of the other one, hooks collect what layers return, as ``transformers`` sets them in the first forward.
+    Hooks collect what layers return, as ``transformers`` sets them in the first forward.
     """
 
     def __init__(self, width: int = 16):
@@ -175,18 +175,18 @@ class Towers(torch.nn.Module):
 
     def forward(self, signal, wanted):
         _seen.clear()
-        for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block)]:
+        for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block | Resized)]:
             block.register_forward_hook(lambda _block, _args, output: _seen.append(output))
         self.is_hooked = True
         first = self.down[0](self.first(signal))
         second = self.down[1](first)
         x = torch.nn.functional.avg_pool1d(second, 2)
-        for layer, skipped in zip(self.up, (second / 2, first), strict=True):  # one of them changed outside of modules
+        for layer, skipped in zip(self.up, (second, first / 2), strict=True):  # one of them changed outside of modules
             x = layer(torch.cat([x.repeat_interleave(2, -1) if x.shape[-1] == 8 else x, skipped], 1))
         pooled, y = self.pool(x.mean(-1)), self.other(signal.transpose(1, 2))
         for block in self.blocks:
             y = block(y, torch.ones_like(y))
-        logits = self.head((y + _seen[0]).mean(1) + pooled)
+        logits = self.head((y + _seen[4]).mean(1) + pooled + _seen[2].mean(-1))  # of the first layer in two chunks
         loss = torch.nn.functional.cross_entropy(logits, wanted)
         return {"loss": loss, "of a tower": x}  # which other stages need not have
 
