@@ -151,9 +151,18 @@ class Stage:
 
     def bind(self) -> None:
         """Give layers what is received, before other hooks say that the model has reached them: until then it waits."""
+        taken = {inner: parameter.dtype for inner, _, parameter in self._taken}
+        for module in self._model.modules():
+            within = [taken[inner] for inner in module.modules() if inner in taken]
+            if within and next(module.parameters(), None) is None:
+                self._undo.append(replace_attribute(module, "parameters", functools.partial(self._empty, within[0])))
         for layer, path in self._given:
             give = functools.partial(self._give, path)
             self._undo.append(layer.register_forward_pre_hook(give, prepend=True, with_kwargs=True).remove)
+
+    def _empty(self, dtype: torch.dtype, **_: bool) -> Iterator[nn.Parameter]:
+        """Yield what stands for the weights of a module that has none here: models ask for their type and device."""
+        yield nn.Parameter(torch.empty(0, dtype=dtype, device=self._device), requires_grad=False)
 
     def check(self, batch: Mapping[str, Any], loss: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> None:
         """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.

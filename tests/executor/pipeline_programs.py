@@ -178,7 +178,7 @@ class Towers(torch.nn.Module):
         for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block | Resized)]:
             block.register_forward_hook(lambda _block, _args, output: _seen.append(output))
         self.is_hooked = True
-        first = self.down[0](self.first(signal))
+        first = self.down[0](self.first(signal.to(next(self.down.parameters()).dtype)))
         second = self.down[1](first)
         x = torch.nn.functional.avg_pool1d(second, 2)
         for layer, skipped in zip(self.up, (second, first / 2), strict=True):  # one of them changed outside of modules
