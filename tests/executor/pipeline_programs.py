@@ -171,22 +171,26 @@ class Towers(torch.nn.Module):
         self.down = torch.nn.ModuleList([Resized(width, width), Resized(width, 2 * width)])
         self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
-        self.pool, self.head, self.is_hooked = Linear(width, width), Linear(width, 6), False
+        self.side, self.pool, self.head = Linear(4, width), Linear(width, width), Linear(width, 6)
+        self.is_hooked = False
 
     def forward(self, signal, wanted):
         _seen.clear()
         for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block | Resized)]:
             block.register_forward_hook(lambda _block, _args, output: _seen.append(output))
         self.is_hooked = True
+        early = self.side(signal.mean(-1)) / 2  # outside of modules
         first = self.down[0](self.first(signal.to(next(self.down.parameters()).dtype)))
         second = self.down[1](first)
         x = torch.nn.functional.avg_pool1d(second, 2)
-        for layer, skipped in zip(self.up, (second, first / 2), strict=True):  # one of them changed outside of modules
+        for layer, skipped in zip(self.up, (second, first), strict=True):
             x = layer(torch.cat([x.repeat_interleave(2, -1) if x.shape[-1] == 8 else x, skipped], 1))
         pooled, y = self.pool(x.mean(-1)), self.other(signal.transpose(1, 2))
         for block in self.blocks:
             y = block(y, torch.ones_like(y))
-        logits = self.head((y + _seen[4]).mean(1) + pooled + _seen[2].mean(-1))  # of the first layer in two chunks
+        logits = self.head(
+            (y + _seen[4]).mean(1) + pooled + early + _seen[2].mean(-1)
+        )  # of the first layer in two chunks
         loss = torch.nn.functional.cross_entropy(logits, wanted)
         return {"loss": loss, "of a tower": x}  # which other stages need not have
 
