@@ -18,7 +18,7 @@ from torch import nn
 
 from executor.checks import check_decisions, check_saved_group, check_saved_state
 from executor.distributed.meeting import join, missed
-from executor.driver.pipeline import Pipeline
+from executor.driver.pipeline import Pipeline, own_loss
 from executor.driver.whole_steps import WholeSteps
 from executor.memory.nvme_files import shared_file
 from executor.memory.pieces import state_buffers
@@ -50,18 +50,6 @@ from planner.plan.document import Plan
 from planner.schedule.loop import OutOfOrderError
 
 _ON_CPU = Options()
-
-
-def _own_loss(output: Any, _batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the loss of a model that returns it, alone or as ``loss`` of an object or mapping."""
-    of_object = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found = output if isinstance(output, torch.Tensor) else of_object
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        return found
-    raise ValueError(
-        f"the model returned a {type(output).__name__} without a loss that is one number; give what makes it: "
-        "forward_backward(batches, lambda output, batch: ...)"
-    )
 
 
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -432,7 +420,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def forward_backward(
         self,
         batches: Sequence[Mapping[str, Any]],
-        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _own_loss,
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = own_loss,
     ) -> list[float]:
         """Run forward and backward of all micro-batches of a step; return the loss of each.
 
@@ -460,7 +448,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def evaluate(
         self,
         batches: Sequence[Mapping[str, Any]],
-        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = _own_loss,
+        loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] = own_loss,
     ) -> list[float]:
         """Run forward of batches without gradients, in the model's own mode; return the loss of each.
 

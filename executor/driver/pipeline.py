@@ -35,6 +35,18 @@ Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 """Returns the loss of a model's output and its batch, a scalar."""
 
 
+def own_loss(output: Any, _batch: Mapping[str, Any]) -> Tensor:
+    """Return the loss of a model that returns it, alone or as ``loss`` of an object or mapping."""
+    of_object = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = output if isinstance(output, Tensor) else of_object
+    if isinstance(found, Tensor) and found.dim() == 0:
+        return found
+    raise ValueError(
+        f"the model returned a {type(output).__name__} without a loss that is one number; give what makes it: "
+        "forward_backward(batches, lambda output, batch: ...)"
+    )
+
+
 _Edges = list[tuple[torch.Size, torch.dtype, GradientEdge | None]]
 """Of each tensor that a forward has made and sent on: its shape, its type, and what backward begins with.
 
@@ -184,7 +196,8 @@ class Pipeline:
     def _forward(self, turn: int, batch: Mapping[str, Any], loss: Loss, count: int) -> tuple[_Begun, Tensor | None]:
         """Run the forward of a micro-batch, of so many, in a round; the last chunk has a loss."""
         stage, links = self.stage, self._ranks.forward
-        stage.check(batch)
+        self._driver.progress.begin_forward()
+        stage.check(batch, loss if loss is own_loss else None)
         stage.receive = lambda values: self._receive(links[(self._number - 1) % self._count], values, 0)
         try:
             with stage.in_round(turn):

@@ -189,6 +189,11 @@ class Progress:
         self._machine.end_open()
         self.has_left = False
 
+    def begin_forward(self) -> None:
+        """The forward of a micro-batch begins, perhaps with the unit with which the one before has ended."""
+        if self.task is not None and self.task.op is Op.FORWARD:
+            self.task = None
+
     def is_at(self, op: Op, unit: str) -> bool:
         """Return whether the caller is already at this task. A unit may have several modules with hooks."""
         task = self.task

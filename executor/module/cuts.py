@@ -4,8 +4,9 @@ A stage runs the model's own forward, in which all but its own layers hand on wh
 (:mod:`executor.module.stages`). At a cut, it gets what the first layer behind it is given, and what else later layers
 are given of earlier stages, such as the output of an encoder. All of it is found on a copy that has no values. The
 copy's tensors are fake, so that models which look at values, as for masks, see that they are traced. Its graph begins
-anew at each cut, with the arguments of layers: whatever later layers or losses still reach of an earlier stage crosses
-in another way, and the model is refused. What a forward computes without gradients is not seen.
+anew at each cut, with the arguments of layers. Where code behind a cut still reaches what a module before it has
+returned, as skip connections and losses of several towers do, that crosses too. If it reaches weights of an earlier
+stage in another way, the model is refused. What a forward computes without gradients is not seen.
 """
 
 import contextlib
@@ -29,11 +30,8 @@ _META: Final = torch.device("meta")
 _REMEDY = "so the model cannot be cut there; prepare it without pipeline="
 
 
-class Part(NamedTuple):
-    """A chunk of a model: paths of its layers, in order, and names of the parameters that it uses."""
-
-    layers: Sequence[str]
-    parameters: frozenset[str]
+Part = tuple[Sequence[str], frozenset[str]]
+"""A chunk of a model: paths of its layers, in order, and names of the parameters that it uses."""
 
 
 class Crossing(NamedTuple):
@@ -41,18 +39,18 @@ class Crossing(NamedTuple):
 
     Attributes:
         layer, leaf: the first layer behind the cut that is given it, and its position among the leaves of
-            ``(args, kwargs)``.
+            ``(args, kwargs)``; an empty path if none is.
         passed_on: its position among what crosses the cut before, if it crosses that too.
         like: a tensor of its shape and type, without values.
-        inner: modules in ``layer``, which is before the cut, that return it, each with its position among the leaves of
-            the output; empty for what a layer is given.
+        returned: modules that return it and whose callers need it behind the cut, each with its position among the
+            leaves of the output, in the order in which they run.
     """
 
     layer: str
     leaf: int
     passed_on: int | None = None
     like: Tensor | None = None
-    inner: Sequence[tuple[str, int]] = ()
+    returned: Sequence[tuple[str, int]] = ()
 
 
 Operators = Callable[
@@ -77,10 +75,10 @@ class Cuts(NamedTuple):
     Attributes:
         crossing: of the cut before each chunk; nothing crosses before the first one.
         given: of each chunk, which of these its layers are given, and the model's output has.
-        forms: what each layer returns, by its path, with :data:`HIDDEN` in place of the hidden states, and ``None`` in
-            place of any other tensor; what modules inside return whose output crosses, with tensors without values, in
-            the order in which they run.
-        changed: modules outside of layers whose output is changed in place later.
+        forms: what each layer returns, by its path, with :data:`HIDDEN` in place of a first tensor like the first one
+            that it is given; what other modules return whose output crosses, in the order in which they run. Tensors
+            are without values.
+        changed: layers, and modules outside of them, whose output is changed in place later.
     """
 
     crossing: list[list[Crossing]]
@@ -91,7 +89,7 @@ class Cuts(NamedTuple):
 
 def hidden_alone(parts: Sequence[Part]) -> Cuts:
     """Return the cuts of a model whose layers hand on hidden states alone."""
-    crossing = [[Crossing(part.layers[0], 0)] if number else [] for number, part in enumerate(parts)]
+    crossing = [[Crossing(layers[0], 0)] if number else [] for number, (layers, _) in enumerate(parts)]
     return Cuts(crossing, [{each.layer: {each.leaf: 0} for each in cut} for cut in crossing], {})
 
 
@@ -119,17 +117,30 @@ def exchanged(value: Any, tensors: Mapping[int, Tensor]) -> Any:
     return tree_unflatten(leaves, structure)
 
 
-def hidden_of(output: Any) -> Tensor | None:
-    """Return the hidden states of what a layer returns: the first tensor."""
-    return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-
-
 def on_meta(value: Any) -> Any:
     """Return a value with tensors on the meta device in place of its own."""
     return tree_map_only(Tensor, lambda leaf: leaf.to("meta"), value)
 
 
-def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], operators: Operators) -> Cuts:
+class Absent(Tensor):
+    """Logits that a stage does not make: what a model makes of them has no values either, and takes no memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*on_meta(tuple(args)), **on_meta(kwargs or {}))
+        return made.as_subclass(cls) if isinstance(made, Tensor) else made
+
+
+def cuts_of(
+    twin: nn.Module,
+    parts: Sequence[Part],
+    batch: Mapping[str, Any],
+    operators: Operators,
+    loss: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+) -> Cuts:
     """Return what crosses the cuts.
 
     Args:
@@ -137,6 +148,8 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
         parts: its chunks, in order.
         batch: keyword arguments of the model.
         operators: what runs the model's operators.
+        loss: returns what backward begins with, of the model's output and its batch; ``None``: it may begin with
+            anything that the model returns.
 
     Raises:
         BindingError: naming what cannot be cut.
@@ -161,26 +174,27 @@ def cuts_of(twin: nn.Module, parts: Sequence[Part], batch: Mapping[str, Any], op
         raise
     except Exception as error:
         raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
-    if watch.seen != [path for part in parts for path in part.layers]:
+    if watch.seen != [path for layers, _ in parts for path in layers]:
         raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
     names: dict[int, set[str]] = {}
     for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    for chunk, part in reversed(list(enumerate(parts))):  # what crosses inside of layers adds to the cuts before
+    needed = output if loss is None else loss(output, given)
+    roots = [leaf for leaf in tree_leaves(needed) if isinstance(leaf, Tensor)]
+    for chunk, (layers, parameters) in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
         begun = {id(each) for each in watch.begun[chunk]}
         for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
             found = names.get(id(leaf), {"a tensor"})
-            if not part.parameters & found:
+            if not parameters & found:
                 raise BindingError(
-                    f"what {part.layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
-                    f"beside what layers from {part.layers[0]} on are given, {_REMEDY}"
+                    f"what {layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
+                    f"beside what layers from {layers[0]} on are given, {_REMEDY}"
                 )
         cut = zip(watch.whole[chunk], watch.crossing[chunk], strict=True)
         roots = [tensor for tensor, each in cut if each.passed_on is None]
-    crossed = {path for cut in watch.crossing for each in cut for path, _ in each.inner}
-    inside = {path: form for path, form in watch.inside.items() if path in crossed}
-    return Cuts(watch.crossing, watch.given, watch.forms | inside, watch.changed)
+    crossed = {path for cut in watch.crossing for each in cut for path, _ in each.returned}
+    returned = {path: form for path, form in watch.returned.items() if path in crossed}
+    return Cuts(watch.crossing, watch.given, returned | watch.forms, watch.changed)
 
 
 _Edge = tuple[Any, int]
@@ -193,7 +207,7 @@ class _Watch:
     Attributes:
         seen: paths of the layers that have run.
         crossing, given, forms: see :class:`Cuts`.
-        inside: what modules inside of layers return, by their paths, in the order in which they run.
+        returned: what modules return, by their paths, in the order in which they run.
         changed: see :class:`Cuts`.
         whole: by chunk, the tensors that cross the cut before it, with their graphs.
         begun: by chunk, the tensors with which its graph begins, in the same order.
@@ -202,36 +216,47 @@ class _Watch:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.seen: list[str] = []
         self.forms: dict[str, Any] = {}
-        self.inside: dict[str, Any] = {}
+        self.returned: dict[str, Any] = {}
         self.crossing: list[list[Crossing]] = [[] for _ in parts]
         self.given: list[Given] = [{} for _ in parts]
         self.whole: list[list[Tensor]] = [[] for _ in parts]
         self.begun: list[list[Tensor]] = [[] for _ in parts]
-        self._firsts = {part.layers[0]: number for number, part in enumerate(parts)}
+        self._firsts = {layers[0]: number for number, (layers, _) in enumerate(parts)}
         self._numbers = [0] * len(parts)  # autograd's next number at each cut
         self._own: list[set[int]] = []  # parameters of each chunk, by ``id``
         self._chunk = 0
-        self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # inside of layers of a chunk
+        self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # what modules return, and the chunk where they do
         self.changed = set[str]()
-        self._outside: dict[int, tuple[str, Any]] = {}  # by address, what modules outside of layers return
+        self._outside: dict[int, tuple[str, Any]] = {}  # by address, what layers and modules outside of them return
         self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
+        self._apart: list[range] = []  # autograd's numbers in modules that other stages do not run
 
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
         named = [*model.named_parameters(remove_duplicate=False)]
-        self._own = [{id(parameter) for name, parameter in named if name in part.parameters} for part in parts]
-        layers = {model.get_submodule(path) for part in parts for path in part.layers}
+        self._own = [{id(parameter) for name, parameter in named if name in parameters} for _, parameters in parts]
+        layers = {model.get_submodule(path) for of_part, _ in parts for path in of_part}
         within = {inner for layer in layers for inner in layer.modules()}
-        for path, module in model.named_modules():
-            if module not in within:
-                module.register_forward_hook(functools.partial(self.end_outside, path))
-        for path in (path for part in parts for path in part.layers):
-            layer = model.get_submodule(path)
+        around = {path: module for path, module in model.named_modules() if path and module not in within}
+        for path, module in around.items():
+            module.register_forward_hook(functools.partial(self.end_outside, path))
+        for module in (each for each in around.values() if layers.isdisjoint(each.modules())):
+            if next(module.parameters(), None) is not None:
+                self._set_apart(module)
+        for path in (path for of_part, _ in parts for path in of_part):
+            self._set_apart(layer := model.get_submodule(path))
             layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
             layer.register_forward_hook(functools.partial(self.end, path), with_kwargs=True)
             for name, inner in layer.named_modules(prefix=path):
                 if inner is not layer:
-                    inner.register_forward_hook(functools.partial(self.end_inside, path, name))
+                    inner.register_forward_hook(functools.partial(self.end_inside, name))
+
+    def _set_apart(self, module: nn.Module) -> None:
+        begun = list[int]()
+        module.register_forward_pre_hook(lambda *_: begun.append(torch._C._autograd._get_sequence_nr()))
+        module.register_forward_hook(
+            lambda *_: self._apart.append(range(begun.pop(), torch._C._autograd._get_sequence_nr()))
+        )
 
     def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a graph where a tensor of an earlier chunk is given to this layer."""
@@ -295,7 +320,8 @@ class _Watch:
         return True
 
     def end_outside(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Note what a module outside of layers returns."""
+        """Note what a layer, or a module outside of layers, returns."""
+        self._note_returned(path, output)
         for storage in (leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             self._outside.setdefault(storage._cdata, (path, storage))  # kept, so that no other one has its address
 
@@ -307,24 +333,31 @@ class _Watch:
                 self.changed |= {path} - {""}
         return args
 
-    def end_inside(self, layer: str, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Note what a module inside a layer returns; several may return one tensor."""
-        self.inside[path] = tree_map_only(Tensor, Tensor.detach, output)
+    def end_inside(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Note what a module inside a layer returns."""
+        self._note_returned(path, output)
+
+    def _note_returned(self, path: str, output: Any) -> None:
+        """Note what a module returns; several may return one tensor."""
+        self.returned[path] = tree_map_only(Tensor, Tensor.detach, output)
         for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                where = self._where.setdefault(edge := (tensor.grad_fn, tensor.output_nr), [])
+                where = self._where.setdefault(edge := _edge_of(tensor), [])
                 where.append((path, leaf))
-                crossing = Crossing(layer, leaf, None, tensor.detach(), where)
+                crossing = Crossing("", leaf, None, tensor.detach(), where)
                 self._made.setdefault(edge, (self._chunk, crossing, tensor))
 
     def reached(self, chunk: int, roots: Sequence[Tensor]) -> list[Tensor]:
-        """Return the leaves behind some tensors of a chunk. What modules in earlier layers return begins a graph."""
+        """Return the leaves behind some tensors of a chunk. What modules in earlier chunks return begins a graph.
+
+        What code outside of layers makes of that alone, each stage computes itself.
+        """
         leaves, seen = list[Tensor](), set[_Edge]()
-        # An edge is given with whether the node that reads it is of this chunk.
-        left = [((each.grad_fn, each.output_nr), True) for each in roots if each.grad_fn is not None]
+        # An edge is given with whether the node that reads it runs in this chunk's stage.
+        left = [(_edge_of(each), True) for each in roots if each.grad_fn is not None]
         leaves += [each for each in roots if each.grad_fn is None and each.requires_grad]
         while left:
-            edge, is_read_here = left.pop()
+            edge, runs_here = left.pop()
             if edge in seen:
                 continue
             seen.add(edge)
@@ -333,31 +366,35 @@ class _Watch:
                 leaves.append(variable)
                 continue
             made = self._made.get(edge)
-            if made is not None and made[0] < chunk and is_read_here:
-                self._cross_inside(chunk, *made)
+            if made is not None and made[0] < chunk and runs_here:
+                self._cross(chunk, *made)
                 continue
-            is_here = node._sequence_nr() >= self._numbers[chunk]
+            number_there = node._sequence_nr()
+            is_here = number_there >= self._numbers[chunk] or not any(number_there in each for each in self._apart)
             left += [((after, number), is_here) for after, number in node.next_functions if after is not None]
         return leaves
 
-    def _cross_inside(self, chunk: int, made: int, crossing: Crossing, tensor: Tensor) -> int:
-        """Let what a module in a layer of the chunk ``made`` returns cross all cuts up to a chunk's; return where."""
-        for at, each in enumerate(self.crossing[chunk]):
-            if each.inner is crossing.inner:
+    def _cross(self, chunk: int, made: int, crossing: Crossing, tensor: Tensor) -> int:
+        """Let what a module in the chunk ``made`` returns cross all cuts up to a chunk's; return where."""
+        edge, cut = _edge_of(tensor), self.crossing[chunk]
+        for at, each in enumerate(self.whole[chunk]):
+            if each.grad_fn is not None and _edge_of(each) == edge:  # a layer may be given it, too
+                cut[at] = cut[at]._replace(returned=crossing.returned)
                 return at
-        before = self._cross_inside(chunk - 1, made, crossing, tensor) if made < chunk - 1 else None
-        self.crossing[chunk].append(crossing._replace(passed_on=before))
+        before = self._cross(chunk - 1, made, crossing, tensor) if made < chunk - 1 else None
+        cut.append(crossing._replace(passed_on=before))
         self.whole[chunk].append(tensor)
         self.begun[chunk].append(tensor)
-        return len(self.crossing[chunk]) - 1
+        return len(cut) - 1
 
-    def end(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Check what a layer returns."""
-        made = hidden_of(output)
-        compared = first_of(args, kwargs), made
-        alike = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in compared]
-        if made is None or alike[0] != alike[1]:
-            raise BindingError(
-                f"{path} does not return hidden states like those that it is given, each as its first tensor, {_REMEDY}"
-            )
-        self.forms[path] = tree_map_only(Tensor, lambda leaf: HIDDEN if leaf is made else None, output)
+    def end(self, path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note what a layer returns."""
+        self.end_outside(path, layer, args, output)
+        given, made = first_of(args, kwargs), next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
+        both = [(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in (given, made)]
+        passes = made if both[0] == both[1] else None
+        self.forms[path] = tree_map_only(Tensor, lambda x: HIDDEN if x is passes else x.detach(), output)
+
+
+def _edge_of(tensor: Tensor) -> _Edge:
+    return tensor.grad_fn, tensor.output_nr

@@ -3,8 +3,9 @@
 Every process makes the whole model, and keeps the weights of its own stage. The modules of other stages stay where they
 are, without weights: layers hand their input on, all else returns zeros. So the model's own forward runs, and makes
 masks, positions and rotations of the batch as it does in one process. In place of its input, the stage's first layer
-gets the hidden states of the stage before; what the next stage's first layer is given is sent on. Whatever else layers
-are given of earlier stages, such as the output of an encoder, is sent beside it (:mod:`executor.module.cuts`).
+gets the hidden states of the stage before; what the next stage's first layer is given is sent on. Whatever else of
+earlier stages layers are given, or the model's own code reads, such as the output of an encoder, or what a skip
+connection brings, is sent beside it (:mod:`executor.module.cuts`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from executor.module.binding import segment_module, unit_modules
 from executor.module.cuts import (
     HIDDEN,
     OUTPUT,
+    Absent,
     Crossing,
     Cuts,
     Operators,
@@ -102,7 +104,9 @@ class Stage:
             )
         self._parts = [_part(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
-        self._inside: dict[str, dict[str, nn.Module]] = {}  # modules in layers whose output crosses, by both paths
+        self._returning = dict[
+            str, nn.Module
+        ]()  # by path, modules whose output crosses, in the order in which they run
         self._operators, is_captured = operators, operators is not None
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}
@@ -119,15 +123,16 @@ class Stage:
         homes |= {parameter: owner.get(path, 0) for path, (_, _, parameter) in apart.items() if parameter not in homes}
         self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
         own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
+        stands = {  # all are made before any module loses its weights, of which others may contain it
+            module: self._through(paths[module]) if module in layers else self._like(module)
+            for module in (layers | around)
+            if module not in own or len(chunks) > num_stages
+        }
+        stand_ins = {module: _StandIn(module, forward) for module, forward in stands.items() if module in own}
         for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
             self._take(module, name, parameter)
-        for module in (layers | around).keys() - own.keys():
-            self._replace(module, self._through(paths[module]) if module in layers else self._like(module))
-        stand_ins = {
-            module: _StandIn(module, self._through(paths[module]) if module in layers else self._like(module))
-            for module in own
-            if len(chunks) > num_stages
-        }
+        for module in stands.keys() - own.keys():
+            self._replace(module, stands[module])
         self._places = [
             (parent._modules, name, child, stand_ins[child], own[child])
             for parent in model.modules()
@@ -146,38 +151,39 @@ class Stage:
 
     def bind(self) -> None:
         """Give layers what is received, before other hooks say that the model has reached them: until then it waits."""
+        taken = {inner: parameter.dtype for inner, _, parameter in self._taken}
+        for module in self._model.modules():
+            within = [taken[inner] for inner in module.modules() if inner in taken]
+            if within and next(module.parameters(), None) is None:
+                self._undo.append(replace_attribute(module, "parameters", functools.partial(self._empty, within[0])))
         for layer, path in self._given:
             give = functools.partial(self._give, path)
             self._undo.append(layer.register_forward_pre_hook(give, prepend=True, with_kwargs=True).remove)
 
-    def check(self, batch: Mapping[str, Any]) -> None:
+    def _empty(self, dtype: torch.dtype, **_: bool) -> Iterator[nn.Parameter]:
+        """Yield what stands for the weights of a module that has none here: models ask for their type and device."""
+        yield nn.Parameter(torch.empty(0, dtype=dtype, device=self._device), requires_grad=False)
+
+    def check(self, batch: Mapping[str, Any], loss: Callable[[Any, Mapping[str, Any]], Any] | None = None) -> None:
         """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.
 
-        Where hidden states alone do, that is the same for all batches.
+        Where hidden states alone do, that is the same for all batches. With a ``loss``, it is what that needs.
         """
         self._device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), None)
         if self._twin is None or self._operators is None:
             return
-        key = tuple((name, leaf.shape) for name, leaf in batch.items() if isinstance(leaf, Tensor))
+        key = (loss, *((name, leaf.shape) for name, leaf in batch.items() if isinstance(leaf, Tensor)))
         if key not in self._known:
             if len(self._known) == _MOST_SHAPES:
                 self._known.pop(next(iter(self._known)))
-            self._known[key] = found = cuts_of(self._twin, self._parts, batch, self._operators)
-            layers = {path: each.layer for cut in found.crossing for each in cut for path, _ in each.inner}
-            for path in found.forms:
-                if path in layers:
-                    self._watch_inside(layers[path], path)
+            self._known[key] = found = cuts_of(self._twin, self._parts, batch, self._operators, loss)
+            crossing = {path for cut in found.crossing for each in cut for path, _ in each.returned}
+            for path in (path for path in found.forms if path in crossing and path not in self._returning):
+                module = self._returning[path] = self._model.get_submodule(path)
+                self._undo.append(module.register_forward_hook(functools.partial(self._returned, path)).remove)
         self._cuts = self._known[key]
-        if all(len(cut) < 2 for cut in self._cuts.crossing):
+        if all(len(cut) < 2 for cut in self._cuts.crossing) and all(map(_is_hidden, self._cuts.forms.values())):
             self._twin = None
-
-    def _watch_inside(self, layer: str, path: str) -> None:
-        """Keep what a module inside one of the stage's layers returns, which crosses cuts."""
-        if path in (known := self._inside.setdefault(layer, {})):
-            return
-        module = known[path] = self._model.get_submodule(path)
-        if any(layer in part.layers for part in self._parts[self._number :: self._num_stages]):
-            self._undo.append(module.register_forward_hook(functools.partial(self._keep, path)).remove)
 
     @contextlib.contextmanager
     def in_round(self, turn: int) -> Iterator[None]:
@@ -238,7 +244,7 @@ class Stage:
 
     def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
-        if path == self._parts[self._chunk].layers[0]:
+        if path == self._parts[self._chunk][0][0]:
             self._receive_all(first_of(args, kwargs))
         return self._with_received(path, (args, kwargs))
 
@@ -262,7 +268,7 @@ class Stage:
         """Return what stands for any module: zeros of the shapes of its outputs.
 
         They take no memory, unless the model changes them in place. Logits of ``transformers`` are without values
-        instead: models convert or scale them, which gives zeros memory.
+        instead: models convert, scale or shift them, which gives zeros memory.
         """
         twin, path = without_values(module), next(path for path, m in self._model.named_modules() if m is module)
         is_head = hasattr(self._model, "get_output_embeddings") and module is find_head(self._model)
@@ -273,10 +279,12 @@ class Stage:
             with torch.no_grad():
                 made = twin(*on_meta(args), **on_meta(kwargs))
             if is_head:
-                return made
+                return made.as_subclass(Absent)
             if path in self._cuts.changed:
-                return tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=device), made)
-            return tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
+                made = tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, device=device), made)
+            else:
+                made = tree_map_only(Tensor, lambda leaf: leaf.new_zeros((), device=device).expand(leaf.shape), made)
+            return self._with_returned(path, made)
 
         return zeros
 
@@ -303,19 +311,30 @@ class Stage:
     def _through(self, path: str) -> Callable[..., Any]:
         """Return what stands for a layer. It returns what it is given first, in the form that the layer returns.
 
-        What the next chunk is to be given here is kept, to be sent.
+        All other tensors are zeros. What the next chunk is to be given here is kept, to be sent.
         """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             for at, each in self._to_send():
-                if each.layer == path and not each.inner:
-                    self._sent[at] = tree_leaves((args, kwargs))[each.leaf]
-            for inner, module in self._inside.get(path, {}).items():
-                _run_hooks(module, self._elsewhere(inner))
-            hidden = first_of(args, kwargs)
-            return tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._cuts.forms.get(path, HIDDEN))
+                if each.layer == path:
+                    self._sent.setdefault(at, tree_leaves((args, kwargs))[each.leaf])
+            for inner, module in self._returning.items():
+                if inner.startswith(f"{path}."):
+                    _run_hooks(module, (), self._zeros(inner, None))
+            return self._zeros(path, first_of(args, kwargs))
 
         return forward
+
+    def _zeros(self, path: str, hidden: Tensor | None) -> Any:
+        """Return what a layer of another chunk returns that is given hidden states, or a module inside it."""
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return hidden if leaf is HIDDEN else leaf
+            zeros = torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+            return zeros.contiguous() if path in self._cuts.changed else zeros
+
+        return self._with_returned(path, tree_map(made, self._cuts.forms.get(path, HIDDEN)))
 
     def _to_send(self) -> Iterator[tuple[int, Crossing]]:
         """Yield what the chunk itself makes of what crosses the cut behind it, each with its position there."""
@@ -323,22 +342,20 @@ class Stage:
         crossing = self._cuts.crossing[behind] if behind < len(self._parts) else ()
         return ((at, each) for at, each in enumerate(crossing) if each.passed_on is None)
 
-    def _keep(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Keep what a module inside the chunk's layers returns, to be sent."""
-        for at, each in () if in_backward() else self._to_send():
-            if (leaf := dict(each.inner).get(path)) is not None:
-                self._sent[at] = tree_leaves(output)[leaf]
+    def _returned(self, path: str, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Keep what a module of the chunk returns, to be sent, and return what was received of another one's."""
+        if in_backward():
+            return output
+        for at, each in self._to_send():
+            if (leaf := dict(each.returned).get(path)) is not None:
+                self._sent.setdefault(at, tree_leaves(output)[leaf])  # the module that runs first has made it
+        return self._with_returned(path, output)
 
-    def _elsewhere(self, path: str) -> Any:
-        """Return what a module inside a layer of another chunk returns: what was received of it, and zeros."""
+    def _with_returned(self, path: str, output: Any) -> Any:
+        """Return what a module returns, with what was received of it."""
         crossing = enumerate(self._cuts.crossing[self._chunk])
-        found = [(leaf, at) for at, each in crossing for inner, leaf in each.inner if inner == path]
-        received = {leaf: self._receive_all()[at] for leaf, at in found}
-
-        def zeros(like: Tensor) -> Tensor:
-            return torch.zeros((), dtype=like.dtype, device=self._device).expand(like.shape)
-
-        return exchanged(tree_map_only(Tensor, zeros, self._cuts.forms[path]), received)
+        found = [(leaf, at) for at, each in crossing for returned, leaf in each.returned if returned == path]
+        return exchanged(output, {leaf: self._receive_all()[at] for leaf, at in found})
 
     def _check_call(self, *_: object) -> None:
         if self.receive is None:
@@ -364,29 +381,44 @@ class Stage:
 
 
 class _StandIn(nn.Module):
-    """Hands on what one of the stage's modules gets in the rounds of others, without its hooks.
+    """Hands on what one of the stage's modules gets in the rounds of others, with the hooks of others alone.
 
-    The model finds the module's other attributes, of which some choose masks, and the modules inside it, because
-    ``transformers`` hooks all that it finds in the first forward.
+    The model finds the module's other attributes, of which some choose masks, its class and the modules inside it,
+    because ``transformers`` hooks all of some class that it finds in the first forward.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
-        vars(self)["_stands_for"] = module  # not as a child
-        self._modules = module._modules
+        own = vars(self)
+        own["_stands_for"] = module  # not as a child
+        own |= {name: vars(module)[name] for name in ("_modules", "_forward_hooks", "_forward_hooks_with_kwargs")}
         self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.forward(*args, **kwargs)
+        _run_hooks(vars(self)["_stands_for"], args, output)
+        return output
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(vars(self)["_stands_for"])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_stands_for"], name)
 
 
-def _run_hooks(module: nn.Module, output: Any) -> None:
+def _is_hidden(form: Any) -> bool:
+    """Return whether a layer returns no tensor but hidden states like those that it is given."""
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(form))
+
+
+def _run_hooks(module: nn.Module, args: Any, output: Any) -> None:
     """Run the forward hooks of others on a module, such as those that collect what it returns."""
     for number, hook in module._forward_hooks.items():
         function = hook.func if isinstance(hook, functools.partial) else hook
         if not str(function.__module__).startswith("executor."):
             given = ({}, output) if number in module._forward_hooks_with_kwargs else (output,)
-            hook(module, (), *given)
+            hook(module, args, *given)
 
 
 def _around_layers(model: nn.Module, others: Collection[nn.Module]) -> dict[str, tuple[nn.Module, str, nn.Parameter]]:
@@ -405,4 +437,4 @@ def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     units = [unit for part in parts for unit in part]
     names = {spec.name for unit in units for spec in (*unit.parameters, *unit.frozen)}
     names.update(name for unit in units for name in unit.shared_parameters)
-    return Part([paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names))
+    return [paths[segment_module(model, part)] for part in parts if part[0].in_layer], frozenset(names)

@@ -248,7 +248,7 @@ def lower_stages(
         num_stages, decisions.num_micro_batches, decisions.pipeline_rounds, split
     ):
         turn, stage = divmod(chunk, num_stages)
-        order += parts[stage].pop((op, turn, micro_batch))
+        order += parts[stage].pop((op, turn, micro_batch), ())  # a chunk may leave no gradients of weights
     _join(order, num_stages)
     exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
     _wait_for_all(programs, exchanges)

@@ -147,6 +147,54 @@ class Own(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
 
 
+class Resized(torch.nn.Module):
+    def __init__(self, width: int, new: int):
+        super().__init__()
+        self.mix, self.out = torch.nn.Conv1d(width, new, 3, padding=1), torch.nn.Conv1d(new, new, 3, padding=1)
+
+    def forward(self, x):
+        return self.out(torch.nn.functional.gelu(self.mix(x)))
+
+
+_seen: list[torch.Tensor] = []
+
+
+class Towers(torch.nn.Module):
+    """Two towers that meet in the loss. In one of them, layers change shapes, and connections skip layers.
+
+    Hooks collect what layers return, as ``transformers`` sets them in the first forward.
+    """
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.first, self.other = torch.nn.Conv1d(4, width, 3, padding=1), Linear(4, width)
+        self.down = torch.nn.ModuleList([Resized(width, width), Resized(width, 2 * width)])
+        self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
+        self.side, self.pool, self.head = Linear(4, width), Linear(width, width), Linear(width, 6)
+        self.is_hooked = False
+
+    def forward(self, signal, wanted):
+        _seen.clear()
+        for block in () if self.is_hooked else [each for each in self.modules() if isinstance(each, Block | Resized)]:
+            block.register_forward_hook(lambda _block, _args, output: _seen.append(output))
+        self.is_hooked = True
+        early = self.side(signal.mean(-1)) / 2  # outside of modules
+        first = self.down[0](self.first(signal.to(next(self.down.parameters()).dtype)))
+        second = self.down[1](first)
+        x = torch.nn.functional.avg_pool1d(second, 2)
+        for layer, skipped in zip(self.up, (second, first), strict=True):
+            x = layer(torch.cat([x.repeat_interleave(2, -1) if x.shape[-1] == 8 else x, skipped], 1))
+        pooled, y = self.pool(x.mean(-1)), self.other(signal.transpose(1, 2))
+        for block in self.blocks:
+            y = block(y, torch.ones_like(y))
+        logits = self.head(
+            (y + _seen[4]).mean(1) + pooled + early + _seen[2].mean(-1)
+        )  # of the first layer in two chunks
+        loss = torch.nn.functional.cross_entropy(logits, wanted)
+        return {"loss": loss, "of a tower": x}  # which other stages need not have
+
+
 def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     """Train a model of the user's own: prepared in stages, and in memory. Return losses and weights of both."""
     random, wanted = torch.Generator().manual_seed(3), torch.arange(6) % 6
@@ -154,6 +202,9 @@ def own_model(_rank: int, size: int, crosses: str, options: dict) -> tuple:
     def batch():
         return {"signal": torch.randn(6, 4, 16, generator=random), "wanted": wanted}
 
+    if "towers" in crosses:
+        with _rounds(2 if "in rounds" in crosses else None):
+            return _in_stages_and_in_memory(Towers, batch, lambda output, _batch: output["loss"], size, options)
     return _in_stages_and_in_memory(lambda: Own(crosses), batch, lambda output, _batch: output, size, options)
 
 
@@ -194,7 +245,18 @@ OTHERS = {
     "a head that is made before the embedding": lambda: transformers.XLMRobertaConfig(
         **_SIZES, is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0
     ),
-    "an encoder's output": lambda: transformers.BartConfig(
+    "buffers of layers": lambda: transformers.GPTJConfig(
+        vocab_size=64,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        rotary_dim=4,
+        n_positions=16,
+        attn_pdrop=0,
+        embd_pdrop=0,
+        resid_pdrop=0,
+    ),
+    "an encoder's output, logits that are shifted": lambda: transformers.PegasusConfig(
         **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
     ),
     "scores that layers share": lambda: transformers.T5Config(
@@ -223,9 +285,13 @@ def model_of_transformers(_rank: int, size: int, kind: str) -> tuple:
         with warnings.catch_warnings(action="ignore"):  # peft calls what transformers has deprecated
             return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
 
-    rounds = functools.partial(Request, pipeline_rounds=2 if kind == IN_ROUNDS else None)
-    with mock.patch("ullage.this_machine.planning.Request", rounds):
+    with _rounds(2 if kind == IN_ROUNDS else None):
         return _in_stages_and_in_memory(make, batch, lambda output, _batch: output.loss, size, {})
+
+
+def _rounds(count: int | None):
+    """Return a context in which ``prepare`` plans so many rounds."""
+    return mock.patch("ullage.this_machine.planning.Request", functools.partial(Request, pipeline_rounds=count))
 
 
 def _counted(pipeline) -> list[int]:
@@ -294,6 +360,7 @@ def _in_stages_and_in_memory(make, batch, loss, size: int, options: dict) -> tup
             ours.clip_grad_norm_(0.5)
             ours.step()
             ours.zero_grad()
+        assert ours.session.num_left == 0, "all steps have followed the plan"
     for batches in steps:
         for given in batches:
             (its := loss(plain(**given), given)).div(len(batches)).backward()

@@ -236,6 +236,8 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (3, "memory that is ignored", {}),
         (2, "clamped", {}),
         (2, "parts", {}),
+        (4, "towers", {}),
+        (2, "towers in rounds", {}),
     ],
     ids=[
         "given later",
@@ -245,6 +247,8 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         "given for nothing",
         "clamped weights",
         "parts for each layer",
+        "towers, in which layers change shapes and are skipped",
+        "towers, in rounds",
     ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):

@@ -17,7 +17,7 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.graph import Batch, Gemm, build_graph
 from planner.lowering import lower, stages
-from planner.lowering.stages import sharing_stages, stage_of
+from planner.lowering.stages import deal, sharing_stages, stage_of
 from planner.models import resolve_model
 from planner.models.kernels import flop
 from planner.models.operators import weight_of
@@ -302,6 +302,18 @@ def test_gradients_that_wait_need_no_weights_and_hold_what_they_need() -> None:
         assert [b.num_bytes for b in held] == [unit.kept_bytes] * (4 if unit.weight_gradients else 0)
         ends = {(number[Op.BACKWARD, unit.name, m], number[Op.WEIGHT_GRADIENT, unit.name, m]) for m in range(len(held))}
         assert {(b.first, b.last) for b in held} == ends
+
+
+def test_a_chunk_may_leave_no_gradients_of_weights() -> None:
+    """As one of layers that are much smaller than those of the stage's other chunk, such as an encoder's of images."""
+    plain, apart = (small_units("demo-llama", 4, splits_backward=splits) for splits in (False, True))
+    last = {unit.name for part in deal(apart, 2, 2)[-1] for unit in part}
+    units = tuple(whole if whole.name in last else split for whole, split in zip(plain, apart, strict=True))
+    given = {"pipeline_parallel": 2, "pipeline_rounds": 2, "pipeline_order": "zero-bubble"}
+    schedule = lower(units, decide(units, Place.GPU, **given, num_micro_batches=3), asynchronous=True)
+    made = {task.unit for task in schedule.tasks if task.op is Op.WEIGHT_GRADIENT}
+    assert made == {unit.name for unit in units if unit.weight_gradients}
+    assert made.isdisjoint(last)
 
 
 def test_gradients_that_the_loss_makes_in_forward_are_held_until_backward_takes_them() -> None:
