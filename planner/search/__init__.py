@@ -45,8 +45,6 @@ _CLOSE = 1e-2
 _SIMULATIONS, _TASKS, _MOST_TASKS = 240, 400_000, 1_500_000
 # The share of the budget for moving single units.
 _POLISH = 0.25
-# From a quieter plan, a gain of time by this fraction is worth more bytes.
-_WORTH = 1e-3
 # With the default budget, the search ends after this share of it in a row without a gain.
 _PATIENCE = 0.125
 # With the default budget, a descent ends within the first fraction of the lower bound. The patience is doubled as long
@@ -163,17 +161,15 @@ def _improve(
             report(best)
     scorer.set_patience()
     if mix is not None:
-        # Of equally fast plans, one that moves fewer bytes is better: hidden traffic may show if the prediction is off.
+        # A plan that moves fewer bytes may be slower for now: from there, descents reach what was beyond a ridge. Of
+        # equally fast plans it is the better one: hidden traffic may show if the prediction is off.
         limit_s = max(best.iteration_s, min(best.iteration_s * (1 + _TIDY_SLOWER), limit_s))
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         mix, quiet = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
-        # From there, a descent may reach what was beyond a ridge.
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, found = descend(setup, scorer, mix, lambda c: c.order, tidy, report, SMALL_STEP, _TIDY_PATIENCE)
-        fastest_s = min(best.iteration_s, quiet.iteration_s)
-        best = found if found.iteration_s < fastest_s * (1 - _WORTH) else quiet
-        report(best)
-    return [best, *sorted(ends, key=lambda end: end.order)]
+        ends += [quiet, found]
+    return sorted(ends, key=lambda end: (end.order, end.traffic_bytes))
 
 
 def refined(
