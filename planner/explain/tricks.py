@@ -77,6 +77,20 @@ def with_compiled_kernels(bench: Bench) -> Candidate | None:
     return None
 
 
+def with_speculation(bench: Bench) -> Candidate | None:
+    """Return the best plan with updates that begin before the norm is known; ``None`` if none can or none has to wait.
+
+    Gradients stay on the device for longer, so resident state may have to leave. Bits change where a step clips.
+    """
+    if not bench.decisions.waits_for_norm or bench.decisions.pipeline_parallel > 1:
+        return None
+    early = {"speculate": True, "update_start": "backward", "update_order": "backward"}
+    with suppress(ValueError):  # not with this optimizer
+        trials = (bench.trial(changed(other, **early)) for other in _with_less_resident(bench))
+        return min(trials, key=lambda trial: trial.order)
+    return None
+
+
 def _options(**options: object) -> Off:
     """Return the switch for a trick that depends on options that all units share."""
 

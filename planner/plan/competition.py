@@ -28,8 +28,10 @@ from planner.search import (
     Progress,
     Scorer,
     best_of,
+    descents,
     first_look,
     no_garbage_collection,
+    refined,
     search,
     smallest,
 )
@@ -47,7 +49,7 @@ _ALIKE: Final = {
     "fp8_weights": None,
     "split_masters": None,
 }
-# A choice is skipped if its bound is less than this much faster.
+# A choice is skipped, and moves of single units are not tried, if the bound is less than this much faster.
 _WORTH = 1e-2
 # A plan is searched for again if its whole iteration takes so much more or less than it was scored.
 _EXACT = 1e-2
@@ -132,8 +134,8 @@ def _compete(
 ) -> Found:
     if len(rivals) == 1:
         scorer = Scorer.of(rivals[0], deadline_s, whole=whole)
-        best = search(rivals[0].setup, scorer, max_simulations, progress)
-        best = _search_on(rivals[0], scorer, best, progress)
+        ends = descents(rivals[0].setup, scorer, max_simulations, progress)
+        best = _finished(rivals[0], scorer, ends, max_simulations, progress, computing_s(rivals[0]))
         return Found(rivals[0], best, rivals, (rivals[0],), scorer.num_simulations)
     looks: list[_Look] = []
     looking_until_s = _share(deadline_s, 2)
@@ -147,17 +149,17 @@ def _compete(
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
-    found: list[tuple[_Look, Candidate]] = []
+    found: list[tuple[_Look, list[Candidate]]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(_finalists(looks), key=lambda look: (look.found.overload, look.num_tiled))
     for number, look in enumerate(finalists):
         look.scorer.deadline_s = _share(deadline_s, len(finalists) - number)
         if not found or look.bound_s < _fastest_s(found) * (1 - _WORTH):
-            best = search(look.variant.setup, look.scorer, max_simulations, progress, _handed_on(look, found))
-            found.append((look, best))
-    best_look, best = min(found, key=lambda item: item[1].order)
+            ends = descents(look.variant.setup, look.scorer, max_simulations, progress, _handed_on(look, found))
+            found.append((look, ends))
+    best_look, ends = min(found, key=lambda item: item[1][0].order)
     best_look.scorer.deadline_s = deadline_s
-    best = _search_on(best_look.variant, best_look.scorer, best, progress)
+    best = _finished(best_look.variant, best_look.scorer, ends, max_simulations, progress, best_look.bound_s)
     searched = tuple(look.variant for look, _ in found)
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Found(*_plainest(rivals, best_look.variant, best), rivals, searched, num_simulations)
@@ -171,17 +173,22 @@ def _share(deadline_s: float | None, parts: int) -> float | None:
     return now_s + max(deadline_s - now_s, 0.0) / parts
 
 
-def _search_on(variant: Variant, scorer: Scorer, best: Candidate, progress: Progress | None) -> Candidate:
-    """Return the best plan after a search from the best one so far, if there is a deadline, until then."""
-    return (
-        best
-        if scorer.deadline_s is None or scorer.spent()
-        else search(variant.setup, scorer, ENDLESS, progress, [best.decisions])
-    )
+def _finished(
+    variant: Variant,
+    scorer: Scorer,
+    ends: Sequence[Candidate],
+    max_simulations: int | None,
+    progress: Progress | None,
+    bound_s: float,
+) -> Candidate:
+    """Return the best plan after moves of single units; if there is a deadline, after a search from it until then."""
+    if scorer.deadline_s is None or scorer.spent():
+        return refined(variant.setup, scorer, ends, max_simulations, progress, bound_s * (1 + _WORTH))
+    return search(variant.setup, scorer, ENDLESS, progress, [ends[0].decisions])
 
 
-def _fastest_s(found: Sequence[tuple[_Look, Candidate]]) -> float:
-    _, best = min(found, key=lambda item: item[1].order)
+def _fastest_s(found: Sequence[tuple[_Look, list[Candidate]]]) -> float:
+    best = min((ends[0] for _, ends in found), key=lambda end: end.order)
     return math.inf if best.missing_bytes else best.iteration_s
 
 
@@ -230,12 +237,12 @@ def first_fit(rivals: Sequence[Variant]) -> Candidate | None:
     return None
 
 
-def _handed_on(look: _Look, found: Sequence[tuple[_Look, Candidate]]) -> list[Decisions]:
+def _handed_on(look: _Look, found: Sequence[tuple[_Look, list[Candidate]]]) -> list[Decisions]:
     """Return the best decisions of choices that are alike but for tiles, fetches, or the form of master copies."""
     own = {field: getattr(look.variant.choice, field) for field in _ALIKE}
     return [
-        best.decisions.model_copy(update=own)
-        for other, best in found
+        ends[0].decisions.model_copy(update=own)
+        for other, ends in found
         if other.variant.choice.model_copy(update=own) == look.variant.choice
     ]
 

@@ -8,16 +8,16 @@ machine.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import get_args
 
 from planner.bounds.program import NEVER_S
 from planner.decisions import Decisions
-from planner.placements import mixed, resident, swapping
+from planner.placements import resident, swapping
 from planner.schedule.tasks import Tier
-from planner.search.descent import descend
+from planner.search.descent import SMALL_STEP, descend
 from planner.search.mixtures import first_look, smallest, starting_points
-from planner.search.moves import polish
+from planner.search.moves import polished
 from planner.search.scoring import (
     ENDLESS,
     MANY,
@@ -75,6 +75,17 @@ def search(
         progress: called with the best so far and the number of simulations.
         seeds: further decisions for the setup to start from.
     """
+    return refined(setup, scorer, descents(setup, scorer, max_simulations, progress, seeds), max_simulations, progress)
+
+
+def descents(
+    setup: Setup,
+    scorer: Scorer,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    seeds: Iterable[Decisions] = (),
+) -> list[Candidate]:
+    """Return what changing counts alone finds, the best first; see :func:`search`."""
 
     def report(candidate: Candidate) -> None:
         if progress:
@@ -89,10 +100,10 @@ def search(
         if kind == "nvme":
             found += map(scorer.score, _swapping(setup))
         allowed = dataclasses.replace(setup, storage=kind)
-        best = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
-        enough_s = NEVER_S if best.missing_bytes else best.iteration_s * (1 - _FAR)
-        found.append(best)
-    return best
+        ends = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
+        enough_s = NEVER_S if ends[0].missing_bytes else ends[0].iteration_s * (1 - _FAR)
+        found.append(ends[0])
+    return ends
 
 
 def _improve(
@@ -104,8 +115,8 @@ def _improve(
     *,
     last: bool = True,
     enough_s: float = NEVER_S,
-) -> Candidate:
-    """Return the best plan found from seeds and mixtures.
+) -> list[Candidate]:
+    """Return the best plan found from seeds and mixtures, then the best one of each.
 
     Args:
         setup: the model, the machine and what the user has fixed.
@@ -123,7 +134,7 @@ def _improve(
     if bound_s >= enough_s or (bound_s == math.inf and not last):
         if last and best.missing_bytes:  # a solver says that nothing fits, which is no proof
             best = best_of([best, *map(scorer.score, smallest(setup))])
-        return best
+        return [best]
     before = scorer.num_simulations
     if max_simulations is None:
         num_default = _default_simulations(scorer, best)
@@ -148,19 +159,51 @@ def _improve(
         if found.order < best.order:
             mix, best = trial, found
             report(best)
-    # Single moves do not reach everything, so they start from other candidates too, the best first, within the budget.
-    enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, before)
-    for end in (best, *sorted(ends, key=lambda candidate: candidate.order)):
-        if best.order > (0.0, enough_s):
-            best = best_of([best, polish(setup, scorer, end, enough_s, limit)])
-    report(best)
     scorer.set_patience()
-    if mix is not None and best.decisions == mixed(setup, mix):
-        # Of equally fast plans, one that moves fewer bytes is better: hidden traffic may show if the prediction is off.
+    if mix is not None:
+        # A plan that moves fewer bytes may be slower for now: from there, descents reach what was beyond a ridge. Of
+        # equally fast plans it is the better one: hidden traffic may show if the prediction is off.
         limit_s = max(best.iteration_s, min(best.iteration_s * (1 + _TIDY_SLOWER), limit_s))
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
-        _, best = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
-        report(best)
+        mix, quiet = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
+        tidy = scorer.num_simulations + _TIDY_SIMULATIONS
+        _, found = descend(setup, scorer, mix, lambda c: c.order, tidy, report, SMALL_STEP, _TIDY_PATIENCE)
+        ends += [quiet, found]
+    return sorted(ends, key=lambda end: (end.order, end.traffic_bytes))
+
+
+def refined(
+    setup: Setup,
+    scorer: Scorer,
+    ends: Sequence[Candidate],
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    enough_s: float = 0.0,
+) -> Candidate:
+    """Return the best plan after moves of single units from what descents have found, with the best one's storage.
+
+    Single moves do not reach everything, so they start from others too, the best first, within the budget.
+
+    Args:
+        setup: see :func:`search`.
+        scorer: likewise.
+        ends: what descents have found.
+        max_simulations: see :func:`search`.
+        progress: see :func:`search`.
+        enough_s: a plan as fast as this is good enough.
+    """
+    best = ends[0]
+    if max_simulations is None:
+        num_default = _default_simulations(scorer, best)
+        scorer.set_patience(int(max(num_default, _SIMULATIONS) * _PATIENCE))
+        max_simulations = scorer.num_simulations + num_default
+    allowed = setup if best.decisions.uses_storage else dataclasses.replace(setup, storage="never")
+    for end in ends:
+        for found in polished(allowed, scorer, end, enough_s, max_simulations) if best.order > (0.0, enough_s) else ():
+            best = best_of([best, found])
+            if progress:
+                progress(best, scorer.num_simulations)
+    scorer.set_patience()
     return best
 
 
@@ -207,8 +250,10 @@ __all__ = [
     "Progress",
     "Scorer",
     "best_of",
+    "descents",
     "first_look",
     "no_garbage_collection",
+    "refined",
     "search",
     "smallest",
     "traffic_bytes",

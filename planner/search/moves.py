@@ -2,44 +2,79 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import get_args
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Final, get_args
 
 from planner.decisions import Activations, Decisions, Place, UnitDecision
+from planner.graph import Unit
 from planner.search.scoring import Candidate, Scorer
 from planner.setup import Setup
 
+Move = tuple[dict[str, UnitDecision], dict[str, int]]
+"""The decisions that it changes, by unit, and the numbers of slots, by attribute."""
 
-def polish(setup: Setup, scorer: Scorer, best: Candidate, enough_s: float, max_simulations: int) -> Candidate:
-    """Change one decision at a time, as long as that helps and the budget lasts."""
-    moved, num_trials = not best.missing_bytes, 0
-    while moved:
-        moved = False
-        singles = neighbours(setup, best.decisions)
-        pairs = (pair for one in neighbours(setup, best.decisions) for pair in neighbours(setup, one))
-        for trial in itertools.chain(singles, pairs):  # of small models, the budget lasts for pairs too
+_SLOTS: Final = ("num_param_slots", "num_state_slots", "num_gradient_slots")
+
+
+def polished(
+    setup: Setup, scorer: Scorer, best: Candidate, enough_s: float, max_simulations: int
+) -> Iterator[Candidate]:
+    """Change one decision at a time, as long as that helps and the budget lasts; yield each that is better."""
+    helped, num_trials = not best.missing_bytes, 0
+    while helped:
+        begun, helped = best.decisions, False
+        for move in itertools.chain(moves(setup, begun), _pairs(setup, begun)):
+            if any(best.decisions.units[name] is not begun.units[name] for name in move[0]):
+                continue  # moved already
             num_trials += 1  # a candidate that is rejected without a simulation takes time too
             if num_trials >= max_simulations or scorer.spent(max_simulations) or best.iteration_s <= enough_s:
-                return best
-            candidate = scorer.score(trial)
+                return
+            candidate = scorer.score(moved(best.decisions, move))
             if candidate.order < best.order:
-                best, moved = candidate, True
-                break
-    return best
+                best, helped = candidate, True
+                yield best
 
 
-def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
-    """Yield decisions that differ in one subgroup, one unit's parameters, one segment's activations, or an exchange.
+def moved(decisions: Decisions, move: Move) -> Decisions:
+    """Return decisions that a move has changed."""
+    units, slots = move
+    return decisions.model_copy(update={"units": decisions.units | units, **slots})
 
-    Neighbours are in scattered order, so that a small budget still covers the whole model.
+
+def _pairs(setup: Setup, decisions: Decisions) -> Iterator[Move]:
+    """Yield two moves at a time, but no slots more. Of small models, a budget lasts for these too."""
+    for units, slots in _unit_moves(setup, decisions):
+        changed = moved(decisions, (units, slots))
+        others = itertools.chain(_slot_moves(decisions, -1), _unit_moves(setup, changed), _exchanges(setup, changed))
+        yield from ((units | other_units, other_slots) for other_units, other_slots in others)
+
+
+def moves(setup: Setup, decisions: Decisions) -> Iterator[Move]:
+    """Yield moves of one number of slots, one subgroup, one unit's parameters or one segment's activations; exchanges.
+
+    Layers are alike: what helps one helps others. So that a small budget covers every kind of move, those of one unit
+    of each kind come first, then those of another one of each, which is far from the first.
     """
+    yield from _slot_moves(decisions, -1, 1)
+    yield from _unit_moves(setup, decisions)
+    yield from _exchanges(setup, decisions)
+
+
+def _slot_moves(decisions: Decisions, *changes: int) -> Iterator[Move]:
+    for name, change in itertools.product(_SLOTS, changes):
+        if number := getattr(decisions, name) + change:
+            yield {}, {name: number}
+
+
+def _unit_moves(setup: Setup, decisions: Decisions) -> Iterator[Move]:
     resident, storage, places, activations = setup.tied, setup.storage, list(Place), list(get_args(Activations))
     if storage != "nvme":
         places.remove(Place.NVME)
         activations = ["keep", "recompute", *(["offload"] if storage == "activations" else [])]
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in setup.swappable}
     movable = [unit for unit in setup.units if not unit.writes]
-    for _, unit in sorted(enumerate(movable), key=lambda numbered: _scattered(numbered[0])):
+    for unit in _one_of_each_first(movable, decisions):
         old = decisions.units[unit.name]
         changed: list[UnitDecision] = []
         for piece, place in itertools.product(range(len(old.update)), places):
@@ -56,19 +91,18 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
         for new in changed:
             fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or decisions.regathers(unit))
             if new != old and unit.num_weights and not fetched:
-                yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
+                yield {unit.name: new}, {}
         if unit.can_swap and segments[unit.segment][0] is unit:
             for way in (way for way in activations if way != old.activations):
                 whole_segment = {
                     other.name: decisions.units[other.name].model_copy(update={"activations": way})
                     for other in segments[unit.segment]
                 }
-                yield decisions.model_copy(update={"units": decisions.units | whole_segment})
-    yield from _exchanges(setup, decisions)
+                yield whole_segment, {}
 
 
-def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
-    """Yield decisions in which two units exchange their update places.
+def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Move]:
+    """Yield moves by which two units exchange their update places.
 
     Memory stays about the same on every tier. The places of their parameters are exchanged too, or all parameters
     become resident.
@@ -86,7 +120,15 @@ def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
                 stays = place is Place.GPU or fixed or not exchange_params
                 params = "gpu" if stays else there.params
                 changed[unit.name] = own.model_copy(update={"update": (place,) * len(own.update), "params": params})
-            yield decisions.model_copy(update={"units": decisions.units | changed})
+            yield changed, {}
+
+
+def _one_of_each_first(units: Iterable[Unit], decisions: Decisions) -> list[Unit]:
+    """Return units, first one of each kind, that is, of one size and with one decision; then another one of each."""
+    kinds = defaultdict[tuple[str, UnitDecision], list[Unit]](list)
+    for _, unit in sorted(enumerate(units), key=lambda numbered: _scattered(numbered[0])):
+        kinds[unit.size_name, decisions.units[unit.name]].append(unit)
+    return [unit for those in itertools.zip_longest(*kinds.values()) for unit in those if unit is not None]
 
 
 def _all_resident(decisions: Decisions) -> dict[str, UnitDecision]:

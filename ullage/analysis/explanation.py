@@ -16,7 +16,7 @@ from planner.explain.moves import (
     peak_change_bytes,
     why,
 )
-from planner.explain.tricks import Trick, with_compiled_kernels, worths
+from planner.explain.tricks import Trick, with_compiled_kernels, with_speculation, worths
 from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import Candidate
 from ullage.output.formatting import percent, si
@@ -50,6 +50,7 @@ class PlanExplained:
         rests_on: conditions that the bound rests on, with their weights.
         worths: the effect of switching each technique off.
         compiled: the same placement with compiled kernels, which change bits; ``None`` if the plan cannot have them.
+        speculating: nearly the same placement with updates that begin before the norm is known; likewise.
         groups: units with equal decisions, and the cheapest moves of some of them.
         limits: the effect of each quantity of the machine, and the values at which another lane binds.
     """
@@ -60,6 +61,7 @@ class PlanExplained:
     rests_on: dict[tuple[str, str], float]
     worths: dict[Trick, Candidate | None]
     compiled: Candidate | None
+    speculating: Candidate | None
     groups: tuple[LayerGroup, ...]
     limits: tuple[Limit, ...]
 
@@ -73,6 +75,7 @@ class PlanExplained:
             rests_on=bound_rests_on(bench),
             worths=worths(bench, lambda done: progress("switching tricks off", done, 0), TRICKS),
             compiled=with_compiled_kernels(bench),
+            speculating=with_speculation(bench),
             groups=groups(bench, every=every, progress=lambda done, total: progress("moving units", done, total)),
             limits=limits(bench, lambda done, total: progress("changing the machine", done, total)),
         )
@@ -112,6 +115,7 @@ class PlanExplained:
                 for trick, trial in self.worths.items()
             ],
             "compiled": self.compiled and _trial(self.bench, self.compiled),
+            "speculating": self.speculating and _trial(self.bench, self.speculating),
             "units": [
                 {
                     **{name: getattr(group, name) for name in ("name", "units", "params", "activations", "updates")},

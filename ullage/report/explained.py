@@ -44,6 +44,11 @@ _RESTS = {
 # The effect of one more GB or GB/s is shown for these quantities, if the elasticity of the bound is at least this.
 _SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node", "inter-node", "nvme")
 _TELLING = 0.02  # of an iteration
+_COMPILED = "compiles the kernels between products: with this placement, an iteration takes {}; bits change"
+_SPECULATING = (
+    "begins updates before the norm of gradients is known: with nearly this placement, an iteration that does not clip "
+    "takes {}; where steps clip, bits change and iterations take longer"
+)
 _WORTH_TELLING = 0.01
 
 
@@ -104,11 +109,14 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
             f"{unit} changed to '{move_words(bench, unit, move)}' would fit and save {si(-seconds, 's')} "
             f"({percent(-share)}); the search missed this"
         )
-    if (compiled := explained.compiled) and compiled.fits and (saved := -change(bench, compiled)[1]) > _TELLING:
-        rows["faster"] = (
-            f"`ullage plan --kernels auto` compiles the kernels between products: with this placement, an iteration "
-            f"takes {si(compiled.iteration_s, 's')} ({percent(saved)} less); bits change"
-        )
+    offers = (explained.compiled, "--kernels auto", _COMPILED), (explained.speculating, "--speculate", _SPECULATING)
+    faster = []
+    for trial, option, words in offers:
+        if trial and trial.fits and (saved := -change(bench, trial)[1]) > _TELLING:
+            takes = f"{si(trial.iteration_s, 's')} ({percent(saved)} less)"
+            faster.append(f"`ullage plan {option}` {words.format(takes)}")
+    if faster:
+        rows["faster"] = ". ".join(faster)
     return rows
 
 

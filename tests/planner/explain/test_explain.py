@@ -27,7 +27,7 @@ from planner.explain.moves import (
     moved,
     single_moves,
 )
-from planner.explain.tricks import with_compiled_kernels, without
+from planner.explain.tricks import with_compiled_kernels, with_speculation, without
 from planner.explain.tricks import worths as worths_of
 from planner.schedule.tasks import Tier
 from ullage.rivals.decisions import GradientPath, HostUpdate
@@ -218,6 +218,21 @@ def test_compiled_kernels_are_offered_to_a_plan_that_can_have_them() -> None:
         if plain.recomputable(name)
     }
     assert with_compiled_kernels(with_decisions(plain, units=plain.decisions.units | offloading)) is None
+
+
+def test_speculation_is_offered_where_updates_wait_for_the_norm() -> None:
+    """What is offered is a plan that fits and is as fast as offered; no plan gets it that waits for no norm."""
+    waits = bench("slow")
+    offered = with_speculation(waits)
+    assert offered is not None
+    assert offered.fits
+    assert offered.decisions.takes_back
+    assert offered.iteration_s < waits.own.iteration_s
+    own = with_decisions(waits, **dict(offered.decisions)).own
+    assert own.iteration_s == pytest.approx(offered.iteration_s, rel=1e-9)
+    assert with_speculation(with_decisions(waits, **dict(offered.decisions))) is None
+    assert with_speculation(with_decisions(waits, clip=False)) is None
+    assert with_speculation(with_decisions(waits, optimizer="adamw-bf16")) is None
 
 
 def test_narrow_state_off_has_a_master_copy_in_fp32_too() -> None:

@@ -39,7 +39,7 @@ from planner.plan.competition import compete
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
-from planner.search import Candidate, Scorer, search
+from planner.search import Candidate, Scorer, descents, search
 from planner.setup import Mix, Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
@@ -466,14 +466,15 @@ def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) ->
 def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_s: list[float | None] = []
 
-    def short(setup: Setup, scorer: Scorer, _most: object = None, *args: Any) -> Candidate:
+    def short(setup: Setup, scorer: Scorer, _most: object = None, *args: Any) -> list[Candidate]:
         ends_s.append(scorer.deadline_s)
-        return search(setup, scorer, 1, *args)
+        return descents(setup, scorer, 1, *args)
 
     clock = SimpleNamespace(monotonic=lambda: 100.0)  # stands still, so that shares are whole numbers
     monkeypatch.setattr("planner.plan.competition.time", clock)
     monkeypatch.setattr("planner.search.scoring.time", clock)
-    monkeypatch.setattr("planner.plan.competition.search", short)
+    monkeypatch.setattr("planner.plan.competition.descents", short)
+    monkeypatch.setattr("planner.search.descents", short)
     rivals = variants(request(hardware=machine(gpu_bytes=5e7, cpu_params_per_s=1e8), global_batch=8))
     compete(rivals, deadline_s=112.0)
     shares = [100.0 + 12.0 / left for left in range(len(ends_s) - 1, 0, -1)]

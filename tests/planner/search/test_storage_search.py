@@ -24,7 +24,7 @@ from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
 from planner.search import Scorer, first_look, search
-from planner.search.moves import neighbours
+from planner.search.moves import moved, moves
 from planner.setup import Mix, Setup, pieces
 from planner.terms import Storage
 from planner.verification import verify
@@ -88,8 +88,8 @@ def test_single_moves_are_valid_and_stay_within_what_may_be_used(drawn: tuple[Se
     setup = dataclasses.replace(drawn[0], storage=storage)
     allowed = {"never": Mix(3, 2, 1), "activations": Mix(3, 2, 1, num_offload=1), "nvme": drawn[1]}[storage]
     start = mixed(setup, dataclasses.replace(allowed, zero_stage=drawn[1].zero_stage))
-    for moved in itertools.islice(neighbours(setup, start), 150):
-        valid = Decisions.model_validate(moved.model_dump())
+    for move in itertools.islice(moves(setup, start), 150):
+        valid = Decisions.model_validate(moved(start, move).model_dump())
         lower(setup.units, valid, asynchronous=False)
         chosen = valid.units.values()
         on_nvme = any(u.params == "nvme" or Place.NVME in u.update or u.activations == "offload-nvme" for u in chosen)
