@@ -19,9 +19,10 @@ from planner.placements import mixed, resident
 from planner.plan.competition import compete
 from planner.plan.planning import make_plan
 from planner.schedule.schedule import Schedule
-from planner.search import Candidate, Scorer, scoring, search
+from planner.search import Candidate, Scorer, descents, refined, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded
+from planner.search.moves import moved, moves
 from planner.search.scoring import ENDLESS
 from planner.setup import Mix
 from planner.simulate.critical_path import critical_path
@@ -258,6 +259,40 @@ def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(mon
     assert scorer.num_simulations < 0.8 * patient.num_simulations
     assert scorer.num_simulations < asked.num_simulations, "what is asked for is not cut short"
     assert found.iteration_s <= min(whole.iteration_s, requested.iteration_s) * 1.01
+
+
+def test_moves_of_single_units_are_tried_where_descents_gain_nothing_any_more() -> None:
+    one = variants(REQUESTS["tight"])[0]
+    scorer = Scorer.of(one)
+    ends = descents(one.setup, scorer, 20)
+    assert [end.order for end in ends] == sorted(end.order for end in ends)
+    scorer.set_patience(0)
+    assert scorer.spent()
+    before = scorer.num_simulations
+    found = refined(one.setup, scorer, ends, progress=lambda *_: None)
+    assert scorer.num_simulations > before
+    assert found.order < ends[0].order
+
+
+def test_one_unit_of_each_kind_moves_before_another_of_its_kind() -> None:
+    setup = variants(REQUESTS["tight"])[0].setup
+    start = mixed(setup, Mix(3, 2, 1, num_host=4))
+    kinds = {unit.name: (unit.size_name, start.units[unit.name]) for unit in setup.units}
+    order = dict.fromkeys(next(iter(units)) for units, _ in moves(setup, start) if len(units) == 1)
+    first = [kinds[name] for name in order][: len(set(kinds.values()))]
+    assert len(first) < len(order)
+    assert len(set(first)) == len(first)
+
+
+def test_a_move_of_slots_changes_nothing_else() -> None:
+    setup = variants(REQUESTS["tight"])[0].setup
+    start = mixed(setup, Mix(3, 2, 1, num_slots=1))
+    tried = [moved(start, move) for move in moves(setup, start) if move[1]]
+    assert {one.num_param_slots for one in tried} == {1, 2}  # never none
+    for one in tried:
+        changed = {name for name, value in dict(one).items() if value != getattr(start, name)}
+        assert len(changed) == 1
+        assert changed < {"num_param_slots", "num_state_slots", "num_gradient_slots"}
 
 
 def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
