@@ -169,7 +169,9 @@ def _improve(
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, found = descend(setup, scorer, mix, lambda c: c.order, tidy, report, SMALL_STEP, _TIDY_PATIENCE)
         ends += [quiet, found]
-    return sorted(ends, key=lambda end: (end.order, end.traffic_bytes))
+    ends.sort(key=lambda end: (end.order, end.traffic_bytes))
+    report(ends[0])
+    return ends
 
 
 def refined(
