@@ -25,6 +25,7 @@ from planner.search import (
     ENDLESS,
     MANY,
     Candidate,
+    End,
     Progress,
     Scorer,
     best_of,
@@ -149,7 +150,7 @@ def _compete(
         if progress:
             progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
     looks.sort(key=lambda look: look.found.order)
-    found: list[tuple[_Look, list[Candidate]]] = []
+    found: list[tuple[_Look, list[End]]] = []
     # A search begins with the plans of those before it. Tiles need less memory, so any plan without tiles fits there.
     finalists = sorted(_finalists(looks), key=lambda look: (look.found.overload, look.num_tiled))
     for number, look in enumerate(finalists):
@@ -157,7 +158,7 @@ def _compete(
         if not found or look.bound_s < _fastest_s(found) * (1 - _WORTH):
             ends = descents(look.variant.setup, look.scorer, max_simulations, progress, _handed_on(look, found))
             found.append((look, ends))
-    best_look, ends = min(found, key=lambda item: item[1][0].order)
+    best_look, ends = min(found, key=lambda item: item[1][0][1].order)
     best_look.scorer.deadline_s = deadline_s
     best = _finished(best_look.variant, best_look.scorer, ends, max_simulations, progress, best_look.bound_s)
     searched = tuple(look.variant for look, _ in found)
@@ -176,7 +177,7 @@ def _share(deadline_s: float | None, parts: int) -> float | None:
 def _finished(
     variant: Variant,
     scorer: Scorer,
-    ends: Sequence[Candidate],
+    ends: Sequence[End],
     max_simulations: int | None,
     progress: Progress | None,
     bound_s: float,
@@ -184,11 +185,11 @@ def _finished(
     """Return the best plan after moves of single units; if there is a deadline, after a search from it until then."""
     if scorer.deadline_s is None or scorer.spent():
         return refined(variant.setup, scorer, ends, max_simulations, progress, bound_s * (1 + _WORTH))
-    return search(variant.setup, scorer, ENDLESS, progress, [ends[0].decisions])
+    return search(variant.setup, scorer, ENDLESS, progress, [ends[0][1].decisions])
 
 
-def _fastest_s(found: Sequence[tuple[_Look, list[Candidate]]]) -> float:
-    best = min((ends[0] for _, ends in found), key=lambda end: end.order)
+def _fastest_s(found: Sequence[tuple[_Look, list[End]]]) -> float:
+    best = min((ends[0][1] for _, ends in found), key=lambda end: end.order)
     return math.inf if best.missing_bytes else best.iteration_s
 
 
@@ -237,11 +238,11 @@ def first_fit(rivals: Sequence[Variant]) -> Candidate | None:
     return None
 
 
-def _handed_on(look: _Look, found: Sequence[tuple[_Look, list[Candidate]]]) -> list[Decisions]:
+def _handed_on(look: _Look, found: Sequence[tuple[_Look, list[End]]]) -> list[Decisions]:
     """Return the best decisions of choices that are alike but for tiles, fetches, or the form of master copies."""
     own = {field: getattr(look.variant.choice, field) for field in _ALIKE}
     return [
-        ends[0].decisions.model_copy(update=own)
+        ends[0][1].decisions.model_copy(update=own)
         for other, ends in found
         if other.variant.choice.model_copy(update=own) == look.variant.choice
     ]

@@ -29,6 +29,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
+from planner.search.walk import walk
 from planner.setup import Mix, Setup
 from planner.simulate.prediction import capacities
 from planner.terms import Storage
@@ -45,6 +46,8 @@ _CLOSE = 1e-2
 _SIMULATIONS, _TASKS, _MOST_TASKS = 240, 400_000, 1_500_000
 # The share of the budget for moving single units.
 _POLISH = 0.25
+# The length of a walk, as a share of the default budget.
+_WALK = 0.5
 # With the default budget, the search ends after this share of it in a row without a gain.
 _PATIENCE = 0.125
 # With the default budget, a descent ends within the first fraction of the lower bound. The patience is doubled as long
@@ -54,6 +57,9 @@ _NEAR, _FAR = 3e-3, 4e-2
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 # The share of the budget that each descent leaves to later ones.
 _LATER, _LATER_WITH_STORAGE = 0.3, 0.5
+
+End = tuple[Mix | None, Candidate]
+"""What a descent has found; or a seed, which may be no mix."""
 
 
 def search(
@@ -84,7 +90,7 @@ def descents(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     seeds: Iterable[Decisions] = (),
-) -> list[Candidate]:
+) -> list[End]:
     """Return what changing counts alone finds, the best first; see :func:`search`."""
 
     def report(candidate: Candidate) -> None:
@@ -101,8 +107,9 @@ def descents(
             found += map(scorer.score, _swapping(setup))
         allowed = dataclasses.replace(setup, storage=kind)
         ends = _improve(allowed, scorer, found, budget, report, last=last, enough_s=enough_s)
-        enough_s = NEVER_S if ends[0].missing_bytes else ends[0].iteration_s * (1 - _FAR)
-        found.append(ends[0])
+        _, best = ends[0]
+        enough_s = NEVER_S if best.missing_bytes else best.iteration_s * (1 - _FAR)
+        found.append(best)
     return ends
 
 
@@ -115,7 +122,7 @@ def _improve(
     *,
     last: bool = True,
     enough_s: float = NEVER_S,
-) -> list[Candidate]:
+) -> list[End]:
     """Return the best plan found from seeds and mixtures, then the best one of each.
 
     Args:
@@ -127,14 +134,15 @@ def _improve(
         last: whether no later search may use more storage, so that plans that hardly fit are worth looking for.
         enough_s: if the lower bound is not below this, the best seed is returned.
     """
-    ends, storage = list(seeds), setup.storage != "never"
-    best, limit_s = best_of(ends), _fastest_s(ends)
+    given, storage = list(seeds), setup.storage != "never"
+    best, limit_s = best_of(given), _fastest_s(given)
+    ends: list[End] = [(None, seed) for seed in given]
     report(best)
     starts, bound_s = starting_points(setup, scorer, enough_s)
     if bound_s >= enough_s or (bound_s == math.inf and not last):
         if last and best.missing_bytes:  # a solver says that nothing fits, which is no proof
             best = best_of([best, *map(scorer.score, smallest(setup))])
-        return [best]
+        return [(None, best)]
     before = scorer.num_simulations
     if max_simulations is None:
         num_default = _default_simulations(scorer, best)
@@ -155,7 +163,7 @@ def _improve(
         if not best.missing_bytes and best.iteration_s <= max(stage_s, bound_s * (1 + _CLOSE)):
             continue  # a descent from there cannot gain enough
         trial, found = descend(setup, scorer, start, lambda c: c.order, limit, report, first_step)
-        ends.append(found)
+        ends.append((trial, found))
         if found.order < best.order:
             mix, best = trial, found
             report(best)
@@ -167,22 +175,26 @@ def _improve(
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         mix, quiet = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
-        _, found = descend(setup, scorer, mix, lambda c: c.order, tidy, report, SMALL_STEP, _TIDY_PATIENCE)
-        ends += [quiet, found]
-    ends.sort(key=lambda end: (end.order, end.traffic_bytes))
-    report(ends[0])
+        ends += [
+            (mix, quiet),
+            descend(setup, scorer, mix, lambda c: c.order, tidy, report, SMALL_STEP, _TIDY_PATIENCE),
+        ]
+    ends.sort(key=lambda end: (end[1].order, end[1].traffic_bytes))
+    report(ends[0][1])
     return ends
 
 
 def refined(
     setup: Setup,
     scorer: Scorer,
-    ends: Sequence[Candidate],
+    ends: Sequence[End],
     max_simulations: int | None = None,
     progress: Progress | None = None,
     enough_s: float = 0.0,
 ) -> Candidate:
-    """Return the best plan after moves of single units from what descents have found, with the best one's storage.
+    """Return the best plan after a walk, and after moves of single units, from what descents have found.
+
+    It uses no other storage than the best of these.
 
     Single moves do not reach everything, so they start from others too, the best first, within the budget.
 
@@ -194,17 +206,26 @@ def refined(
         progress: see :func:`search`.
         enough_s: a plan as fast as this is good enough.
     """
-    best = ends[0]
+    mix, best = ends[0]
+
+    def report(candidate: Candidate) -> None:
+        if progress:
+            progress(candidate, scorer.num_simulations)
+
+    num_default = _default_simulations(scorer, best)
+    allowed = setup if best.decisions.uses_storage else dataclasses.replace(setup, storage="never")
+    num_walked = int(num_default * _WALK)
+    if max_simulations is not None:
+        num_walked = min(num_walked, int((max_simulations - scorer.num_simulations) * (1 - _POLISH)))
+    if mix is not None and num_walked > 0 and not best.missing_bytes and best.iteration_s > enough_s:
+        best = best_of([best, walk(allowed, scorer, mix, num_walked, report)])
     if max_simulations is None:
-        num_default = _default_simulations(scorer, best)
         scorer.set_patience(int(max(num_default, _SIMULATIONS) * _PATIENCE))
         max_simulations = scorer.num_simulations + num_default
-    allowed = setup if best.decisions.uses_storage else dataclasses.replace(setup, storage="never")
-    for end in ends:
+    for end in (best, *(found for _, found in ends)):
         for found in polished(allowed, scorer, end, enough_s, max_simulations) if best.order > (0.0, enough_s) else ():
             best = best_of([best, found])
-            if progress:
-                progress(best, scorer.num_simulations)
+            report(best)
     scorer.set_patience()
     return best
 
@@ -249,6 +270,7 @@ __all__ = [
     "ENDLESS",
     "MANY",
     "Candidate",
+    "End",
     "Progress",
     "Scorer",
     "best_of",

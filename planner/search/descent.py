@@ -35,24 +35,9 @@ def descend(
     The first step is the fraction ``first_step`` of a count's range. The descent also ends after ``patience``
     simulations in a row without a gain.
     """
-    limits = {
-        "num_gpu": sum(setup.movable.values()),
-        "num_stream": sum(setup.movable.values()),
-        "num_keep": len(setup.swappable),
-        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.given.expert_parallel > 1 else 0,
-        "spread": 1,
-        "num_slots": max(4, 2 * max_equal_units(setup)),
-        "num_state_slots": 4,
-        "num_gradient_slots": max(4, 2 * max_equal_units(setup)),
-        "num_stay": len(setup.units),
-        **_storage_limits(setup, start),
-    }
+    limits = limits_of(setup, start)
     mix, best = start, scorer.score(mixed(setup, start))
-    steps = {
-        name: 1 if name.endswith("slots") else max(int(limit * first_step), 1)
-        for name, limit in limits.items()
-        if limit
-    }
+    steps = {name: 1 if name.endswith("slots") else max(int(limit * first_step), 1) for name, limit in limits.items()}
     helped_at = scorer.num_simulations
     while True:
         moved = False
@@ -62,7 +47,7 @@ def descend(
                 if not best.missing_bytes and candidate.missing_bytes:
                     trial, candidate = repaired(setup, scorer, trial, candidate, name)  # noqa: PLW2901
                 elif not key(candidate) < key(best) and name != "num_gpu":
-                    trial, candidate = _filled(setup, scorer, trial, candidate)  # noqa: PLW2901
+                    trial, candidate = filled(setup, scorer, trial, candidate)  # noqa: PLW2901
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     helped_at = scorer.num_simulations
@@ -74,6 +59,23 @@ def descend(
             if all(step == 1 for step in steps.values()):
                 return mix, best
             steps = {name: max(step // 2, 1) for name, step in steps.items()}
+
+
+def limits_of(setup: Setup, start: Mix) -> dict[str, int]:
+    """Return the largest number of each count of a mix that may change."""
+    found = {
+        "num_gpu": sum(setup.movable.values()),
+        "num_stream": sum(setup.movable.values()),
+        "num_keep": len(setup.swappable),
+        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.given.expert_parallel > 1 else 0,
+        "spread": 1,
+        "num_slots": max(4, 2 * max_equal_units(setup)),
+        "num_state_slots": 4,
+        "num_gradient_slots": max(4, 2 * max_equal_units(setup)),
+        "num_stay": len(setup.units),
+        **_storage_limits(setup, start),
+    }
+    return {name: limit for name, limit in found.items() if limit}
 
 
 def max_equal_units(setup: Setup) -> int:
@@ -136,7 +138,7 @@ def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: 
     return trial, scorer.score(mixed(setup, trial))
 
 
-def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
+def filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
     """Fill the free memory of the device with resident subgroups."""
     # Gradients stay there too.
     bytes_per_param = found.decisions.state_bytes_per_param + setup.given.precision.weight_bytes

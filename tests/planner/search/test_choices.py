@@ -39,7 +39,7 @@ from planner.plan.competition import compete
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
-from planner.search import Candidate, Scorer, descents, search
+from planner.search import End, Scorer, descents, search
 from planner.setup import Mix, Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
@@ -466,7 +466,7 @@ def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) ->
 def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_s: list[float | None] = []
 
-    def short(setup: Setup, scorer: Scorer, _most: object = None, *args: Any) -> list[Candidate]:
+    def short(setup: Setup, scorer: Scorer, _most: object = None, *args: Any) -> list[End]:
         ends_s.append(scorer.deadline_s)
         return descents(setup, scorer, 1, *args)
 

@@ -24,6 +24,7 @@ from planner.search.descent import descend
 from planner.search.mixtures import _rounded
 from planner.search.moves import moved, moves
 from planner.search.scoring import ENDLESS
+from planner.search.walk import walk
 from planner.setup import Mix
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import run_until_steady
@@ -265,13 +266,40 @@ def test_moves_of_single_units_are_tried_where_descents_gain_nothing_any_more() 
     one = variants(REQUESTS["tight"])[0]
     scorer = Scorer.of(one)
     ends = descents(one.setup, scorer, 20)
-    assert [end.order for end in ends] == sorted(end.order for end in ends)
+    assert [end.order for _, end in ends] == sorted(end.order for _, end in ends)
     scorer.set_patience(0)
     assert scorer.spent()
     before = scorer.num_simulations
     found = refined(one.setup, scorer, ends, progress=lambda *_: None)
     assert scorer.num_simulations > before
-    assert found.order < ends[0].order
+    assert found.order < ends[0][1].order
+
+
+def test_a_walk_is_the_same_each_time_keeps_its_length_and_is_never_worse_than_its_start() -> None:
+    one = variants(REQUESTS["tight"])[0]
+    found, reported = [], list[Candidate]()
+    for _ in range(2):
+        scorer = Scorer.of(one)
+        start = scorer.score(mixed(one.setup, Mix(3, 2, 1, num_host=4)))
+        assert not start.missing_bytes
+        found.append(walk(one.setup, scorer, Mix(3, 2, 1, num_host=4), 60, reported.append))
+        assert 60 <= scorer.num_simulations - 1 <= 61  # a trial that lacks memory is simulated, and then its repair
+    assert found[0] == found[1]
+    assert not found[0].missing_bytes
+    assert found[0].order < start.order
+    assert reported[-1] == found[1]
+    assert [candidate.order for candidate in reported[: len(reported) // 2]] == sorted(
+        (candidate.order for candidate in reported[: len(reported) // 2]), reverse=True
+    )
+
+
+def test_a_walk_goes_on_from_slower_mixes() -> None:
+    """From the end of a descent, which no change of one count betters."""
+    one = variants(REQUESTS["a100"])[0]
+    scorer = Scorer.of(one)
+    mix, end = descend(one.setup, scorer, Mix(0, 0, 0), lambda candidate: candidate.order, ENDLESS)
+    assert not end.missing_bytes
+    assert walk(one.setup, scorer, mix, 400).order < end.order
 
 
 def test_one_unit_of_each_kind_moves_before_another_of_its_kind() -> None:
