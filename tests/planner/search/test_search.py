@@ -13,12 +13,13 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
-from planner.decisions import Place
+from planner.decisions import Decisions, Place
 from planner.models import resolve_model
 from planner.placements import mixed, resident
 from planner.plan.competition import compete
 from planner.plan.planning import make_plan
 from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, descents, refined, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded
@@ -294,12 +295,24 @@ def test_a_walk_is_the_same_each_time_keeps_its_length_and_is_never_worse_than_i
 
 
 def test_a_walk_goes_on_from_slower_mixes() -> None:
-    """From the end of a descent, which no change of one count betters."""
+    """Two slots are slower than one, and three are faster; a walk changes a number of slots by one."""
+
+    class Ridge(Scorer):
+        def score(self, decisions: Decisions) -> Candidate:
+            self.num_simulations += 1
+            time_s = {1: 1.0, 2: 1.004}.get(decisions.num_state_slots, 0.9)
+            return Candidate(decisions, time_s, {}, filled={Tier.GPU: 1.0})
+
+    one = variants(REQUESTS["tight"])[0]
+    assert walk(one.setup, Ridge.of(one), Mix(3, 2, 1, num_state_slots=1), 200).iteration_s == 0.9
+
+
+def test_a_walk_finds_what_no_change_of_one_count_does() -> None:
     one = variants(REQUESTS["a100"])[0]
     scorer = Scorer.of(one)
     mix, end = descend(one.setup, scorer, Mix(0, 0, 0), lambda candidate: candidate.order, ENDLESS)
     assert not end.missing_bytes
-    assert walk(one.setup, scorer, mix, 400).order < end.order
+    assert walk(one.setup, scorer, mix, 200).order < end.order
 
 
 def test_one_unit_of_each_kind_moves_before_another_of_its_kind() -> None:
