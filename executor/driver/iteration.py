@@ -6,6 +6,7 @@ import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, final
 
 import torch
@@ -272,6 +273,9 @@ class IterationDriver:
             if in_backward():
                 self._enter_backward()
             self._on_demand.bring(unit)
+        elif in_backward() and self.progress.task is not None and self._updates_in(self.progress.task.micro_batch):
+            # Until then, its weights are as forward had them, for nodes that the plan does not know.
+            self._unsettle(self.progress.passed_over)
         # Where several units are recomputed together, backward reaches the last before its weights are there.
         self.visibility.show(unit if self._on_demand is not None or self.progress.unit == unit else "")
 
@@ -672,7 +676,7 @@ class IterationDriver:
             )
         zeros = self.gradients.zeros()
         self.gradients.clear()
-        if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
+        if self._updates_in(micro_batch):
             self.gradients.check_fresh(self._loop.iteration)
             if zeros:
                 units = {unit.name for unit, own in self._runtime.state.by_name.values() if own.shard.name in zeros}
@@ -688,6 +692,8 @@ class IterationDriver:
         self._has_run_back = True
         self._audit.end_micro_batch()
         self.visibility.show("")
+        if self._on_demand is None and self._updates_in(micro_batch):
+            self._unsettle(self._runtime.settled)
         is_last = micro_batch == self._decisions.num_micro_batches - 1 and not self.progress.comes_back
         # The loop may clip now, and step. Which gradients there are must be the same on all ranks.
         if is_last or (self.progress.num_complete and self._decisions.update_start == "step"):
@@ -768,8 +774,8 @@ class IterationDriver:
             return self._runtime.actions.gradients.norms(self._loop.iteration)
 
     def _begin_updates(self, *, is_early: bool = False, waits: bool = False) -> None:
-        self.visibility.unsettle()
-        self._runtime.settled.clear()
+        if waits or not is_early:  # else each unit is unsettled when backward has left it
+            self._unsettle(self._runtime.settled)
         speculates = is_early and self._decisions.takes_back
         updates, rules = self._rules(self.speculation.scale if speculates else self.gradients.scale)
         self._begun = rules
@@ -782,6 +788,16 @@ class IterationDriver:
         if self._audit.is_active or (is_early and self._sets_late and not waits):
             # In backward: they wait for the audit's verdict, see `end_audit`, or for the loop.
             self._runtime.actions.defer_updates(self._loop.iteration, self._loop.num_issued)
+
+    def _updates_in(self, micro_batch: int) -> bool:
+        """Return whether updates begin in the backward of a micro-batch."""
+        is_last = micro_batch == self._decisions.num_micro_batches - 1
+        return is_last and self._decisions.update_start == "backward"
+
+    def _unsettle(self, units: AbstractSet[str]) -> None:
+        """Hide the memory of weights that are about to be updated, those of settled units among these."""
+        self.visibility.unsettle(units)
+        self._runtime.settled -= units
 
     def _rules(self, scale: Callable[[str], float]) -> tuple[dict[str, Rule], list[Params]]:
         """Return the rule of each parameter, given the factors of gradients; and of each of the optimizer's groups."""

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from executor.callbacks import (
     ModuleCallbacks,
+    ends_here,
     forward_of,
     hook_outputs,
     in_backward,
@@ -352,10 +353,10 @@ class _Between:
 
     def __init__(self, callbacks: ModuleCallbacks, units: Collection[str]) -> None:
         self._callbacks, self._units = callbacks, units
-        self._unit, self._ended = "", 0  # the last one that has run, and autograd's next number then
+        self._unit, self._ended = "", 0  # the last one that forward was at, and autograd's next number then
 
-    def has_run(self, unit: str) -> None:
-        """A module of a unit has run."""
+    def is_at(self, unit: str) -> None:
+        """Forward has reached a unit, which may read weights before a module of it runs, or a module of it has run."""
         if unit in self._units and not _is_recomputing(self._callbacks):
             self._unit, self._ended = unit, torch._C._autograd._get_sequence_nr()
 
@@ -368,7 +369,12 @@ class _Between:
         if torch.is_grad_enabled() and not _is_recomputing(self._callbacks):
             # Logits in tiles, of a class of their own, are not computed yet.
             made = [leaf for leaf in tensors_of(values) if type(leaf) is torch.Tensor]
-            hook_outputs(made, functools.partial(self._callbacks.on_backward, unit), self._ended)
+            reached = functools.partial(self._callbacks.on_backward, unit)
+            hook_outputs(made, reached, self._ended)
+            for leaf in made:  # what was made after the base of a view may read weights: backward passes it first
+                node = leaf.grad_fn
+                if leaf._base is not None and node is not None and node._sequence_nr() >= self._ended:
+                    node.register_prehook(lambda _: None if ends_here() else reached())
 
 
 def _is_recomputing(callbacks: ModuleCallbacks) -> bool:
@@ -397,6 +403,7 @@ def _hooks(
             between.hand_over((args, kwargs), marker.unit)
             with outside_transforms():
                 callbacks.on_forward(marker.unit)
+            between.is_at(marker.unit)
 
     arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
@@ -405,7 +412,7 @@ def _hooks(
             return
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
-        between.has_run(marker.unit)
+        between.is_at(marker.unit)
         if marker.ends and torch.is_grad_enabled() and not _is_recomputing(callbacks):
             hook_outputs(output, arrives[marker.unit], begun)
 

@@ -146,9 +146,9 @@ class WeightVisibility:
                 weights.copy_(parameter.data)
                 parameter.data = weights
 
-    def unsettle(self) -> None:
-        """Hide the memory of settled units, because their updates are about to begin."""
-        for name in self._settled - self._shown:
+    def unsettle(self, units: AbstractSet[str]) -> None:
+        """Hide the memory of those settled units whose updates are about to begin."""
+        for name in (self._settled & units) - self._shown:
             self._hide_memory(name)
 
     def keep(self, unit: str) -> None:

@@ -21,6 +21,7 @@ TRIED = {
         "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
         "distance_to_initial_weights", "weights_behind_the_last_module",
         "weights_between_modules", "determinant_of_a_weight",
+        "determinant_in_later_steps", "determinant_beside_layers",
         "planned_penalty", "planned_derivatives", "derivatives_inside_forward", "planned_curvature",
         "linearized_in_weights",
         "weights_made_again", "checkpoints_between_blocks",

@@ -60,8 +60,6 @@ aten = torch.ops.aten
 _SETS_DATA: Final[Any] = Tensor.data.__set__  # type: ignore[attr-defined]
 OUTPUTS_LOSS: Final = "the output's loss"
 OF_LOOP: Final = "your loop's, planned as the cross-entropy of the first floating output"
-_STRIDED: Final = (aten._linalg_det, aten._linalg_slogdet, aten._linalg_solve_ex)
-"""Operators whose backward asks in which order their matrix lies in memory, and reads its factors alone."""
 _SCALAR: Final = "the scalar in the output"
 _FIRST_SCALAR: Final = "the first scalar in the output"
 _AND_ALL_ELSE: Final = ", with all that does not lead to it"
@@ -252,7 +250,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._name: dict[int, str] = {}  # names of parameters, by number of the storage
-        self._by_strides: dict[int, list[int]] = {}  # what events of _STRIDED read
         self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
         self._source = -1  # forward event of the running autograd node
         self._in_backward = False
@@ -304,7 +301,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             visit, source = found.forward[self._source].visit, self._source
             if func.overloadpacket is aten.add:
                 found.sums[written[0]] = tuple(read)
-            read += self._by_strides.get(source, ())
         event = Event(
             visit,
             source,
@@ -319,8 +315,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._in_backward:
             found.backward.append(event)
             return
-        if func.overloadpacket in _STRIDED:
-            self._by_strides[source] = read
         if self._token_wise is not None:
             self._token_wise.see(func, args, kwargs, output)
         found.compiled = found.compiled or (bool(event.parameters) and is_compiled())

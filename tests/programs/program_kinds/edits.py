@@ -296,6 +296,47 @@ def determinant_of_a_weight(ullage) -> Trained:
     return loop(model, optimizer, loss_of=lambda model, batch: model(batch[0]))
 
 
+class LaterFlow(Flow):
+    """A flow whose loss has the volume of its matrix in later steps. The matrix may be only there."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.mixes, self.has_volume = mixes, False
+
+    def forward(self, x):
+        x = x @ self.mix if self.mixes else x
+        volume = (torch.slogdet(self.mix)[1] if self.has_volume else self.mix.sum()).expand(len(x))
+        for layer in self.layers:
+            x, volume = layer(x, volume)
+        return (0.5 * x.square().sum(1) - volume).mean()
+
+
+def later_flow(ullage, *, mixes: bool) -> Trained:
+    """Train one without clipping, so that updates begin in backward."""
+    model = LaterFlow(mixes=mixes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],), clip=False)
+
+    def loss_of(model, batch):
+        loss = model(batch[0])
+        model.has_volume = True
+        return loss
+
+    return loop(model, optimizer, loss_of=loss_of)
+
+
+@program
+def determinant_in_later_steps(ullage) -> Trained:
+    """A root's own weight, of which backward needs more than in the example batch."""
+    return later_flow(ullage, mixes=True)
+
+
+@program
+def determinant_beside_layers(ullage) -> Trained:
+    """The same, where backward does not pass the layers before it comes to the weight."""
+    return later_flow(ullage, mixes=False)
+
+
 @program
 def distance_to_initial_weights(ullage) -> Trained:
     """L2-SP: the loss reads all weights."""
