@@ -194,7 +194,7 @@ def cuts_of(
     for chunk, (layers, parameters) in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
         begun = {id(each) for each in watch.begun[chunk]}
         for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
-            found = names.get(id(leaf), {"a tensor"})
+            found = names.get(id(leaf), {"a tensor" if leaf.requires_grad else "a value without gradients"})
             if not parameters & found:
                 raise BindingError(
                     f"what {layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
