@@ -20,10 +20,11 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -177,6 +178,7 @@ def cuts_of(
             torch.enable_grad(),
             mode,
             operators(known) as run,
+            mock.patch.object(FakeTensor, "numpy", watch.looking(FakeTensor.numpy)),
             Running(lambda function, _types, args, kwargs: watch.note(run, function, args, kwargs)),
         ):
             output = watch.finish(faked(**given))
@@ -400,6 +402,15 @@ class _Watch:
                 of = views.get(each.untyped_storage()._cdata)
                 self._set_sources(each, value if of is None else self._sources_of(of))
         return made
+
+    def looking(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that reads a tensor's values for other code, such as NumPy's, and notes that."""
+
+        def noted(tensor: Tensor, **named: Any) -> Any:
+            self._looked.append((self._chunk, self._inside > 0, self._edges_of(tensor)))
+            return read(tensor, **named)
+
+        return noted
 
     def _sources_of(self, tensor: Tensor) -> list[_Edge]:
         """Return of what a tensor's values are, beside what its graph shows."""
