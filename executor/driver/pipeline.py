@@ -59,7 +59,7 @@ _Begun = tuple[_Edges, list[Tensor] | None]
 
 def _edges(made: Sequence[Tensor]) -> _Edges:
     trains = torch.is_grad_enabled()
-    return [(each.shape, each.dtype, get_gradient_edge(each) if trains else None) for each in made]
+    return [(x.shape, x.dtype, get_gradient_edge(x) if trains and x.requires_grad else None) for x in made]
 
 
 def _without_loss(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,8 @@ class Pipeline:
         gradients = [torch.ones(shape, dtype=dtype, device=self._device) for shape, dtype, _ in edges]
         if not self._is_last(turn):
             self._receive(self._ranks.back[self._number], gradients, 1)
-        torch.autograd.backward([edge for _, _, edge in edges if edge is not None], gradients)
+        begun = [(edge, gradient) for (_, _, edge), gradient in zip(edges, gradients, strict=True) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in begun], [gradient for _, gradient in begun])
         if to_send:
             self._send(Lane.SEND_BACK, self._ranks.back[(self._number - 1) % self._count], to_send, 1)
 

@@ -6,18 +6,27 @@ are given of earlier stages, such as the output of an encoder. All of it is foun
 copy's tensors are fake, so that models which look at values, as for masks, see that they are traced. Its graph begins
 anew at each cut, with the arguments of layers. Where code behind a cut still reaches what a module before it has
 returned, as skip connections and losses of several towers do, that crosses too. If it reaches weights of an earlier
-stage in another way, the model is refused. What a forward computes without gradients is not seen.
+stage in another way, the model is refused.
+
+[Note: Values without gradients] Autograd's graph does not have what a forward computes without gradients: detached
+values, masks, indices. So each operator notes of what it makes such values, and which of them it reads where it makes
+something with gradients. Together with the graph, that is all on which a loss depends. If code reads a number
+(``.item()``), that may decide what runs later, so all later chunks depend on it.
 """
 
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from executor.distributed.shards import BindingError
@@ -44,6 +53,7 @@ class Crossing(NamedTuple):
         like: a tensor of its shape and type, without values.
         returned: modules that return it and whose callers need it behind the cut, each with its position among the
             leaves of the output, in the order in which they run.
+        trains: whether it has a gradient.
     """
 
     layer: str
@@ -51,6 +61,7 @@ class Crossing(NamedTuple):
     passed_on: int | None = None
     like: Tensor | None = None
     returned: Sequence[tuple[str, int]] = ()
+    trains: bool = True
 
 
 Operators = Callable[
@@ -167,7 +178,8 @@ def cuts_of(
             torch.enable_grad(),
             mode,
             operators(known) as run,
-            Running(lambda function, _types, args, kwargs: run(function, watch.note_writes(function, args), kwargs)),
+            mock.patch.object(FakeTensor, "numpy", watch.looking(FakeTensor.numpy)),
+            Running(lambda function, _types, args, kwargs: watch.note(run, function, args, kwargs)),
         ):
             output = watch.finish(faked(**given))
     except BindingError:
@@ -184,7 +196,7 @@ def cuts_of(
     for chunk, (layers, parameters) in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
         begun = {id(each) for each in watch.begun[chunk]}
         for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
-            found = names.get(id(leaf), {"a tensor"})
+            found = names.get(id(leaf), {"a tensor" if leaf.requires_grad else "a value without gradients"})
             if not parameters & found:
                 raise BindingError(
                     f"what {layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
@@ -198,7 +210,9 @@ def cuts_of(
 
 
 _Edge = tuple[Any, int]
-"""A node of autograd's graph, and which of its outputs."""
+"""A node of autograd's graph, and which of its outputs; or the number of a :data:`_Value`, and 0."""
+_Value = tuple[int, bool, Sequence[_Edge]]
+"""A value without gradients: the chunk that makes it, whether in a module that other stages do not run, and of what."""
 
 
 class _Watch:
@@ -230,19 +244,30 @@ class _Watch:
         self._outside: dict[int, tuple[str, Any]] = {}  # by address, what layers and modules outside of them return
         self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
         self._apart: list[range] = []  # autograd's numbers in modules that other stages do not run
+        self._inside = 0  # how many of these run now
+        # See [Note: Values without gradients].
+        self._values: list[_Value] = []
+        self._sources: dict[int, tuple[Any, dict[Any, list[_Edge]]]] = {}  # by storage, and place there: what it is
+        self._beside: dict[int, list[_Edge]] = {}  # by number of a node: such values that its operator has read
+        self._looked: list[_Value] = []  # numbers that code has read
+        self._leaves: dict[int, _Edge] = {}  # by ``id``, parameters, and what begins a graph at a cut
+        self._latest = 0  # autograd's next number after the latest operator
 
     def hook(self, model: nn.Module, parts: Sequence[Part]) -> None:
         """Hook the layers, and the modules inside them."""
         named = [*model.named_parameters(remove_duplicate=False)]
+        for _, parameter in named:
+            if parameter.requires_grad:
+                self._begin_graph(parameter)
         self._own = [{id(parameter) for name, parameter in named if name in parameters} for _, parameters in parts]
         layers = {model.get_submodule(path) for of_part, _ in parts for path in of_part}
         within = {inner for layer in layers for inner in layer.modules()}
         around = {path: module for path, module in model.named_modules() if path and module not in within}
-        for path, module in around.items():
-            module.register_forward_hook(functools.partial(self.end_outside, path))
         for module in (each for each in around.values() if layers.isdisjoint(each.modules())):
             if next(module.parameters(), None) is not None:
                 self._set_apart(module)
+        for path, module in around.items():
+            module.register_forward_hook(functools.partial(self.end_outside, path))
         for path in (path for of_part, _ in parts for path in of_part):
             self._set_apart(layer := model.get_submodule(path))
             layer.register_forward_pre_hook(functools.partial(self.begin, path), with_kwargs=True)
@@ -253,10 +278,21 @@ class _Watch:
 
     def _set_apart(self, module: nn.Module) -> None:
         begun = list[int]()
-        module.register_forward_pre_hook(lambda *_: begun.append(torch._C._autograd._get_sequence_nr()))
-        module.register_forward_hook(
-            lambda *_: self._apart.append(range(begun.pop(), torch._C._autograd._get_sequence_nr()))
-        )
+
+        def begin(*_: Any) -> None:
+            self._inside += 1
+            begun.append(torch._C._autograd._get_sequence_nr())
+
+        def end(_module: nn.Module, _args: Any, output: Any) -> Any:
+            # Others have what it returns without gradients from it alone, also if it only hands that on.
+            leaves = [each for each in enumerate(tree_leaves(output)) if isinstance(each[1], Tensor)]
+            output = exchanged(output, {leaf: each.clone() for leaf, each in leaves if not each.requires_grad})
+            self._inside -= 1
+            self._apart.append(range(begun.pop(), torch._C._autograd._get_sequence_nr()))
+            return output
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
     def begin(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a graph where a tensor of an earlier chunk is given to this layer."""
@@ -297,7 +333,8 @@ class _Watch:
             before = self._crossed(chunk - 1, path, leaf, tensor)
             at = len(self.whole[chunk])
             self.whole[chunk].append(tensor)
-            self.begun[chunk].append(tensor.detach().requires_grad_())
+            self.begun[chunk].append(begun := torch.empty_like(tensor.detach()).requires_grad_())  # as it is received
+            self._begin_graph(begun)
             self.crossing[chunk].append(Crossing(path, leaf, before, tensor.detach()))
         return at
 
@@ -315,9 +352,20 @@ class _Watch:
             if (variable := getattr(node, "variable", None)) is not None:
                 if id(variable) in begun | self._own[chunk]:
                     return False
-            elif node._sequence_nr() >= self._numbers[chunk]:
-                left += [after for after, _ in node.next_functions if after is not None]
+            elif self._is_made_in(chunk, node):
+                left += [after for after, _ in self._behind(node)]
         return True
+
+    def _is_made_in(self, chunk: int, node: Any) -> bool:
+        """Return whether a node, or value without gradients, has been made in a chunk or a later one."""
+        return self._values[node][0] >= chunk if isinstance(node, int) else node._sequence_nr() >= self._numbers[chunk]
+
+    def _behind(self, node: Any) -> list[_Edge]:
+        """Return of what a node, or value without gradients, is made."""
+        if isinstance(node, int):
+            return [*self._values[node][2]]
+        after = [edge for edge in node.next_functions if edge[0] is not None]
+        return after + self._beside.get(node._sequence_nr(), [])
 
     def end_outside(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """Note what a layer, or a module outside of layers, returns."""
@@ -325,13 +373,77 @@ class _Watch:
         for storage in (leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
             self._outside.setdefault(storage._cdata, (path, storage))  # kept, so that no other one has its address
 
-    def note_writes(self, function: Any, args: Sequence[Any]) -> Sequence[Any]:
-        """Note which of such outputs an operator changes; return its arguments."""
-        for argument, value in zip(function._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                path, _ = self._outside.get(value.untyped_storage()._cdata, ("", None))
-                self.changed |= {path} - {""}
-        return args
+    def note(self, run: Callable[..., Any], function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator. Note of what its results are made, and which outputs of modules it changes."""
+        number = torch._C._autograd._get_sequence_nr()
+        given = _tensors_of((args, kwargs))
+        beside = [edge for each in given for edge in self._beside_graph(each)]
+        edges = [*dict.fromkeys(edge for each in given for edge in self._edges_of(each))]
+        if beside and number > self._latest and torch.is_grad_enabled():  # autograd has made a node for it
+            self._beside[number - 1] = beside
+        made = run(function, args, kwargs)
+        self._latest = torch._C._autograd._get_sequence_nr()
+        named = {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+        infos = [(each.alias_info, named.get(each.name)) for each in function._schema.arguments]
+        written = _tensors_of([value for info, value in infos if info is not None and info.is_write])
+        for each in written:
+            path, _ = self._outside.get(each.untyped_storage()._cdata, ("", None))
+            self.changed |= {path} - {""}
+        results = _tensors_of(made)
+        if edges and not results and not written and function.namespace != "prim":  # which asks for the device
+            self._looked.append((self._chunk, self._inside > 0, edges))
+        if edges or self._inside:
+            value = [(len(self._values), 0)]
+            self._values.append((self._chunk, self._inside > 0, edges))
+            views = {each.untyped_storage()._cdata: each for each in given if not each.requires_grad}
+            for each in written:
+                self._set_sources(each, [*value, *self._all_sources(each)], is_all=True)
+            for each in results if not written else ():
+                of = views.get(each.untyped_storage()._cdata)
+                self._set_sources(each, value if of is None else self._sources_of(of))
+        return made
+
+    def looking(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that reads a tensor's values for other code, such as NumPy's, and notes that."""
+
+        def noted(tensor: Tensor, **named: Any) -> Any:
+            self._looked.append((self._chunk, self._inside > 0, self._edges_of(tensor)))
+            return read(tensor, **named)
+
+        return noted
+
+    def _sources_of(self, tensor: Tensor) -> list[_Edge]:
+        """Return of what a tensor's values are, beside what its graph shows."""
+        _, found = self._sources.get(tensor.untyped_storage()._cdata, (None, {}))
+        return found[_place(tensor)] if _place(tensor) in found else self._all_sources(tensor)
+
+    def _all_sources(self, tensor: Tensor) -> list[_Edge]:
+        """Return the same of all values in a tensor's memory."""
+        _, found = self._sources.get(tensor.untyped_storage()._cdata, (None, {}))
+        return [*dict.fromkeys(itertools.chain(*found.values()))]
+
+    def _set_sources(self, tensor: Tensor, edges: list[_Edge], *, is_all: bool = False) -> None:
+        """Set of what a tensor's values are, or with ``is_all``, all values in its memory."""
+        storage = tensor.untyped_storage()  # kept, so that no other one has its address
+        _, found = self._sources.setdefault(storage._cdata, (storage, {}))
+        if is_all:
+            found.clear()
+        found[() if is_all else _place(tensor)] = edges
+
+    def _edges_of(self, tensor: Tensor) -> list[_Edge]:
+        """Return on what a tensor depends."""
+        edge = self._leaves.get(id(tensor)) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+        return self._beside_graph(tensor) if edge is None else [edge, *self._beside_graph(tensor)]
+
+    def _beside_graph(self, tensor: Tensor) -> list[_Edge]:
+        """Return of what a tensor's values are, if its graph does not show all of it: that of a function need not."""
+        node = tensor.grad_fn
+        shows_all = node is not None and not isinstance(node, BackwardCFunction) and type(node).__name__ != "CopySlices"
+        return [] if shows_all or id(tensor) in self._leaves else self._sources_of(tensor)
+
+    def _begin_graph(self, leaf: Tensor) -> None:
+        edge = get_gradient_edge(leaf)
+        self._leaves[id(leaf)] = edge.node, edge.output_nr
 
     def end_inside(self, path: str, _module: nn.Module, _args: Any, output: Any) -> None:
         """Note what a module inside a layer returns."""
@@ -341,11 +453,14 @@ class _Watch:
         """Note what a module returns; several may return one tensor."""
         self.returned[path] = tree_map_only(Tensor, Tensor.detach, output)
         for leaf, tensor in enumerate(tree_leaves(output)):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                where = self._where.setdefault(edge := _edge_of(tensor), [])
+            edges = self._edges_of(tensor) if isinstance(tensor, Tensor) else []
+            is_value = len(edges) == 1 and isinstance(edges[0][0], int) and self._values[edges[0][0]][1]
+            if edges and (tensor.grad_fn is not None or is_value):
+                where = self._where.setdefault(edges[0], [])
                 where.append((path, leaf))
-                crossing = Crossing("", leaf, None, tensor.detach(), where)
-                self._made.setdefault(edge, (self._chunk, crossing, tensor))
+                crossing = Crossing("", leaf, None, tensor.detach(), where, tensor.requires_grad)
+                self._made.setdefault(edges[0], (self._chunk, crossing, tensor))
+                self._set_sources(tensor, edges[:1])
 
     def reached(self, chunk: int, roots: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves behind some tensors of a chunk. What modules in earlier chunks return begins a graph.
@@ -354,8 +469,9 @@ class _Watch:
         """
         leaves, seen = list[Tensor](), set[_Edge]()
         # An edge is given with whether the node that reads it runs in this chunk's stage.
-        left = [(_edge_of(each), True) for each in roots if each.grad_fn is not None]
-        leaves += [each for each in roots if each.grad_fn is None and each.requires_grad]
+        left = [(edge, True) for each in roots for edge in self._edges_of(each)]
+        for when, inside, edges in self._looked:
+            left += [(edge, True) for edge in edges if when == chunk or (when < chunk and not inside)]
         while left:
             edge, runs_here = left.pop()
             if edge in seen:
@@ -369,16 +485,24 @@ class _Watch:
             if made is not None and made[0] < chunk and runs_here:
                 self._cross(chunk, *made)
                 continue
-            number_there = node._sequence_nr()
-            is_here = number_there >= self._numbers[chunk] or not any(number_there in each for each in self._apart)
-            left += [((after, number), is_here) for after, number in node.next_functions if after is not None]
+            is_here = self._is_made_in(chunk, node) or not self._is_apart(node)
+            if not is_here and chunk and isinstance(node, int):
+                leaves.append(torch.empty(0))  # which another stage has alone
+            left += [(before, is_here) for before in self._behind(node)]
         return leaves
+
+    def _is_apart(self, node: Any) -> bool:
+        """Return whether a module has made it that other stages do not run."""
+        if isinstance(node, int):
+            return self._values[node][1]
+        number = node._sequence_nr()
+        return any(number in each for each in self._apart)
 
     def _cross(self, chunk: int, made: int, crossing: Crossing, tensor: Tensor) -> int:
         """Let what a module in the chunk ``made`` returns cross all cuts up to a chunk's; return where."""
-        edge, cut = _edge_of(tensor), self.crossing[chunk]
+        edge, cut = self._edges_of(tensor)[0], self.crossing[chunk]
         for at, each in enumerate(self.whole[chunk]):
-            if each.grad_fn is not None and _edge_of(each) == edge:  # a layer may be given it, too
+            if self._edges_of(each)[:1] == [edge]:  # a layer may be given it, too
                 cut[at] = cut[at]._replace(returned=crossing.returned)
                 return at
         before = self._cross(chunk - 1, made, crossing, tensor) if made < chunk - 1 else None
@@ -396,5 +520,9 @@ class _Watch:
         self.forms[path] = tree_map_only(Tensor, lambda x: HIDDEN if x is passes else x.detach(), output)
 
 
-def _edge_of(tensor: Tensor) -> _Edge:
-    return tensor.grad_fn, tensor.output_nr
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()

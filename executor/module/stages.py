@@ -257,7 +257,10 @@ class Stage:
             device = self._device if hidden is None else hidden.device
             likes = [each.like if at or hidden is None else hidden for at, each in enumerate(crossing)]
             self.receive(values := [self._memory_for(like, device) for like in likes])
-            self._received = [self._begun(at, each) for at, each in enumerate(values)]
+            self._received = [
+                self._begun(at, each, trains=crosses.trains)
+                for at, (each, crosses) in enumerate(zip(values, crossing, strict=True))
+            ]
         return self._received
 
     def _with_received(self, path: str, value: Any) -> Any:
@@ -300,10 +303,12 @@ class Stage:
             shape[1:2] = [-(-tokens // self._num_sharing) for tokens in shape[1:2]]
         return torch.empty(shape, dtype=like.dtype, device=device)
 
-    def _begun(self, at: int, values: Tensor) -> Tensor:
-        """Return what has been received, as the beginning of a graph."""
+    def _begun(self, at: int, values: Tensor, *, trains: bool) -> Tensor:
+        """Return what has been received, as the beginning of a graph if it has a gradient."""
         assert self.gradients is not None
         self.gradients.append(values.new_zeros(()).expand_as(values))  # if none comes
+        if not trains:
+            return values
         anchor = torch.ones(0, device="cpu", requires_grad=True)
         # The graph that begins here keeps the gradient alone, so that the values may leave the device.
         return with_gradient(anchor, lambda _anchor: values, functools.partial(self.gradients.__setitem__, at))

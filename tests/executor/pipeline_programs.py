@@ -110,12 +110,35 @@ class Block(torch.nn.Module):
         self.writes = ""
 
     def forward(self, x, mask, memory=None):
+        if self.writes == "left in a layer":
+            self.left = x.detach().square().mean()
         if self.writes == "clamped":
             self.mix.weight.data.clamp_(-0.1, 0.1)
         elif self.writes == "shrunk":
             self.mix.weight.data.mul_(0.99)
         made = self.down(torch.nn.functional.gelu(self.up(self.mix(self.mix(self.norm(x * mask))))))
         return x + self.scale * made * (1 if memory is None or self.ignores_memory else memory)
+
+
+class Masking(torch.nn.Module):
+    """Returns a mask beside what it makes."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mix = Linear(width, width)
+
+    def forward(self, x, mask):
+        return self.mix(x), mask * (1 + (x.mean(-1, keepdim=True) > 0))
+
+
+_OF_VALUES = {
+    "detached": torch.detach,
+    "without gradients": torch.no_grad()(lambda x: (2 * x).square()),
+    "mask of values": lambda x: 1 + (x.mean(-1, keepdim=True) > 0).float(),
+    "indices": lambda x: x.mean(-1, keepdim=True).argsort(1),
+    "number": lambda x: x.detach().std(),
+}
+"""What a model makes without gradients of what its first block returns, and reads behind a cut."""
 
 
 class Own(torch.nn.Module):
@@ -129,6 +152,8 @@ class Own(torch.nn.Module):
         self.norm, self.head = LayerNorm(width), Linear(width, 6)
         self.blocks[4].ignores_memory = crosses == "memory that is ignored"
         self.blocks[1].writes = crosses
+        if crosses == "mask of a module":
+            self.masking = Masking(width)
         if crosses == "weights":
             self.blocks[3].up.weight = self.blocks[1].up.weight
 
@@ -139,12 +164,26 @@ class Own(torch.nn.Module):
         first = x = patches.transpose(1, 2) + self.positions
         parts = torch.stack([first, first / 2], -1)
         mask = (signal.mean(1)[:, ::2, None] > -1).to(x.dtype)
+        if self.crosses == "mask of a module":
+            x, mask = self.masking(x, mask)
+        values = None
         for number, block in enumerate(self.blocks):
             memory = first if "memory" in self.crosses and number in {1, 4} else None
+            if number == 1 and self.crosses in _OF_VALUES:
+                values = _OF_VALUES[self.crosses](x)
+            if number == 4 and self.crosses == "number":
+                x = x * (1 if values.item() > 0 else 3)
+            if number == 4 and self.crosses == "indices":
+                x = x.gather(1, values.expand_as(x))
+            if number == 4 and self.crosses == "mask of values":
+                memory = values
             x = block(x, mask, memory=parts[..., number % 2] if self.crosses == "parts" else memory)
             if (number, self.crosses) in {(2, "skip"), (3, "scaled")}:
                 x = x + first if number == 2 else 2 * x
-        return torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
+        loss = torch.nn.functional.cross_entropy(self.head(self.norm(x).mean(1)), wanted)
+        if self.crosses in {"detached", "without gradients"}:
+            loss = loss + torch.nn.functional.mse_loss(x, values)
+        return loss * self.blocks[1].left if self.crosses == "left in a layer" else loss
 
 
 class Resized(torch.nn.Module):

@@ -153,7 +153,10 @@ def _with_collected(segments: Sequence[CapturedSegment], recording: Recording) -
         visit = visits.get(of.get(segment.path, segment.path)) if segment.call is None else None
         if visit is not None and total_bytes:
             given_bytes = segment.given_bytes or sum(known[n].num_bytes for n in visit.inputs)
-            counted_bytes = sum(known[n].num_bytes for n in read & visit.inputs if known[n].born in inside)
+            # A copy is given what the block before it makes, which is like the recorded one.
+            makes = {n for each in visits.values() for n in each.inputs if visit.first <= known[n].born < visit.stop}
+            its = makes if segment.path in of else visit.inputs
+            counted_bytes = sum(known[n].num_bytes for n in read & its if known[n].born in inside)
             yield segment.model_copy(update={"given_bytes": given_bytes + total_bytes - counted_bytes})
         else:
             yield segment

@@ -238,6 +238,8 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (2, "parts", {}),
         (4, "towers", {}),
         (2, "towers in rounds", {}),
+        (2, "detached", {}),
+        (3, "without gradients", {}),
     ],
     ids=[
         "given later",
@@ -249,6 +251,8 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         "parts for each layer",
         "towers, in which layers change shapes and are skipped",
         "towers, in rounds",
+        "detached",
+        "without gradients",
     ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
@@ -258,6 +262,13 @@ def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, opt
         assert "cpu" in updates or not options
         assert_same(*both)
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("crosses", ["mask of values", "mask of a module", "indices", "number"])
+def test_what_a_stage_reads_without_gradients_comes_from_the_stage_that_makes_it(processes, crosses):
+    for *both, _, _ in processes.call(2, own_model, crosses, {}, timeout_s=100.0):
+        assert_same(*both)
 
 
 def assert_same(losses, wanted, found, weights):
@@ -290,6 +301,7 @@ def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
 @pytest.mark.parametrize(
     ("size", "crosses", "message"),
     [
+        (2, "left in a layer", "depends on a value without gradients of another stage"),
         (3, "skip", "depends on positions of another stage, beside what layers from blocks.2 on are given"),
         (2, "shrunk", "blocks.1.up, with which another micro-batch is to run backward"),
     ],
