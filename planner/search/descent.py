@@ -37,7 +37,11 @@ def descend(
     """
     limits = limits_of(setup, start)
     mix, best = start, scorer.score(mixed(setup, start))
-    steps = {name: 1 if name.endswith("slots") else max(int(limit * first_step), 1) for name, limit in limits.items()}
+    steps = {
+        name: 1 if name.endswith("slots") else max(int(limit * first_step), 1)
+        for name, limit in limits.items()
+        if limit
+    }
     helped_at = scorer.num_simulations
     while True:
         moved = False
@@ -62,8 +66,8 @@ def descend(
 
 
 def limits_of(setup: Setup, start: Mix) -> dict[str, int]:
-    """Return the largest number of each count of a mix that may change."""
-    found = {
+    """Return the largest number of each count of a mix, 0 if it cannot change."""
+    return {
         "num_gpu": sum(setup.movable.values()),
         "num_stream": sum(setup.movable.values()),
         "num_keep": len(setup.swappable),
@@ -75,7 +79,6 @@ def limits_of(setup: Setup, start: Mix) -> dict[str, int]:
         "num_stay": len(setup.units),
         **_storage_limits(setup, start),
     }
-    return {name: limit for name, limit in found.items() if limit}
 
 
 def max_equal_units(setup: Setup) -> int:

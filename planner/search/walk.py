@@ -33,13 +33,14 @@ def walk(
     """Return the best candidate on a walk of so many simulations from a mix that fits."""
     chance = random.Random(0)  # noqa: S311
     limits = limits_of(setup, start)
+    changing = [name for name, limit in limits.items() if limit]
     mix, here = start, scorer.score(mixed(setup, start))
     best, first_s, begun = here, here.iteration_s, scorer.num_simulations
     for _ in range(_MOST_TRIES * max_simulations):
         left = 1 - (scorer.num_simulations - begun) / max_simulations
         if left <= 0 or scorer.spent():
             break
-        names = chance.sample([*limits], chance.randint(1, _MOST_COUNTS))
+        names = chance.sample(changing, chance.randint(1, _MOST_COUNTS))
         trial = _stepped(mix, names, limits, chance)
         candidate = scorer.score(mixed(setup, trial))
         if candidate.missing_bytes:
