@@ -319,7 +319,9 @@ def test_a_pipeline_moves_state_to_the_host_and_then_weights_as_little_as_fits(r
         assert solution is not None
         assert solution.value <= scorer.predict(best.decisions).iteration_s * (1 + 1e-9)
     assert len(there) >= 5
-    assert there == sorted(there, reverse=True)
+    one = 1 / len(updates)  # subgroup may be streamed more where there is less memory
+    assert all(later < earlier + 1.5 * one for earlier, later in itertools.pairwise(there))
+    assert there[-1] < there[0] - 5 * one
     assert there[0] > 0.8
     assert seconds == sorted(seconds)
     assert fetched[0] == 0

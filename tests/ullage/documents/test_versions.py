@@ -54,7 +54,7 @@ INTERNALS = {
     "torch._scaled_mm",
     "torch._subclasses.fake_tensor.DataDependentOutputException",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
-    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensor.numpy",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",

@@ -147,8 +147,8 @@ def test_memory_that_runs_out_on_the_way_is_reported_with_its_ledger(
     ("kind", "held_bytes", "reserved_bytes", "message"),
     [
         ("host", 60_000_000, 0, ""),
-        ("host", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --memory device=35MB`"),
-        ("gpu", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --memory device=1108MB`"),
+        ("host", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --memory device=33MB`"),
+        ("gpu", 60_000_001, 0, r"the device holds 60.0 MB at its peak, .* --memory device=1107MB`"),
         ("gpu", 60_000_000, FOR_LIBRARIES_BYTES + 60_000_000, ""),
         ("gpu", 60_000_000, FOR_LIBRARIES_BYTES + 60_000_001, "PyTorch has reserved 1.1. GB of the device, but"),
     ],
