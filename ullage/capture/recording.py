@@ -272,6 +272,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elsewhere = {"cuda"}
         if forward_ad._current_level >= 0:  # whose tangents of zeros PyTorch makes on the meta device
             args, kwargs = tree_map_only(Tensor, _in_memory, (args, kwargs))
+        if forward_ad._current_level >= 0 or in_backward():
             elsewhere.add("meta")
         if getattr(kwargs.get("device"), "type", "") in elsewhere:
             kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
