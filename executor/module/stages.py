@@ -104,9 +104,7 @@ class Stage:
             )
         self._parts = [_part(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
-        self._returning = dict[
-            str, nn.Module
-        ]()  # by path, modules whose output crosses, in the order in which they run
+        self._returning: dict[str, nn.Module] = {}  # whose output crosses, by path, in the order in which they run
         self._operators, is_captured = operators, operators is not None
         self._twin = without_values(model) if is_captured else None
         inside = {module for layer in layers for module in layer.modules()}

@@ -92,11 +92,7 @@ def descents(
     seeds: Iterable[Decisions] = (),
 ) -> list[End]:
     """Return what changing counts alone finds, the best first; see :func:`search`."""
-
-    def report(candidate: Candidate) -> None:
-        if progress:
-            progress(candidate, scorer.num_simulations)
-
+    report = _reporting(scorer, progress)
     found = [*_all_resident(setup, scorer), *map(scorer.score, seeds)]
     enough_s, kinds = NEVER_S, get_args(Storage)
     for kind in kinds[: kinds.index(setup.storage) + 1]:  # first plans that need less storage
@@ -206,12 +202,7 @@ def refined(
         progress: see :func:`search`.
         enough_s: a plan as fast as this is good enough.
     """
-    mix, best = ends[0]
-
-    def report(candidate: Candidate) -> None:
-        if progress:
-            progress(candidate, scorer.num_simulations)
-
+    report, (mix, best) = _reporting(scorer, progress), ends[0]
     num_default = _default_simulations(scorer, best)
     allowed = setup if best.decisions.uses_storage else dataclasses.replace(setup, storage="never")
     num_walked = int(num_default * _WALK)
@@ -228,6 +219,11 @@ def refined(
             report(best)
     scorer.set_patience()
     return best
+
+
+def _reporting(scorer: Scorer, progress: Progress | None) -> Callable[[Candidate], None]:
+    """Return what reports a candidate, with the number of simulations."""
+    return lambda candidate: progress(candidate, scorer.num_simulations) if progress else None
 
 
 def _default_simulations(scorer: Scorer, example: Candidate) -> int:

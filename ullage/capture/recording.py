@@ -269,12 +269,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the class, such as one of torchao, runs operators on its parts, which come here
         kwargs = kwargs or {}
-        elsewhere = {"cuda"}
-        if forward_ad._current_level >= 0:  # whose tangents of zeros PyTorch makes on the meta device
+        if has_tangents := forward_ad._current_level >= 0:  # PyTorch makes those of zeros on the meta device
             args, kwargs = tree_map_only(Tensor, _in_memory, (args, kwargs))
-        if forward_ad._current_level >= 0 or in_backward():
-            elsewhere.add("meta")
-        if getattr(kwargs.get("device"), "type", "") in elsewhere:
+        kind = getattr(kwargs.get("device"), "type", "")
+        if kind == "cuda" or (kind == "meta" and (has_tangents or in_backward())):
             kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
         if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
             return 1.0  # for a log
