@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _Backward = Callable[[torch.Tensor], torch.Tensor | None]
@@ -33,6 +33,12 @@ class ModuleCallbacks(Protocol):
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
+
+    def watch(self, parameter: nn.Parameter, unit: Callable[[], str]) -> None:
+        """Report backward of a unit where it reads a parameter, see :mod:`executor.module.watched_parameters`.
+
+        Called where forward reads that, ``unit`` returns the unit's name, or an empty one for no report.
+        """
 
     def on_transformed(self, reads: bool) -> None:
         """A transform of ``torch.func`` runs a module with gradients; ``reads``: with weights of the model's own."""
@@ -171,6 +177,29 @@ def nodes(*roots: Any, seen: set[Any] | None = None) -> Iterator[Any]:
         left += following
 
 
+def saved_as_is(node: Any) -> Iterator[Any]:
+    """Yield the ``SavedTensor`` of each tensor that an autograd node has saved itself.
+
+    What hooks have saved for it, as where a segment is recomputed or the loop has given some, is left out.
+    """
+    for name in _names_of_saved(node.__class__):
+        raw = getattr(node, name)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            if saved is not None and saved.unpack_hook is None and isinstance(saved.data, torch.Tensor):
+                yield saved
+
+
+@functools.cache
+def _names_of_saved(kind: Any) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def is_within(weights: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether values are weights, or begin inside their memory."""
+    start = weights.data_ptr()
+    return values.dtype == weights.dtype and start <= values.data_ptr() < start + weights.nbytes
+
+
 def tensors_of(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yield the tensors among what a module is called with or returns.
 
@@ -220,7 +249,7 @@ def hook_gradient(tensor: torch.Tensor, node: Any, hook: Callable[[torch.Tensor]
         node._register_hook_dict(tensor)
 
 
-def hook_outputs(output: Any, reached: Callable[[], None], begun: int = 0) -> None:
+def hook_outputs(output: Any, reached: Callable[[], None], begun: int = 0) -> bool:
     """Report that backward has reached what a forward returned, if backward goes further than that.
 
     Leave out what only passed through the forward, or behind which a hook of the user's lets backward end.
@@ -229,17 +258,43 @@ def hook_outputs(output: Any, reached: Callable[[], None], begun: int = 0) -> No
         output: of the forward.
         reached: called then, once for each tensor.
         begun: autograd's next number when the forward began.
+
+    Returns:
+        Whether forward has made nodes behind all of these, as for a loss that it leaves in an attribute. Backward may
+        reach these nodes first; see :func:`hooked_behind`.
     """
 
     def arrive(_gradient: torch.Tensor) -> None:
         if not ends_here():
             reached()
 
+    latest = begun - 1
     for leaf in tensors_of(output):
         if leaf.requires_grad:
             made = hook_target(leaf)
-            if (node := made.grad_fn) is not None and node._sequence_nr() >= begun:
+            if (node := made.grad_fn) is not None and (number := node._sequence_nr()) >= begun:
                 hook_gradient(made, node, arrive)
+                latest = max(latest, number if made is leaf else leaf.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    return begun <= latest < torch._C._autograd._get_sequence_nr() - 1
+
+
+def hooked_behind(output: Any, reached: Callable[[], None], begun: int) -> Any:
+    """Return what a forward returned, as views that were made after all that it has made, with hooks.
+
+    Autograd runs the nodes that it can run from the latest one on. So backward reaches a view before what the forward
+    has made. See :func:`hook_outputs`.
+    """
+
+    def behind(leaf: torch.Tensor) -> torch.Tensor:
+        node = leaf.grad_fn
+        if node is None or node._sequence_nr() < begun or type(leaf) is not torch.Tensor:
+            return leaf
+        view = leaf.view_as(leaf)
+        assert view.grad_fn is not None
+        view.grad_fn.register_prehook(lambda _: None if ends_here() else reached())
+        return view
+
+    return tree_map_only(torch.Tensor, behind, output)
 
 
 def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:

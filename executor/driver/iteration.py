@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
 import zlib
@@ -27,6 +28,7 @@ from executor.module import own_checkpoints
 from executor.module.guards import LEFT_HALF_WAY, ON_DEMAND, unplanned_autocast
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import WeightVisibility
+from executor.module.watched_parameters import watch
 from executor.optimizer.table import OptimizerEntry, Params, Rule
 from planner.decisions import Decisions
 from planner.graph import Unit
@@ -255,6 +257,19 @@ class IterationDriver:
                 self._follow(self.progress.backward, unit)
             else:
                 self.visibility.show(unit)
+
+    def watch(self, parameter: nn.Parameter, unit: Callable[[], str]) -> None:
+        """See :class:`executor.callbacks.ModuleCallbacks`."""
+
+        def reading() -> Callable[[], None] | None:
+            return functools.partial(self._read_back, name) if (name := unit()) else None
+
+        watch(parameter, reading)
+        self.visibility.watch(parameter)
+
+    def _read_back(self, unit: str) -> None:
+        if not self.visibility.is_in_sight(unit):
+            self.on_backward(unit)
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""

@@ -21,7 +21,7 @@ from typing import Any, final
 
 import torch
 
-from executor.callbacks import nodes
+from executor.callbacks import nodes, saved_as_is
 from executor.distributed.shards import ParameterShard, unshard
 from executor.driver.runtime import OF_GRADIENTS, Runtime
 from executor.gradients import UPDATES_AT_STEP
@@ -277,13 +277,10 @@ def hook_saved_weights(visibility: WeightVisibility, seen: set[Any]) -> None:
     other weights.
     """
     for node in nodes(torch._C._current_autograd_node(), seen=seen):
-        for raw in (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")):
-            for saved in raw if isinstance(raw, tuple) else (raw,):
-                # Those of segments that are recomputed have hooks, and parameters show the memory that they have.
-                if saved is None or saved.unpack_hook is not None or isinstance(saved.data, torch.nn.Parameter):
-                    continue
-                if isinstance(saved.data, torch.Tensor) and visibility.is_in_slot(saved.data):
-                    saved.register_hooks(_as_it_is, visibility.kept_values)
+        for saved in saved_as_is(node):
+            # Parameters show the memory that they have.
+            if not isinstance(saved.data, torch.nn.Parameter) and visibility.is_in_slot(saved.data):
+                saved.register_hooks(_as_it_is, visibility.kept_values)
 
 
 def _as_it_is(values: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from executor.callbacks import (
     ends_here,
     forward_of,
     hook_outputs,
+    hooked_behind,
     in_backward,
     is_transformed,
     leads_to,
@@ -41,7 +42,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, offloadable_inputs
 from executor.memory.forward_state import ForwardState
 from executor.module.caches import copy_caches, drop_caches, layer_number
-from executor.module.guarded_parameters import unguarded
+from executor.module.guarded_parameters import unguarded, version_of
 from executor.module.guards import check_call
 from executor.module.kept_inputs import giving_again, with_copies
 from executor.module.naming import KEYS_ALONE
@@ -407,19 +408,31 @@ def _hooks(
 
     arrives = {marker.unit: functools.partial(callbacks.on_backward, marker.unit) for marker in of_call.values()}
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if not callbacks.follows:
-            return
+            return None
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
         between.is_at(marker.unit)
         if marker.ends and torch.is_grad_enabled() and not _is_recomputing(callbacks):
-            hook_outputs(output, arrives[marker.unit], begun)
+            arrive = arrives[marker.unit]
+            if hook_outputs(output, arrive, begun):
+                return hooked_behind(output, arrive, begun)
+        return None
 
     if any(marker.begins for marker in of_call.values()):
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
         yield module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
     yield module.register_forward_hook(after).remove
+    for parameter in () if all(marker.ends for marker in of_call.values()) else module.parameters(recurse=False):
+        callbacks.watch(parameter, functools.partial(_reading, of_call, callbacks))
+
+
+def _reading(of_call: Mapping[int, Marker], callbacks: ModuleCallbacks) -> str:
+    """Return the unit of a module that reads weights in forward; empty if backward does not pass through that."""
+    if not torch.is_grad_enabled() or not callbacks.follows or _is_recomputing(callbacks):
+        return ""
+    return of_call.get(callbacks.call, next(iter(of_call.values()))).unit
 
 
 def segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
@@ -567,7 +580,7 @@ def _watch_forward(
 def _weights(owned: Iterable[tuple[dict[str, Any], str]]) -> list[_Weight]:
     with unguarded():
         weights = ((held, name, held[name]) for held, name in owned if name in held)
-        return [(held, name, weight, weight.requires_grad, weight._version) for held, name, weight in weights]
+        return [(held, name, weight, weight.requires_grad, version_of(weight)) for held, name, weight in weights]
 
 
 @contextlib.contextmanager
@@ -580,7 +593,7 @@ def _with_weights(then: Iterable[_Weight], unit: str) -> Iterator[None]:
         ValueError: one has been written to since. Autograd notices this only where it has saved the parameter.
     """
     with unguarded():
-        if written := [name for _, name, weight, _, version in then if weight._version != version]:
+        if written := [name for _, name, weight, _, version in then if version_of(weight) != version]:
             raise ValueError(
                 f"the {written[0]} of a module was written to between forward and backward, where the plan recomputes "
                 f"{unit}: gradients would be those of other activations; write it before forward, or after backward"

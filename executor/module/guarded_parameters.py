@@ -93,6 +93,8 @@ _BASE: Final = "values_of_view"  # of a view of weights: the whole values that i
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
 _SHARED: Final = "others_with_weights"  # aliases and views of the same parameter, weakly
 _STALE: Final = -1
+HIDDEN: Final = 1 << 30
+"""In the version of parameters out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`."""
 LAST_HOOK: Final = "id_of_last_hook"
 """Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
 _GRADIENT: Final[Any] = torch.Tensor.grad
@@ -227,6 +229,11 @@ def was_written_as_data(parameter: torch.Tensor) -> bool:
     """Return whether data taken from a computing parameter were written to in place since the last call."""
     taken = vars(parameter).pop(_TAKEN, ())
     return any(not values.is_inference() and values._version for values in taken)
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """Return how often a parameter was written to in place, whether it is in sight or not."""
+    return parameter._version & ~HIDDEN
 
 
 unguarded: Final = torch._C.DisableTorchFunctionSubclass

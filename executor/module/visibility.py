@@ -2,16 +2,17 @@
 
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import nn
 
-from executor.callbacks import in_backward
+from executor.callbacks import in_backward, is_within
 from executor.distributed.shards import ParameterShard
 from executor.memory.frozen import FrozenParameter
 from executor.memory.state import ModelState, without_values
 from executor.module.guarded_parameters import (
+    HIDDEN,
     Computing,
     Guarded,
     WeightReader,
@@ -19,8 +20,10 @@ from executor.module.guarded_parameters import (
     lift_guard,
     unguard,
     unguarded,
+    version_of,
     was_written_as_data,
 )
+from executor.module.watched_parameters import Watched
 from planner.graph import Unit
 
 
@@ -33,10 +36,12 @@ class WeightVisibility:
     [Note: Out of sight] Fetched units share slots, and weights of resident units may be those of the previous step
     until they are uploaded, or half updated. So while its unit does not compute, a parameter is guarded: code that
     reads or writes it is given the current weights (see [Note: Guarded parameters] in
-    :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the same
-    shape, not another unit's weights nor old ones. From a resident unit's forward until updates begin, its memory holds
-    current weights, and is not hidden. The memory of weights does not change, so running kernels and autograd's saved
-    tensors are not affected. While a model is evaluated, weights may be in memory of their own instead of a slot, see
+    :mod:`executor.module.guarded_parameters`). What reads its memory without PyTorch's knowledge finds NaN of the
+    same shape, not another unit's weights nor old ones. Their version is another one meanwhile, so that autograd
+    refuses to read what it has saved of them: backward would, at a node that runs before a hook says so. From a
+    resident unit's forward until updates begin, its memory holds current weights, and is not hidden. The memory of
+    weights does not change, so running kernels and autograd's saved tensors are not affected. While a model is
+    evaluated, weights may be in memory of their own instead of a slot, see
     :meth:`executor.driver.runtime.Runtime.evaluate`. Quantized parameters of ``torchao`` are left alone, because
     reading them needs their class.
 
@@ -105,7 +110,7 @@ class WeightVisibility:
                 self._take_over(name)
             for parameter, ordinary, _, _ in self._leaves[name]:
                 parameter.__class__ = Guarded  # type: ignore[assignment]
-                if ordinary is Computing and was_written_as_data(parameter) and name not in self._writing:
+                if ordinary in _COMPUTING and was_written_as_data(parameter) and name not in self._writing:
                     raise self._lost(parameter, "wrote to the data of")
             if name not in self._settled:
                 self._hide_memory(name)
@@ -116,6 +121,17 @@ class WeightVisibility:
                 self._show_memory(name)
         self._shown = used
         self._shown_for = unit
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Let a parameter be :class:`Watched` while its unit computes."""
+        for leaves in self._leaves.values():
+            for number, (leaf, ordinary, shown, hidden) in enumerate(leaves):
+                if leaf is parameter and ordinary is Computing:
+                    leaves[number] = leaf, Watched, shown, hidden
+
+    def is_in_sight(self, unit: str) -> bool:
+        """Return whether parameters have the memory of all weights that a unit uses."""
+        return self._used_by.get(unit, frozenset()) <= self._in_sight
 
     def rest(self, *, keeps_slot: bool) -> None:
         """Hide all weights at the end of a forward. Code of the loop that reads the last unit's gets copies.
@@ -175,7 +191,7 @@ class WeightVisibility:
         self._shown, self._shown_for = frozenset(self._leaves), None
         for name, leaves in self._leaves.items():
             for parameter, ordinary, _, _ in leaves:
-                parameter.__class__ = nn.Parameter if traced and ordinary is Computing else ordinary
+                parameter.__class__ = nn.Parameter if traced and ordinary in _COMPUTING else ordinary
             if name not in self._in_sight:
                 self._show_memory(name)
 
@@ -187,13 +203,13 @@ class WeightVisibility:
 
     def is_in_slot(self, values: torch.Tensor) -> bool:
         """Return whether a tensor is a view of weights in a slot, or was one of what is kept."""
-        return any(_within(own, values) for unit in self._kept for _, _, own, _ in self._leaves[unit])
+        return any(is_within(own, values) for unit in self._kept for _, _, own, _ in self._leaves[unit])
 
     def kept_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return what a view of the slot of the unit that computes is in memory of its own, if that is kept."""
         for unit in self._shown & self._kept.keys():
             for (_, _, weights, _), (_, own) in zip(self._leaves[unit], self._kept[unit], strict=True):
-                if _within(weights, values):
+                if is_within(weights, values):
                     offset = (values.data_ptr() - weights.data_ptr()) // values.element_size()
                     return own.as_strided(values.shape, values.stride(), own.storage_offset() + offset)
         return values
@@ -226,6 +242,13 @@ class WeightVisibility:
         for parameter, weights in self._kept.get(unit) or [(leaf, own) for leaf, _, own, _ in self._leaves[unit]]:
             parameter.data = weights
         self._in_sight.add(unit)
+        self._set_versions(unit, hidden=False)
+
+    def _set_versions(self, unit: str, *, hidden: bool) -> None:
+        with unguarded():
+            leaves = tuple(leaf for leaf, *_ in self._leaves[unit])
+            versions = tuple(version_of(leaf) | (HIDDEN if hidden else 0) for leaf in leaves)
+            torch._C._autograd._unsafe_set_version_counter(leaves, versions)
 
     def _hide_memory(self, unit: str) -> None:
         with unguarded():
@@ -236,6 +259,7 @@ class WeightVisibility:
             self._in_sight.discard(unit)
             for parameter, _, _, nothing in self._leaves[unit]:
                 parameter.data = nothing
+        self._set_versions(unit, hidden=True)
 
     def _lost(self, parameter: torch.Tensor, did: str) -> ValueError:
         what = f"{did} the parameter {self._all[id(parameter)][1]}"
@@ -264,7 +288,7 @@ class WeightVisibility:
     def check_hook(self, parameter: torch.Tensor) -> None:
         """Check that no hook of the user's on a gradient has written to the parameter. Raises ValueError if one has."""
         with unguarded():
-            if parameter._version != self._versions[id(parameter)] or was_written_as_data(parameter):
+            if version_of(parameter) != self._versions[id(parameter)] or was_written_as_data(parameter):
                 raise self._lost(parameter, "wrote to")
 
     def accept_writes(self) -> None:
@@ -282,7 +306,7 @@ class WeightVisibility:
 
     def _versions_now(self) -> dict[int, int]:
         with unguarded():
-            return {key: leaf._version for key, (leaf, _) in self._all.items()}
+            return {key: version_of(leaf) for key, (leaf, _) in self._all.items()}
 
     def release(self) -> None:
         """Make all parameters ordinary ones again."""
@@ -290,10 +314,8 @@ class WeightVisibility:
             unguard(leaf)
 
 
+_COMPUTING: Final = (Computing, Watched)
+
+
 def _computing(parameter: nn.Parameter) -> type:
     return Computing if type(parameter) is nn.Parameter else type(parameter)
-
-
-def _within(weights: torch.Tensor, values: torch.Tensor) -> bool:
-    start = weights.data_ptr()
-    return values.dtype == weights.dtype and start <= values.data_ptr() < start + weights.nbytes

@@ -277,7 +277,9 @@ def test_what_needs_no_values_works_everywhere(started):
     model, optimizer = started
     expected = dict(in_memory(TASK, optimizer.session).named_parameters())
     tokens = batches(TASK)[0][0]
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    loss, kept = model(input_ids=tokens, labels=tokens).loss, []
+    loss.register_hook(lambda _: kept.extend(p.detach().requires_grad_() for p in model.parameters()))  # no values now
+    loss.backward()
     for name, parameter in model.named_parameters():
         plain, moment = expected[name], len(parameter)
         assert (parameter.shape, parameter.stride(), parameter.dtype) == (plain.shape, plain.stride(), plain.dtype)
@@ -289,8 +291,9 @@ def test_what_needs_no_values_works_everywhere(started):
         assert parameter.data_ptr()
     assert len({parameter.data_ptr() for parameter in model.parameters()}) == len(expected)
     model.to("cpu").float()
-    kept = [parameter.detach().requires_grad_() for parameter in model.parameters()]
+    kept += [parameter.detach().requires_grad_() for parameter in model.parameters()]
     optimizer.step()
+    assert len(kept) == 2 * len(expected)
     assert all(values.sum().requires_grad for values in kept)
 
 

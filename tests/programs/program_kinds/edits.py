@@ -337,6 +337,37 @@ def determinant_beside_layers(ullage) -> Trained:
     return later_flow(ullage, mixes=False)
 
 
+class Matrix(nn.Module):
+    """A layer that computes by itself, and leaves a term for the loss in an attribute behind what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.wide = nn.Parameter(torch.eye(16)), nn.Parameter(0.1 * torch.randn(16, 32))
+        self.volume, self.has_volume = 0, False
+
+    def forward(self, x):
+        found = x + torch.tanh(x @ self.weight) @ self.wide @ self.wide.T
+        self.volume = torch.slogdet(self.weight)[1] if self.has_volume else 0
+        return found
+
+
+@program
+def auxiliary_loss_that_begins_later(ullage) -> Trained:
+    """Each layer has a term of the loss after a warm-up, which only backward of that term reads the weight for."""
+    model = nn.Sequential(*(Matrix() for _ in range(3)))
+    layers = list(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+
+    def loss_of(model, batch):
+        loss = model(batch[0]).square().mean() - 1e-2 * sum(layer.volume for layer in layers)
+        for layer in layers:
+            layer.has_volume = True
+        return loss
+
+    return loop(model, optimizer, loss_of=loss_of)
+
+
 @program
 def distance_to_initial_weights(ullage) -> Trained:
     """L2-SP: the loss reads all weights."""

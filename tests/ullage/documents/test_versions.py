@@ -32,6 +32,7 @@ INTERNALS = {
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._autograd._unsafe_set_version_counter",
     "torch._C._current_autograd_node",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._functorch.TransformType.Grad",
