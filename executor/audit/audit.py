@@ -36,9 +36,9 @@ from executor.audit.tensors import (
     host_copy,
     is_differentiable,
     keeping,
+    leaving,
     on_host,
     outputs_inside,
-    referred_to,
     sampled,
     targets_of,
     watch_edges,
@@ -364,25 +364,26 @@ class Audit:
         if torch.is_autocast_enabled(like.device.type):
             self._cast_to = torch.get_autocast_dtype(like.device.type)
         edges = {get_gradient_edge(t): n for n, t in enumerate(given) if is_differentiable(t)}
+        with unguarded():  # before the forward, because this makes autograd nodes
+            own_edges = {
+                get_gradient_edge(shard.leaf): shard.shard_name for shard in case.trained() if shard.leaf.requires_grad
+            }
         begun = torch._C._autograd._get_sequence_nr()
         views = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and leaf._base is not None]
-        with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as inside:
+        with outputs_inside(case.module, empty=self._compiles or case.in_tiles) as (inside, instead):
             output = forward(*args, **kwargs)
         if not case.is_watched:  # the iteration left the plan in this forward
             return output
         case.ran = range(begun, torch._C._autograd._get_sequence_nr())
         own = {id(leaf) for leaf in tree_leaves(output)}
-        case.leaving = [number for number in referred_to(inside) if id(inside[number]) not in own]
+        own |= {id(leaf._base) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        case.leaving = [number for number in leaving(inside, instead) if id(inside[number]) not in own]
         made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
         targets = [] if case.why_no_gradients else list(targets_of(made, begun))
         for number, target in targets:
             assert target.grad_fn is not None
             target.grad_fn.register_prehook(keeping(case.output_gradients, number, target.output_nr))
         watch_edges(edges, [target for _, target in targets], begun, case.input_gradients)
-        with unguarded():
-            own_edges = {
-                get_gradient_edge(shard.leaf): shard.shard_name for shard in case.trained() if shard.leaf.requires_grad
-            }
         watch_edges(own_edges, [target for _, target in targets], begun, case.own_gradients)
         case.outputs = [on_host(leaf) for leaf in made]
         if isinstance(output, TiledLogits):
@@ -444,7 +445,7 @@ class Audit:
             given = (*args, *kwargs.values())
             args, kwargs = [aliased(value) for value in args], {name: aliased(value) for name, value in kwargs.items()}
             begun = torch._C._autograd._get_sequence_nr()
-            with outputs_inside(case.module) as inside:
+            with outputs_inside(case.module) as (inside, _):
                 output = (case.plain or case.module.forward)(*args, **kwargs)
             inner = (inside[n] for n in case.leaving)
             results = [*tree_leaves(output), *inner, *state.made((*args, *kwargs.values()), begun)]

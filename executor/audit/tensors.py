@@ -65,25 +65,42 @@ def _adding(store: dict[Any, Tensor], slots: list[tuple[int, Any]]) -> Callable[
 
 
 @contextlib.contextmanager
-def outputs_inside(module: nn.Module, *, empty: bool = False) -> Iterator[list[Tensor]]:
-    """Return a context that collects what the modules inside a module return, in order; or nothing (``empty``)."""
+def outputs_inside(module: nn.Module, *, empty: bool = False) -> Iterator[tuple[list[Tensor], dict[int, Tensor]]]:
+    """Return a context that collects what the modules inside a module return, in order; or nothing (``empty``).
+
+    Also collected, by index, is what hooks give on instead, as :func:`executor.callbacks.hooked_behind` does.
+    """
     found: list[Tensor] = []
+    instead: dict[int, Tensor] = {}
 
     def collect(_module: nn.Module, _args: Any, output: Any) -> None:
         found.extend(leaf for leaf in tree_leaves(output) if is_differentiable(leaf))
+
+    def see(_module: nn.Module, _args: Any, output: Any) -> None:
+        for number, leaf in enumerate(reversed([leaf for leaf in tree_leaves(output) if is_differentiable(leaf)]), 1):
+            if leaf._base is not None and leaf._base is found[-number]:
+                instead[len(found) - number] = leaf
 
     with contextlib.ExitStack() as hooks:
         for inner in module.modules():
             if inner is not module and not empty:
                 hooks.callback(inner.register_forward_hook(collect, prepend=True).remove)
-        yield found
+                hooks.callback(inner.register_forward_hook(see).remove)
+        yield found, instead
 
 
-def referred_to(tensors: list[Tensor]) -> list[int]:
-    """Return the indices of the tensors that something in Python, other than this list, still refers to.
+def leaving(inside: list[Tensor], instead: dict[int, Tensor]) -> list[int]:
+    """Return the indices of what modules inside one have returned to others than it, see :func:`outputs_inside`.
 
     Such is what a hook collects (a router's logits, for a loss of its own): it gets a gradient from elsewhere.
     """
+    numbers = list(instead)
+    of_views = [numbers[at] for at in referred_to(list(instead.values()))]
+    return sorted({*referred_to(inside), *of_views})
+
+
+def referred_to(tensors: list[Tensor]) -> list[int]:
+    """Return the indices of the tensors that something in Python, other than one list or so, still refers to."""
     counts = [sys.getrefcount(tensor) for tensor in list(tensors)]
     saved = [tensor._use_count() > 1 for tensor in tensors]  # type: ignore[attr-defined]
     return [number for number, count in enumerate(counts) if count > _REFERENCES[saved[number]]]

@@ -21,7 +21,7 @@ TRIED = {
         "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
         "distance_to_initial_weights", "weights_behind_the_last_module",
         "weights_between_modules", "determinant_of_a_weight",
-        "determinant_in_later_steps", "determinant_beside_layers",
+        "determinant_in_later_steps", "determinant_beside_layers", "auxiliary_loss_that_begins_later",
         "planned_penalty", "planned_derivatives", "derivatives_inside_forward", "planned_curvature",
         "linearized_in_weights",
         "weights_made_again", "checkpoints_between_blocks",
@@ -38,7 +38,7 @@ TRIED = {
         "counting_hooks_on_gradients", "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",
     ),
     "modules": ("pruned", "parts_that_do_not_run", "compiled_methods", "compiled_functions"),
-    "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks"),
+    "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks", "mixtral"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
         "texts_alone", "indices_in_a_list",
