@@ -536,6 +536,8 @@ def test_an_optimizer_that_wraps_another_one_is_refused_and_left_as_it_is():
     """A trial of its step would change the groups of the one inside."""
     parameter = torch.nn.Parameter(torch.zeros(3, 3))
     wrapping = Wrapping(torch.optim.RMSprop([parameter]))
-    with pytest.raises(ValueError, match=r"Wrapping, which wraps another one .*; give ullage.prepare the optimizer tha"):
+    with pytest.raises(
+        ValueError, match=r"Wrapping, which wraps another one .*; give ullage.prepare the optimizer tha"
+    ):
         entry_of(wrapping)
     assert wrapping.param_groups[0]["params"][0] is parameter

@@ -138,7 +138,9 @@ def test_a_module_trains_as_with_lightning_alone(tmp_path: Path) -> None:
     assert strategy.plan.decisions.num_micro_batches == 2
     assert strategy._offloaded.session.num_left == 0
     assert strategy._offloaded.session.closed
-    losses = [trainer.validate(verbose=False, dataloaders=DataLoader(Rows(), 16))[0] for *_, trainer in (expected, found)]
+    losses = [
+        trainer.validate(verbose=False, dataloaders=DataLoader(Rows(), 16))[0] for *_, trainer in (expected, found)
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     saved = found[2].checkpoint_callback.best_model_path
     more = [
