@@ -237,6 +237,11 @@ def guard(parameter: nn.Parameter, name: str, reader: WeightReader) -> None:
     parameter.__class__ = Guarded  # type: ignore[assignment]
 
 
+def has_session(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is one of a prepared model."""
+    return _CLASS in vars(parameter)
+
+
 def lift_guard(parameter: nn.Parameter) -> None:
     """Allow writes to a guarded parameter, until it is guarded again."""
     parameter.__class__ = vars(parameter).get(_CLASS, type(parameter))
