@@ -323,7 +323,7 @@ class _Visit:
         self._hold(own, _copied(own), depth)
         if buffers := own.get("_buffers"):
             self._hold(buffers, buffers, depth)
-        for parameter in own["_parameters"].values():
+        for parameter in own.get("_parameters", {}).values():
             if parameter is not None and (held := _copied(vars(parameter))) and not _is_quantized(parameter):
                 self._hold(vars(parameter), held, depth)
 
