@@ -20,6 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _Backward = Callable[[torch.Tensor], torch.Tensor | None]
 _FUSED: Final = re.compile("ScaledDotProduct(.+?)Attention")
+OF_SESSION: Final = (
+    *("name_in_model", "class_in_model", "reader_of_session", "others_with_weights", "data_taken_in_forward"),
+    *("id_of_last_hook", "backward_reads", "_is_param"),
+)
+"""Names of the attributes that a session gives parameters. All others are the user's."""
 
 
 class ModuleCallbacks(Protocol):

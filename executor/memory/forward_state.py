@@ -4,8 +4,9 @@ Recomputation runs a block's forward a second time. It must compute with the sam
 leave no trace. But forward may draw random numbers, and may change buffers and attributes: moving averages, codebooks,
 counters, queues. The loop may change what forward reads before backward runs. So a snapshot is taken before the first
 pass, and the second pass runs on it. Afterwards everything is put back as it was: the generators of Python, NumPy and
-torch, and those that the modules hold; the modules' attributes and buffers; the variables that their methods, hooks and
-functions use (:mod:`executor.memory.variables`); context variables, and which kernels ``sdpa_kernel`` allows.
+torch, and those that the modules hold; the modules' attributes and buffers, and what people set on parameters; the
+variables that their methods, hooks and functions use (:mod:`executor.memory.variables`); context variables, and which
+kernels ``sdpa_kernel`` allows.
 ``torch.utils.checkpoint`` could do it for torch's global generators, but goes a longer way than to ask a generator for
 its state.
 
@@ -38,6 +39,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from executor.callbacks import OF_SESSION
 from executor.memory.recompute_cache import ActivationError
 from executor.memory.variables import Used, Variables, hooks_of, slots_of
 
@@ -314,13 +316,16 @@ class _Visit:
         self._given: list[Any] = []
 
     def module(self, module: nn.Module, depth: int = 0) -> None:
-        """Note a module's attributes and buffers."""
+        """Note a module's attributes and buffers, and what people have set on its parameters."""
         own = vars(module)
         if id(own) in self._seen:
             return
         self._hold(own, _copied(own), depth)
         if buffers := own.get("_buffers"):
             self._hold(buffers, buffers, depth)
+        for parameter in own.get("_parameters", {}).values():
+            if parameter is not None and (held := _copied(vars(parameter))) and not _is_quantized(parameter):
+                self._hold(vars(parameter), held, depth)
 
     def variables(self, variables: Variables) -> None:
         """Note variables, and what they hold."""
@@ -425,8 +430,13 @@ _NOT_FOLLOWED: Final = frozenset(
 )
 
 
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter's attributes are its values and what decodes them."""
+    return type(parameter).__module__.partition(".")[0] in _QUANTIZERS
+
+
 def _copied(holder: Any) -> Any:
-    """Return a shallow copy of a container, or of a module's own attributes."""
+    """Return a shallow copy of a container, or of a module's or parameter's own attributes."""
     if isinstance(holder, _BUFFERS):
         return copy.copy(holder)
     if not isinstance(holder, MutableMapping):
@@ -434,6 +444,9 @@ def _copied(holder: Any) -> Any:
     copied = dict(holder)
     if "_parameters" in copied:  # of a module
         for name in _OF_MODULES:
+            copied.pop(name, None)
+    elif "_is_param" in copied:  # of a parameter that has a session
+        for name in OF_SESSION:
             copied.pop(name, None)
     return copied
 

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from executor.callbacks import is_captured, outside_transforms
+from executor.callbacks import OF_SESSION, is_captured, outside_transforms
 
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
@@ -84,22 +84,18 @@ _CONVERSIONS: Final = frozenset(
 _VIEWS_OF_SELF: Final = frozenset({"view_as", "expand_as"})  # lead to the node that accumulates gradients
 _ALIASES: Final = frozenset({"data", "detach"})
 _EXPORTS: Final = frozenset({"numpy", "__array__", "__dlpack__"})  # their results would not notice other weights
-_NAME: Final = "name_in_model"
-_CLASS: Final = "class_in_model"
-_READER: Final = "reader_of_session"
+_NAME, _CLASS, _READER, _SHARED, _TAKEN, LAST_HOOK, REACHED, _IS_PARAM = OF_SESSION
+"""``_SHARED``: aliases and views of the parameter, weakly. ``LAST_HOOK``: the id of the session's hook on its gradient,
+which runs after those of the user's."""
 _VERSION: Final = "version_of_weights"
 _IS_ALIAS: Final = "is_alias_of_weights"
 _BASE: Final = "values_of_view"  # of a view of weights: the whole values that it is a view of
 _LIKE: Final = "like_weights"  # of an alias without memory: a tensor with its metadata
-_SHARED: Final = "others_with_weights"  # aliases and views of the same parameter, weakly
 _STALE: Final = -1
 HIDDEN: Final = 1 << 30
 """In the version of parameters out of sight, see [Note: Out of sight] in :mod:`executor.module.visibility`."""
-LAST_HOOK: Final = "id_of_last_hook"
-"""Attribute with the id of the session's hook on a parameter's gradient, which runs after those of the user's."""
 _GRADIENT: Final[Any] = torch.Tensor.grad
 _DATA: Final[Any] = torch.Tensor.data
-_TAKEN: Final = "data_taken_in_forward"
 
 
 class WeightReader(Protocol):
@@ -244,8 +240,13 @@ def guard(parameter: nn.Parameter, name: str, reader: WeightReader) -> None:
     """Refuse all writes to a parameter from now on, and let reads get the weights of ``reader``."""
     own = vars(parameter)
     if _CLASS not in own:
-        own.update({_CLASS: type(parameter), _NAME: name, _READER: reader, "_is_param": True})
+        own.update({_CLASS: type(parameter), _NAME: name, _READER: reader, _IS_PARAM: True})
     parameter.__class__ = Guarded  # type: ignore[assignment]
+
+
+def has_session(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is one of a prepared model."""
+    return _CLASS in vars(parameter)
 
 
 def lift_guard(parameter: nn.Parameter) -> None:
@@ -268,7 +269,7 @@ def lifted(parameter: nn.Parameter) -> Iterator[None]:
 def unguard(parameter: nn.Parameter) -> None:
     """Remove a parameter's guard for good."""
     lift_guard(parameter)
-    for key in (_CLASS, _NAME, _READER, _SHARED, "_is_param"):
+    for key in (_CLASS, _NAME, _READER, _SHARED, REACHED, _IS_PARAM):
         vars(parameter).pop(key, None)
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from executor.callbacks import replace_attribute
 from executor.module.copies import plain_copy
-from executor.module.guarded_parameters import INSTEAD, unguarded
+from executor.module.guarded_parameters import INSTEAD, has_session, unguarded
 from executor.module.own_checkpoints import is_checkpointed
 from executor.packed import stored_parameters
 
@@ -98,10 +98,16 @@ def check_unprepared(model: nn.Module) -> None:
     Raises:
         ValueError: another session has it. Its hooks would report to both sessions.
     """
-    if any(module in _prepared for module in _guarded(model)):
+    if model in _prepared:
         raise ValueError(
             "the model is prepared already, and a model can have only one session; close the first one "
             "(session.close() of the optimizer that prepare() returned), or make the model again"
+        )
+    parts = [name for name, module in model.named_modules() if module in _prepared]
+    if parts := parts or [name for name, parameter in model.named_parameters() if has_session(parameter)]:
+        raise ValueError(
+            f"{parts[0]} of the model is also that of a model that is prepared already, and only one plan can bring "
+            "and update it; close that one's session, or prepare one nn.ModuleDict of both models, with step="
         )
 
 

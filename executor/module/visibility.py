@@ -309,7 +309,8 @@ class WeightVisibility:
             return {key: version_of(leaf) for key, (leaf, _) in self._all.items()}
 
     def release(self) -> None:
-        """Make all parameters ordinary ones again."""
+        """Make all parameters ordinary ones again, for good. What is kept is theirs until they get other data."""
+        self._kept.clear()
         for leaf, _ in self._all.values():
             unguard(leaf)
 

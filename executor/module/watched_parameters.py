@@ -9,15 +9,14 @@ use for what it has added.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import ends_here, is_within, saved_as_is
-from executor.module.guarded_parameters import Computing, unguarded
+from executor.module.guarded_parameters import REACHED, Computing, unguarded
 
-_REACHED: Final = "backward_reads"
 _Reached = Callable[[], Callable[[], None] | None]
 
 
@@ -51,17 +50,17 @@ def watch(parameter: torch.Tensor, reached: _Reached) -> None:
         reached: called in forward where it is read. Returns what is called in backward before that reads it; ``None``
             if nothing is.
     """
-    vars(parameter)[_REACHED] = reached
+    vars(parameter)[REACHED] = reached
 
 
 def _watch(made: torch.Tensor, node: Any, given: Iterable[torch.Tensor], begun: int) -> None:
     for weights in given:
         if made._is_view() and is_within(weights, made) and type(made) is torch.Tensor:
             made.__class__ = Watched
-            watch(made, vars(weights)[_REACHED])
+            watch(made, vars(weights)[REACHED])
             continue
         saved = (one.data for inner in _made_since(node, begun) for one in saved_as_is(inner))
-        if any(is_within(weights, values) for values in saved) and (reached := vars(weights)[_REACHED]()) is not None:
+        if any(is_within(weights, values) for values in saved) and (reached := vars(weights)[REACHED]()) is not None:
             node.register_prehook(functools.partial(_report, reached))
 
 

@@ -269,8 +269,8 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     One without a kernel, or with a flag that its kernel does not support, gets an entry of its own.
 
     Raises:
-        ValueError: it is one of ``bitsandbytes``, whose kernels do not see where a plan keeps weights; or
-            ``SparseAdam``, as a plan has no sparse gradients.
+        ValueError: it is one of ``bitsandbytes``, whose kernels do not see where a plan keeps weights;
+            ``SparseAdam``, as a plan has no sparse gradients; or it wraps another one, whose groups are its own.
     """
     found = next((entry for entry in ENTRIES if type(optimizer) is entry.torch_class), None)
     if found and not any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
@@ -281,6 +281,11 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         why = "whose kernels do not see weights where a plan keeps them"
     elif type(optimizer) is torch.optim.SparseAdam:
         why = "which takes sparse gradients alone, but those under a plan are dense"
+    elif getattr(getattr(type(optimizer), "param_groups", None), "fset", None):
+        raise ValueError(
+            f"the optimizer is {name}, which wraps another one and decides when that steps; give ullage.prepare the "
+            "optimizer that it wraps, and wrap the one that ullage.prepare returns (as accelerator.prepare does)"
+        )
     if why:
         raise ValueError(f"the optimizer is {name}, {why}; {_nearest(optimizer) or 'use one of torch.optim'}")
     try:

@@ -114,6 +114,24 @@ def test_an_evaluation_of_many_forwards_brings_once_what_has_room(place, room, m
         assert forwards()[3] == first[3]
 
 
+@pytest.mark.parametrize("place", [("host", "cpu"), ("nvme", "nvme")])
+def test_a_closed_model_keeps_its_weights_while_another_trains(place):
+    """What its last evaluation has kept on the device is freed with its session: the next iteration of any frees it."""
+    tokens, task = batches(TASK)[0, 0], Task("llama-tied", torch.bfloat16, iterations=3)
+    decisions = decide(task, uniform(*place), num_param_slots=1)
+    model, optimizer = prepare(task, decisions)
+    before = {name: weight.clone() for name, weight in model.eval().state_dict().items()}
+    with optimizer.session as session, torch.no_grad():
+        for _ in range(3):
+            model(input_ids=tokens)
+        assert session.driver.visibility.kept
+    assert not session.driver.visibility.kept
+    other, other_optimizer = prepare(task, decisions)
+    with other_optimizer.session:
+        train(task, other, other_optimizer)
+    assert_same(([], model.state_dict()), ([], before))
+
+
 @pytest.mark.parametrize("choose", [some_of_each, uniform("host", "stream"), uniform("host", "nvme")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dtype):

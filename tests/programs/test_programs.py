@@ -33,6 +33,7 @@ TRIED = {
         "distillation_in_a_planned_step",
     ),
     "state": (
+        "attributes_of_parameters",
         "global_centre", "inputs_that_advance", "context_variable", "attention_chosen_around_forward", "numpy_counts",
         "cache_under_another_name", "codebook_in_a_frozen_parameter", "hooks_added_later", "hooks_around_forward",
         "counting_hooks_on_gradients", "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",

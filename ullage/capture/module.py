@@ -528,9 +528,18 @@ def _fakes_of(model: nn.Module, dtype: torch.dtype) -> dict[int, Any]:
             continue
         keeps = parameter.is_complex() or (mixed and not parameter.requires_grad)
         values = torch.empty(parameter.shape, dtype=parameter.dtype if keeps else dtype)
-        made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        made[id(parameter)] = _like(parameter, nn.Parameter(values, parameter.requires_grad))
     buffers = (b for b in model.buffers() if id(b) not in made and b.layout is torch.strided)  # sparse ones stay real
     return made | {id(b): torch.empty(b.shape, dtype=b.dtype) for b in buffers}
+
+
+def _like(parameter: nn.Parameter, fake: nn.Parameter) -> nn.Parameter:
+    """Give a fake parameter the attributes that people set on the real one, and the methods of a class of theirs."""
+    if type(parameter) is not nn.Parameter:
+        fake.__class__ = type(type(parameter).__name__, (type(fake), type(parameter)), {})
+    for name, value in vars(parameter).items():
+        vars(fake).setdefault(name, value)
+    return fake
 
 
 def _with_fakes(value: Any, made: Mapping[int, Any], trained: Callable[[Tensor], str]) -> Any:

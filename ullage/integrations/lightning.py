@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -100,7 +100,9 @@ class LightningStrategy(DDPStrategy):
         if not self._is_shared:  # one process reads data in the order of its own samplers
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
+            # One process has no group in which DDPStrategy could send the module's states to the others.
+            kind = DDPStrategy if self._is_shared else Strategy
+            kind.setup(self, trainer)
             return
         module = self.lightning_module
         assert module is not None
@@ -140,6 +142,10 @@ class LightningStrategy(DDPStrategy):
         with _step_as_forward(module, batch) as tensors, _thawed(self._trained if thaws else []):
             _, self._offloaded = prepare(module.train(), self.optimizers[0], tensors, **options)
         self.optimizers = [self._offloaded]
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Leave the module as it is: there is no DistributedDataParallel."""
+        return model
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` as its forward, which the plan follows."""

@@ -515,3 +515,29 @@ def test_instead_of_other_optimizers_the_nearest_is_proposed(kind):
         words = entry_of(optimizer).whole
     assert f"; use {ours}" in words
     assert ("optimizer_cls_and_kwargs=" in words) == ours.startswith("ullage.")
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As accelerate's, whose step waits for the last micro-batch."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+
+    param_groups = property(
+        lambda self: self.optimizer.param_groups, lambda self, groups: setattr(self.optimizer, "param_groups", groups)
+    )
+    state = property(lambda self: self.optimizer.state, lambda self, state: setattr(self.optimizer, "state", state))
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_an_optimizer_that_wraps_another_one_is_refused_and_left_as_it_is():
+    """A trial of its step would change the groups of the one inside."""
+    parameter = torch.nn.Parameter(torch.zeros(3, 3))
+    wrapping = Wrapping(torch.optim.RMSprop([parameter]))
+    with pytest.raises(
+        ValueError, match=r"Wrapping, which wraps another one .*; give ullage.prepare the optimizer tha"
+    ):
+        entry_of(wrapping)
+    assert wrapping.param_groups[0]["params"][0] is parameter

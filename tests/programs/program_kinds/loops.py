@@ -604,3 +604,29 @@ def other_batch_sizes(ullage) -> Trained:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
+
+
+@program
+def folds(ullage) -> Trained:
+    """Cross-validation: a model for each fold, which is evaluated again after the others have trained."""
+    losses, weights, models = [], {}, []
+    for fold in range(3):
+        torch.manual_seed(fold)
+        model, optimizer = made(ullage, dropout=0.1)
+        for step in range(2):
+            x, y = batch(10 * fold + step)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            losses += [F.cross_entropy(model(batch(90 + i)[0]), batch(90 + i)[1]).item() for i in range(3)]
+        if hasattr(optimizer, "session"):
+            optimizer.session.close()
+        models.append(model)
+    for fold, model in enumerate(models):
+        losses.append(model(batch(0)[0]).sum().item())
+        weights |= {f"{fold}.{name}": weight for name, weight in model.state_dict().items()}
+    return losses, weights

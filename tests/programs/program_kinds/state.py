@@ -120,6 +120,41 @@ def global_centre(ullage) -> Trained:
     return loop(ullage, Centred, between=lambda _step, x: centre.mul_(0.5).add_(x.mean()))
 
 
+class Gain(nn.Parameter):
+    """A parameter with a multiplier, as libraries have them that carry learning rates across widths."""
+
+    def multiplied(self):
+        return self * self.multiplier
+
+
+class Multiplied(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Gain(torch.ones(256))
+        self.gain.multiplier, self.gain.calls = 1.0, []
+
+    def factor(self):
+        self.gain.calls.append(None)
+        return self.gain.multiplied() * (1 + 0.1 * len(self.gain.calls))
+
+
+@program
+def attributes_of_parameters(ullage) -> Trained:
+    """Forward reads and changes what people have set on a parameter, and the loop changes it before backward."""
+    made: list[Multiplied] = []
+
+    def block() -> Multiplied:
+        made.append(Multiplied())
+        return made[-1]
+
+    def between(step, _x) -> None:
+        for each in made:
+            each.gain.multiplier = 1.0 / (2 + step)
+
+    losses, model = loop(ullage, block, between=between)
+    return [*losses, *(float(len(each.gain.calls)) for each in made)], model
+
+
 @program
 def settings_of_a_module(ullage) -> Trained:
     """A namespace of settings, which the loop changes between forward and backward."""

@@ -60,7 +60,9 @@ class Classifier(pl.LightningModule):  # type: ignore[misc, name-defined]
         return loss
 
     def validation_step(self, batch: Any, _batch_idx: int) -> None:
-        self.seen.append(nn.functional.cross_entropy(self(batch["x"]), batch["more"][0]).item())
+        loss = nn.functional.cross_entropy(self(batch["x"]), batch["more"][0])
+        self.log("validated", loss)
+        self.seen.append(loss.item())
 
     def on_train_batch_end(self, outputs: Any, *_args: object) -> None:
         self.seen.append(outputs["loss"].item())
@@ -136,6 +138,10 @@ def test_a_module_trains_as_with_lightning_alone(tmp_path: Path) -> None:
     assert strategy.plan.decisions.num_micro_batches == 2
     assert strategy._offloaded.session.num_left == 0
     assert strategy._offloaded.session.closed
+    losses = [
+        trainer.validate(verbose=False, dataloaders=DataLoader(Rows(), 16))[0] for *_, trainer in (expected, found)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     saved = found[2].checkpoint_callback.best_model_path
     more = [
         fitted(Classifier(), tmp_path, other, resume=saved, max_epochs=3, **options) for other in ("auto", "ullage")

@@ -397,6 +397,23 @@ def test_an_optimizer_that_steps_one_prepared_model_is_refused_for_another() -> 
     ullage.prepare(models[1], optimizer, BATCH)[1].session.close()  # after the session
 
 
+@pytest.mark.parametrize("part", ["inner", "inner.weight"])
+def test_a_part_that_two_models_share_is_in_one_plan_only(part: str) -> None:
+    models, (module, _, parameter) = (Net(), Net()), part.partition(".")
+    shared = models[0].get_submodule(module)
+    if parameter:
+        models[1].get_submodule(module).register_parameter(parameter, shared.get_parameter(parameter))
+    else:
+        models[1].register_module(module, shared)
+    _, optimizer = ullage.prepare(models[0], torch.optim.AdamW(models[0].parameters()), BATCH)
+    with (
+        optimizer.session,
+        pytest.raises(ValueError, match=f"^{part} of the model is also that of a model that is prep"),
+    ):
+        ullage.prepare(models[1], torch.optim.AdamW(models[1].parameters()), BATCH)
+    ullage.prepare(models[1], torch.optim.AdamW(models[1].parameters()), BATCH)[1].session.close()
+
+
 @pytest.mark.parametrize("part", ["", "inner"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_model_compiled_before_it_is_planned_runs_as_it_is_until_the_end(part: str, in_place: bool) -> None:
