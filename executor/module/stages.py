@@ -102,7 +102,7 @@ class Stage:
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
-        self._parts = [_part(parts, model) for parts in chunks]
+        self._parts = [part_of(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
         self._returning: dict[str, nn.Module] = {}  # whose output crosses, by path, in the order in which they run
         self._operators, is_captured = operators, operators is not None
@@ -166,6 +166,9 @@ class Stage:
         """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.
 
         Where hidden states alone do, that is the same for all batches. With a ``loss``, it is what that needs.
+
+        Raises:
+            BindingError: the model cannot be cut.
         """
         self._device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), None)
         if self._twin is None or self._operators is None:
@@ -174,7 +177,10 @@ class Stage:
         if key not in self._known:
             if len(self._known) == _MOST_SHAPES:
                 self._known.pop(next(iter(self._known)))
-            self._known[key] = found = cuts_of(self._twin, self._parts, batch, self._operators, loss)
+            found = cuts_of(self._twin, self._parts, batch, self._operators, loss)
+            if found.refusals:
+                raise BindingError(found.refusals[max(found.refusals)])
+            self._known[key] = found
             crossing = {path for cut in found.crossing for each in cut for path, _ in each.returned}
             for path in (path for path in found.forms if path in crossing and path not in self._returning):
                 module = self._returning[path] = self._model.get_submodule(path)
@@ -434,7 +440,7 @@ def _around_layers(model: nn.Module, others: Collection[nn.Module]) -> dict[str,
     }
 
 
-def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
+def part_of(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     """Return the layers and parameters of a chunk, by name."""
     paths = {module: path for path, module in model.named_modules()}
     units = [unit for part in parts for unit in part]

@@ -212,6 +212,7 @@ class Towers(torch.nn.Module):
         self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
         self.side, self.pool, self.head = Linear(4, width), Linear(width, width), Linear(width, 6)
+        self.temperature = torch.nn.Parameter(torch.ones(()))  # of no module inside, as CLIP has it
         self.is_hooked = False
 
     def forward(self, signal, wanted):
@@ -231,7 +232,7 @@ class Towers(torch.nn.Module):
         logits = self.head(
             (y + _seen[4]).mean(1) + pooled + early + _seen[2].mean(-1)
         )  # of the first layer in two chunks
-        loss = torch.nn.functional.cross_entropy(logits, wanted)
+        loss = torch.nn.functional.cross_entropy(logits * self.temperature, wanted)
         return {"loss": loss, "of a tower": x}  # which other stages need not have
 
 

@@ -78,6 +78,10 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (2, "towers in rounds", {}),
         (2, "detached", {}),
         (3, "without gradients", {}),
+        (2, "mask of values", {}),
+        (2, "mask of a module", {}),
+        (2, "indices", {}),
+        (3, "number", {}),
     ],
     ids=[
         "given later",
@@ -91,6 +95,10 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         "towers, in rounds",
         "detached",
         "without gradients",
+        "a mask of values",
+        "a mask of a module",
+        "indices",
+        "a number",
     ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
@@ -100,13 +108,6 @@ def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, opt
         assert "cpu" in updates or not options
         assert_same(*both)
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
-
-
-@pytest.mark.part(2)
-@pytest.mark.parametrize("crosses", ["mask of values", "mask of a module", "indices", "number"])
-def test_what_a_stage_reads_without_gradients_comes_from_the_stage_that_makes_it(processes, crosses):
-    for *both, _, _ in processes.call(2, own_model, crosses, {}, timeout_s=100.0):
-        assert_same(*both)
 
 
 def assert_same(losses, wanted, found, weights):
