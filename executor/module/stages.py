@@ -117,8 +117,8 @@ class Stage:
             for parameter in module.parameters():
                 homes[parameter] = min(homes.get(parameter, num_stages), chunk % num_stages)
         apart = _around_layers(model, inside | around.keys()) if is_captured else {}
-        owner = {spec.name: chunk_of[u.name] % num_stages for u in units for spec in (*u.parameters, *u.frozen)}
-        homes |= {parameter: owner.get(path, 0) for path, (_, _, parameter) in apart.items() if parameter not in homes}
+        owner = {spec.name: chunk_of[u.name] for u in units for spec in (*u.parameters, *u.frozen)}
+        homes |= {p: owner.get(path, 0) % num_stages for path, (_, _, p) in apart.items() if p not in homes}
         self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
         own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
         stands = {  # all are made before any module loses its weights, of which others may contain it
@@ -129,6 +129,8 @@ class Stage:
         stand_ins = {module: _StandIn(module, forward) for module, forward in stands.items() if module in own}
         for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
             self._take(module, name, parameter)
+        kept = [(owner.get(path, 0) // num_stages, each) for path, each in apart.items() if homes[each[2]] == number]
+        self._apart = kept if len(chunks) > num_stages else []  # with the round in which the model needs it
         for module in stands.keys() - own.keys():
             self._replace(module, stands[module])
         self._places = [
@@ -197,11 +199,17 @@ class Stage:
         for modules, name, _, stand_in, its in self._places:
             if its != turn:
                 modules[name] = stand_in
+        elsewhere = [each for its, each in self._apart if its != turn]
+        for module, name, parameter in elsewhere:
+            self._hide(module, name, parameter)
         try:
             yield
         finally:
             for modules, name, module, _, _ in self._places:
                 modules[name] = module
+            for module, name, parameter in elsewhere:
+                vars(module).pop(name)
+                module._parameters[name] = parameter
             self._received, self._sent = [], {}
 
     def made(self) -> list[Tensor]:
@@ -241,10 +249,13 @@ class Stage:
                 self._take(inner, name, parameter)
 
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._hide(module, name, parameter)
+        self._taken.append((module, name, parameter))
+
+    def _hide(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Take a parameter; zeros that take no memory are there for whoever looks at its type or shape."""
         module._parameters[name] = None
         vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-        self._taken.append((module, name, parameter))
 
     def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
