@@ -210,6 +210,7 @@ def bind(
     )
     # A loss of the model's own is computed behind the last unit, whose backward it belongs to.
     between = _Between(callbacks, {*_of_containers(model, units, marks), *(unit.name for unit in behind)})
+    undo.append(model.register_forward_pre_hook(lambda *_: between.begin()).remove)
     undo.append(model.register_forward_hook(lambda *given: between.hand_over(given[-1])).remove)
     for module, of_module in marks.items():
         undo += _hooks(module, of_module, callbacks, between)
@@ -355,6 +356,11 @@ class _Between:
     def __init__(self, callbacks: ModuleCallbacks, units: Collection[str]) -> None:
         self._callbacks, self._units = callbacks, units
         self._unit, self._ended = "", 0  # the last one that forward was at, and autograd's next number then
+
+    def begin(self) -> None:
+        """A forward of the model begins. Unless it is a later call of a step, it has nothing of earlier ones."""
+        if self._callbacks.call == 1:
+            self._unit = ""
 
     def is_at(self, unit: str) -> None:
         """Forward has reached a unit, which may read weights before a module of it runs, or a module of it has run."""

@@ -19,6 +19,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
@@ -90,12 +91,14 @@ class Cuts(NamedTuple):
             that it is given; what other modules return whose output crosses, in the order in which they run. Tensors
             are without values.
         changed: layers, and modules outside of them, whose output is changed in place later.
+        refusals: why the model cannot be cut before some chunks, by their numbers.
     """
 
     crossing: list[list[Crossing]]
     given: list[Given]
     forms: Mapping[str, Any]
     changed: Collection[str] = ()
+    refusals: Mapping[int, str] = MappingProxyType({})
 
 
 def hidden_alone(parts: Sequence[Part]) -> Cuts:
@@ -157,22 +160,27 @@ def cuts_of(
     Args:
         twin: the model, see :func:`without_values`.
         parts: its chunks, in order.
-        batch: keyword arguments of the model.
+        batch: keyword arguments of the model. Tensors on the meta device have values that nobody knows.
         operators: what runs the model's operators.
         loss: returns what backward begins with, of the model's output and its batch; ``None``: it may begin with
             anything that the model returns.
 
     Raises:
-        BindingError: naming what cannot be cut.
+        BindingError: forward cannot be followed, or does not run all layers in order.
     """
     watch, mode = _Watch(parts), FakeTensorMode(allow_non_fake_inputs=True)
-    device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    tensors = _tensors_of(dict(batch))
+    device = next((each.device for each in tensors if not each.is_meta), torch.device("cpu"))
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
+
     with mode:
         faked = without_values(twin, device)
-        given = tree_map_only(Tensor, mode.from_tensor, dict(batch))
+        given = tree_map_only(Tensor, fake, dict(batch))
     watch.hook(faked, parts)
-    values = zip(*map(tree_leaves, (given, dict(batch))), strict=True)
-    known = [(fake, real.cpu()) for fake, real in values if isinstance(real, Tensor)]
+    values = zip(_tensors_of(given), tensors, strict=True)
+    known = [(each, real.cpu()) for each, real in values if not real.is_meta]
     try:
         with (
             torch.enable_grad(),
@@ -198,15 +206,16 @@ def cuts_of(
         for leaf in (leaf for leaf in watch.reached(chunk, roots) if id(leaf) not in begun):
             found = names.get(id(leaf), {"a tensor" if leaf.requires_grad else "a value without gradients"})
             if not parameters & found:
-                raise BindingError(
+                watch.refusals.setdefault(
+                    chunk,
                     f"what {layers[-1]} or a later layer computes depends on {min(found)} of another stage, "
-                    f"beside what layers from {layers[0]} on are given, {_REMEDY}"
+                    f"beside what layers from {layers[0]} on are given, {_REMEDY}",
                 )
         cut = zip(watch.whole[chunk], watch.crossing[chunk], strict=True)
         roots = [tensor for tensor, each in cut if each.passed_on is None]
     crossed = {path for cut in watch.crossing for each in cut for path, _ in each.returned}
     returned = {path: form for path, form in watch.returned.items() if path in crossed}
-    return Cuts(watch.crossing, watch.given, returned | watch.forms, watch.changed)
+    return Cuts(watch.crossing, watch.given, returned | watch.forms, watch.changed, watch.refusals)
 
 
 _Edge = tuple[Any, int]
@@ -222,7 +231,7 @@ class _Watch:
         seen: paths of the layers that have run.
         crossing, given, forms: see :class:`Cuts`.
         returned: what modules return, by their paths, in the order in which they run.
-        changed: see :class:`Cuts`.
+        changed, refusals: see :class:`Cuts`.
         whole: by chunk, the tensors that cross the cut before it, with their graphs.
         begun: by chunk, the tensors with which its graph begins, in the same order.
     """
@@ -240,7 +249,7 @@ class _Watch:
         self._own: list[set[int]] = []  # parameters of each chunk, by ``id``
         self._chunk = 0
         self._made: dict[_Edge, tuple[int, Crossing, Tensor]] = {}  # what modules return, and the chunk where they do
-        self.changed = set[str]()
+        self.changed, self.refusals = set[str](), dict[int, str]()
         self._outside: dict[int, tuple[str, Any]] = {}  # by address, what layers and modules outside of them return
         self._where: dict[_Edge, list[tuple[str, int]]] = {}  # modules that return it
         self._apart: list[range] = []  # autograd's numbers in modules that other stages do not run
@@ -310,7 +319,8 @@ class _Watch:
                     self.given[self._chunk].setdefault(path, {})[leaf] = at
                     tensors[leaf] = self.begun[self._chunk][at]
         if path in self._firsts and 0 not in tensors:
-            raise BindingError(f"{path} is not given hidden states of the layers before it first, {_REMEDY}")
+            why = f"{path} is not given hidden states of the layers before it first, {_REMEDY}"
+            self.refusals.setdefault(self._chunk, why)
         return exchanged((args, kwargs), tensors)
 
     def finish(self, output: Any) -> Any:

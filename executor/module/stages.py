@@ -102,7 +102,7 @@ class Stage:
                 "layers of the model are not modules of their own, so it cannot be cut into stages; plan with "
                 "--parallel pipeline=1"
             )
-        self._parts = [_part(parts, model) for parts in chunks]
+        self._parts = [part_of(parts, model) for parts in chunks]
         self._cuts, self._known = hidden_alone(self._parts), dict[tuple[Any, ...], Cuts]()
         self._returning: dict[str, nn.Module] = {}  # whose output crosses, by path, in the order in which they run
         self._operators, is_captured = operators, operators is not None
@@ -117,8 +117,8 @@ class Stage:
             for parameter in module.parameters():
                 homes[parameter] = min(homes.get(parameter, num_stages), chunk % num_stages)
         apart = _around_layers(model, inside | around.keys()) if is_captured else {}
-        owner = {spec.name: chunk_of[u.name] % num_stages for u in units for spec in (*u.parameters, *u.frozen)}
-        homes |= {parameter: owner.get(path, 0) for path, (_, _, parameter) in apart.items() if parameter not in homes}
+        owner = {spec.name: chunk_of[u.name] for u in units for spec in (*u.parameters, *u.frozen)}
+        homes |= {p: owner.get(path, 0) % num_stages for path, (_, _, p) in apart.items() if p not in homes}
         self.homes = {p: (p.shape, homes[p]) for p in model.parameters() if p in homes}
         own = {m: chunk // num_stages for m, chunk in (layers | around).items() if chunk % num_stages == number}
         stands = {  # all are made before any module loses its weights, of which others may contain it
@@ -129,6 +129,8 @@ class Stage:
         stand_ins = {module: _StandIn(module, forward) for module, forward in stands.items() if module in own}
         for module, name, parameter in (each for each in apart.values() if homes[each[2]] != number):
             self._take(module, name, parameter)
+        kept = [(owner.get(path, 0) // num_stages, each) for path, each in apart.items() if homes[each[2]] == number]
+        self._apart = kept if len(chunks) > num_stages else []  # with the round in which the model needs it
         for module in stands.keys() - own.keys():
             self._replace(module, stands[module])
         self._places = [
@@ -166,6 +168,9 @@ class Stage:
         """Look at a batch. Find what crosses the cuts of a captured model, see :func:`executor.module.cuts.cuts_of`.
 
         Where hidden states alone do, that is the same for all batches. With a ``loss``, it is what that needs.
+
+        Raises:
+            BindingError: the model cannot be cut.
         """
         self._device = next((leaf.device for leaf in tree_leaves(dict(batch)) if isinstance(leaf, Tensor)), None)
         if self._twin is None or self._operators is None:
@@ -174,7 +179,10 @@ class Stage:
         if key not in self._known:
             if len(self._known) == _MOST_SHAPES:
                 self._known.pop(next(iter(self._known)))
-            self._known[key] = found = cuts_of(self._twin, self._parts, batch, self._operators, loss)
+            found = cuts_of(self._twin, self._parts, batch, self._operators, loss)
+            if found.refusals:
+                raise BindingError(found.refusals[max(found.refusals)])
+            self._known[key] = found
             crossing = {path for cut in found.crossing for each in cut for path, _ in each.returned}
             for path in (path for path in found.forms if path in crossing and path not in self._returning):
                 module = self._returning[path] = self._model.get_submodule(path)
@@ -191,11 +199,17 @@ class Stage:
         for modules, name, _, stand_in, its in self._places:
             if its != turn:
                 modules[name] = stand_in
+        elsewhere = [each for its, each in self._apart if its != turn]
+        for module, name, parameter in elsewhere:
+            self._hide(module, name, parameter)
         try:
             yield
         finally:
             for modules, name, module, _, _ in self._places:
                 modules[name] = module
+            for module, name, parameter in elsewhere:
+                vars(module).pop(name)
+                module._parameters[name] = parameter
             self._received, self._sent = [], {}
 
     def made(self) -> list[Tensor]:
@@ -235,10 +249,13 @@ class Stage:
                 self._take(inner, name, parameter)
 
     def _take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        self._hide(module, name, parameter)
+        self._taken.append((module, name, parameter))
+
+    def _hide(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Take a parameter; zeros that take no memory are there for whoever looks at its type or shape."""
         module._parameters[name] = None
         vars(module)[name] = torch.zeros((), dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-        self._taken.append((module, name, parameter))
 
     def _give(self, path: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a layer what crosses the cut before its chunk; the first one receives all of it."""
@@ -434,7 +451,7 @@ def _around_layers(model: nn.Module, others: Collection[nn.Module]) -> dict[str,
     }
 
 
-def _part(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
+def part_of(parts: Sequence[list[Unit]], model: nn.Module) -> Part:
     """Return the layers and parameters of a chunk, by name."""
     paths = {module: path for path, module in model.named_modules()}
     units = [unit for part in parts for unit in part]

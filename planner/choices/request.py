@@ -130,6 +130,7 @@ def batch_of(
         context_parallel=choice.context_parallel,
         passes_keys=choice.context_exchange is not None,
         splits_backward=choice.pipeline_order is not None,
+        in_stages=choice.pipeline_parallel > 1,
         expert_units=choice.expert_units,
         kernels=choice.kernels or "transformers",
         expert_load=expert_load,

@@ -278,7 +278,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
             added = (size * (is_piled or 1 - shares.get(name, 1.0)) for name, size in unit.unit.sizes.items())
             num_bytes = int(gradient_bytes * max(added))
         program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
-    on_gpu = any(draft.op is Op.ISSUE for draft in program.own_drafts)
+    on_gpu = any(draft.op is Op.ISSUE for draft in program.drafts)
     for unit in program.units:
         for update in unit.updates:
             if update.lane is not Lane.CPU:
@@ -287,7 +287,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
                 if update.splits and on_gpu:  # a host as the device updates in one pass
                     num_bytes += SPLIT_SCRATCH_BYTES * min(subgroup.num_params, UPDATED_AT_ONCE)
                 program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} update", update, update)
-    for draft in program.own_drafts:
+    for draft in program.drafts:
         if draft.op is Op.GATHER and (fp8 := program.named[draft.unit].amounts.fp8) and draft.num_params:
             label = f"{draft.unit} cast"
             program.hold_while(MemoryClass.WORKSPACE, fp8.device_cast_workspace_bytes, label, draft, draft)

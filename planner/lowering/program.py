@@ -6,19 +6,20 @@ other's tasks in the unit that the tasks work on (:class:`LoweredUnit`).
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
 from planner.lowering.amounts import Amounts, amounts_by
-from planner.schedule.arrays import Arrays, Rows
+from planner.schedule.arrays import CLASS_NUMBERS, TIER_NUMBERS, Arrays, Rows, kinds_of
 from planner.schedule.schedule import Schedule
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
+from planner.schedule.tasks import Buffer, Ints, Lane, MemoryClass, Op, Phase, Task, Tier
 
 Keys = tuple[int, ...]
 Held = tuple[Tier, MemoryClass, int, int, int, int, str]
@@ -103,7 +104,7 @@ class Program:
         named: the lowered units by name.
         segments: the lowered units by segment, in forward order.
         rounds: the segments of each round.
-        drafts: all tasks, by key; those of a pipeline's earlier stages come first.
+        drafts: all tasks, by key.
         spine: the tasks that the training loop reaches, in order.
         computing: the compute tasks of the spine.
         clip: the barrier after them, if gradients are clipped.
@@ -124,7 +125,6 @@ class Program:
         *,
         asynchronous: bool = False,
         stage: int = 0,
-        drafts: list[Task] | None = None,
     ) -> None:
         _check(model, decisions)
         self.model, self.decisions, self.asynchronous, self.stage = model, decisions, asynchronous, stage
@@ -149,8 +149,7 @@ class Program:
         self.named = {unit.name: unit for unit in self.units}
         self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
         self.rounds = [list(group) for _, group in itertools.groupby(self.segments, key=lambda each: each[0].turn)]
-        self.drafts = [] if drafts is None else drafts
-        self._first = len(self.drafts)
+        self.drafts: list[Task] = []
         self.spine: list[Task] = []
         self.computing: list[Task] = []
         self.clip: Task | None = None
@@ -218,14 +217,21 @@ class Program:
             order += self.behind.get(draft.index, ())
         return order + self.tail
 
-    @property
-    def own_drafts(self) -> list[Task]:
-        """Its own tasks, without those of earlier stages; while it is lowered, no stage is later."""
-        return self.drafts[self._first :]
+    @functools.cached_property
+    def as_arrays(self) -> tuple[Ints, Ints, list[tuple[Hashable, ...]], Ints, Ints]:
+        """What :func:`numbered` needs, with keys in place of indices, when all passes have run.
+
+        Pairs of a task and what it waits for, in this iteration and in the previous one; all kinds, and that of each
+        task; and columns of buffers, as :attr:`held` has them but for labels.
+        """
+        count = len(self.drafts)
+        after, previous = (Rows.of(map(keys_of, self.drafts), count).pairs for keys_of in (_AFTER, _AFTER_PREVIOUS))
+        held = [(TIER_NUMBERS[tier], CLASS_NUMBERS[of], *numbers) for tier, of, *numbers, _ in self.held]
+        return after, previous, *kinds_of(self.drafts), np.array(held, np.int64).reshape(-1, 6).T
 
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
-        return numbered(self.ordered(), len(self.drafts), self.held, description)
+        return numbered(self.ordered(), [self], {}, description)
 
 
 def rounds_of(units: Sequence[Unit], decisions: Decisions) -> list[int]:
@@ -234,39 +240,55 @@ def rounds_of(units: Sequence[Unit], decisions: Decisions) -> list[int]:
     return list(itertools.accumulate(int(unit.is_first and unit.segment in starts) for unit in units))
 
 
-def numbered(order: list[Task], count: int, held: Sequence[Held], description: str) -> Schedule:
+def numbered(order: list[Task], programs: Sequence[Program], more: Mapping[int, Keys], description: str) -> Schedule:
     """Turn keys into indices and return the schedule.
 
     Args:
-        order: all tasks, in issue order; the ``index`` of each is its key.
-        count: their number.
-        held: buffers, as :attr:`Program.held` has them.
+        order: all tasks, in issue order; the ``index`` of each is its key in its program.
+        programs: those of all stages. Keys count through all of them: those of a stage follow those of earlier stages.
+        more: what some tasks wait for beside what they know: both by these keys.
         description: of the schedule.
     """
-    keys = np.fromiter(map(_KEY, order), np.int64, len(order))
+    begins = list(itertools.accumulate((len(program.drafts) for program in programs), initial=0))
+    count, parts = len(order), [(program.as_arrays, begin) for program, begin in zip(programs, begins, strict=False)]
+    keys = np.fromiter(map(_KEY, order), np.int64, count)
+    if len(programs) > 1:
+        keys += np.array(begins)[np.fromiter(map(_STAGE, order), np.int64, count)]
     index = np.full(count + 1, -1)  # by key; that of ALWAYS is the last
-    index[keys] = np.arange(len(order))
-    assert len(order) == count == np.count_nonzero(index + 1), "every draft is issued once"
-    after, after_previous = (
-        Rows(index[rows.indices], rows.counts).sorted()
-        for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
-    )
-    columns = zip(*held, strict=True) if held else ((),) * 7
-    tier, memory_class, num_bytes, first, last, stage, labels = columns
-    firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
-    arrays = Arrays.of(order, after, after_previous, tier, memory_class, num_bytes, firsts, lasts, stage)
+    index[keys] = np.arange(count)
+    assert count == begins[-1] == np.count_nonzero(index + 1), "every draft is issued once"
+    later = np.array([(task, key) for task, before in more.items() for key in before], np.int64).reshape(-1, 2)
+    befores, earlier = ([of[way] + begin for (*of, _, _, _), begin in parts] for way in (0, 1))
+    after = Rows.sorted(index[np.concatenate((*befores, later))], count)
+    after_previous = Rows.sorted(index[np.concatenate(earlier)], count)
+    number_of: dict[Hashable, int] = {}
+    for (_, _, its, *_), _ in parts:
+        for kind in its:
+            number_of.setdefault(kind, len(number_of))
+    numbers = [np.array([number_of[kind] for kind in its], np.int64)[own] for (_, _, its, own, _), _ in parts]
+    held = np.concatenate([columns + (columns != ALWAYS) * _IS_KEY * begin for (*_, columns), begin in parts], axis=1)
+    held[3:5] = index[held[3:5]]
+    arrays = Arrays.of_kinds(order, [*number_of], np.concatenate(numbers)[keys], after, after_previous, held)
 
     def make() -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
-        for position, (task, *both) in enumerate(zip(order, after.tuples(), after_previous.tuples(), strict=True)):
-            task.index, (task.after, task.after_previous) = position, both
-        ends = ([None if end < 0 else end for end in each.tolist()] for each in (firsts, lasts))
-        buffers = zip(tier, memory_class, num_bytes, labels, *ends, stage, strict=True)
-        return tuple(order), tuple(itertools.starmap(Buffer, buffers))
+        rows = zip(order, after.tuples(), after_previous.tuples(), strict=True)
+        tasks = [
+            dataclasses.replace(task, index=position, after=before, after_previous=earlier)
+            for position, (task, before, earlier) in enumerate(rows)
+        ]
+        every = [each for program in programs for each in program.held]
+        ends = ([None if end < 0 else end for end in each.tolist()] for each in held[3:5])
+        buffers = [
+            Buffer(tier, memory_class, num_bytes, label, first, last, stage)
+            for (tier, memory_class, num_bytes, _, _, stage, label), first, last in zip(every, *ends, strict=True)
+        ]
+        return tuple(tasks), tuple(buffers)
 
     return Schedule.deferred(arrays, make, description)
 
 
-_KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("index", "after", "after_previous"))
+_IS_KEY = np.array([[0], [0], [0], [1], [1], [0]])  # of the columns of buffers
+_KEY, _AFTER, _AFTER_PREVIOUS, _STAGE = map(operator.attrgetter, ("index", "after", "after_previous", "stage"))
 
 
 def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:

@@ -25,11 +25,12 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from planner.decisions import Decisions, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.compute import turns
-from planner.lowering.program import Program, numbered
+from planner.lowering.program import Keys, Program, numbered
 from planner.lowering.sends import Cell, cell_of, links
 from planner.lowering.snapshots import snapshots
 from planner.models.choice import Choice
@@ -39,6 +40,7 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import STAGE_LANES, Lane, Op, Task
 
 _Parts = dict[Cell | None, list[Task]]  # a stage's tasks, see _parts
+_Given = tuple[tuple[Callable[[Program], None], ...], bool, bool]  # passes, asynchronous, takes_snapshots
 
 
 def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[list[list[Unit]]]:
@@ -231,66 +233,91 @@ def lower_stages(
     takes_snapshots: bool,
 ) -> Schedule:
     """Return the schedule of a pipeline, see [Note: Stages]."""
-    passes, num_stages = tuple(passes), decisions.pipeline_parallel
-    programs, drafts = list[Program](), list[Task]()
-    for stage in range(num_stages):
-        own, decided, _ = stage_of(units, decisions, stage)
-        program = Program(own, decided, asynchronous=asynchronous, stage=stage, drafts=drafts)
-        for run in passes:
-            run(program)
-        if takes_snapshots:
-            snapshots(program)
-        programs.append(program)
-    parts = [_parts(program) for program in programs]
+    num_stages = decisions.pipeline_parallel
+    given = tuple(passes), asynchronous, takes_snapshots
+    lowered = [_lowered(units, decisions, stage, given) for stage in range(num_stages)]
+    programs, parts = [program for program, _ in lowered], [of_stage for _, of_stage in lowered]
     split = {number for number, program in enumerate(programs) if program.decisions.num_backwards_ahead is not None}
     order = list[Task]()
     for op, chunk, micro_batch in issue_order(
         num_stages, decisions.num_micro_batches, decisions.pipeline_rounds, split
     ):
         turn, stage = divmod(chunk, num_stages)
-        order += parts[stage].pop((op, turn, micro_batch), ())  # a chunk may leave no gradients of weights
-    _join(order, num_stages)
+        order += parts[stage].get((op, turn, micro_batch), ())  # a chunk may leave no gradients of weights
     exchanges = [unit.exchange for program in programs for unit in program.units if unit.exchange]
-    _wait_for_all(programs, exchanges)
+    begins = [0, *itertools.accumulate(len(program.drafts) for program in programs)]
+    more = dict(_joined(order, begins)) | dict(_waiting_for_all(programs, exchanges, begins))
     order += _tail(programs, parts, exchanges)
     name = f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)"
-    held = [each for program in programs for each in program.held]
-    return numbered(order, len(drafts), held, f"{name} in {num_stages} stages")
+    return numbered(order, programs, more, f"{name} in {num_stages} stages")
 
 
-def _join(order: Sequence[Task], num_stages: int) -> None:
+_MOST_TASKS: Final = 200_000
+latest: Final = list[tuple[tuple[Unit, ...], tuple[int, int, int, _Given], Decisions, Program, _Parts]]()
+"""Stages that were lowered latest, of so many tasks together. A search changes some stages and leaves the others."""
+
+
+def _lowered(units: tuple[Unit, ...], decisions: Decisions, stage: int, given: _Given) -> tuple[Program, _Parts]:
+    """Return what becomes of a stage. Nobody changes it: other schedules have the same one."""
+    own, decided, _ = stage_of(units, decisions, stage)
+    about = stage, decisions.pipeline_parallel, decisions.pipeline_rounds, given
+    for of_units, made_as, known, program, parts in tuple(latest):
+        if of_units is units and made_as == about and known == decided:
+            return program, parts
+    passes, asynchronous, takes_snapshots = given
+    program = Program(own, decided, asynchronous=asynchronous, stage=stage)
+    for run in passes:
+        run(program)
+    if takes_snapshots:
+        snapshots(program)
+    parts = _parts(program)
+    latest.insert(0, (units, about, decided, program, parts))
+    del latest[_MOST_TASKS // len(program.drafts) + 1 :]
+    return program, parts
+
+
+def _joined(order: Sequence[Task], begins: Sequence[int]) -> Iterator[tuple[int, Keys]]:
     """Let stages receive what others send: the first that one sends on a link is the first that the other receives."""
-    found = [links([task for task in order if task.stage == stage]) for stage in range(num_stages)]
+    of_stages: list[list[Task]] = [[] for _ in begins[1:]]
+    for task in order:
+        of_stages[task.stage].append(task)
+    found = [links(tasks) for tasks in of_stages]
     for stage, ((ahead, from_behind), _) in enumerate(found):
-        _, (from_before, back) = found[(stage + 1) % num_stages]
-        for sent, received in ((ahead, from_before), (back, from_behind)):
+        behind = (stage + 1) % len(found)
+        _, (from_before, back) = found[behind]
+        for sent, sender, received, receiver in (
+            (ahead, stage, from_before, behind),
+            (back, behind, from_behind, stage),
+        ):
             for send, receive in zip(sent, received, strict=True):
                 assert (send.micro_batch, send.num_bytes) == (receive.micro_batch, receive.num_bytes)
-                receive.after += (send.index,)
+                yield begins[receiver] + receive.index, (begins[sender] + send.index,)
 
 
-def _wait_for_all(programs: Sequence[Program], exchanges: Sequence[Task]) -> None:
+def _waiting_for_all(
+    programs: Sequence[Program], exchanges: Sequence[Task], begins: Sequence[int]
+) -> Iterator[tuple[int, Keys]]:
     """Let stages that add up gradients wait for each other, and each stage's clipping for all gradients."""
-    ready = dict.fromkeys(key for task in exchanges for key in task.after)
+    ready = tuple(begins[task.stage] + key for task in exchanges for key in task.after)
     for task in exchanges:
-        task.after = tuple(ready)
+        yield begins[task.stage] + task.index, ready
     summed = [unit.summed for program in programs for unit in program.units if unit.num_params]
+    all_summed = tuple(begins[task.stage] + task.index for task in summed if task)
     for program in programs:
         if clip := program.clip:
-            own = {*clip.after}
-            clip.after += tuple(task.index for task in summed if task and task.index not in own)
+            yield begins[program.stage] + clip.index, all_summed
 
 
 def _tail(programs: Sequence[Program], parts: Sequence[_Parts], exchanges: Sequence[Task]) -> list[Task]:
     """Return what comes after the last backward of all stages: all gradients, and then norms and updates."""
     before, behind = list[Task](), list[Task]()
-    exchanging = {task.index for task in exchanges}
+    exchanging = {id(task) for task in exchanges}
     for program, of_stage in zip(programs, parts, strict=True):
-        own = exchanging | ({program.clip.index} if program.clip else set())
+        own = exchanging | {id(program.clip)}
         rest = of_stage[None]
-        count = next((at for at, task in enumerate(rest) if task.index in own), 0)
+        count = next((at for at, task in enumerate(rest) if id(task) in own), 0)
         before += rest[:count]
-        behind += [task for task in rest[count:] if task.index not in exchanging]
+        behind += [task for task in rest[count:] if id(task) not in exchanging]
     return [*before, *exchanges, *behind]
 
 

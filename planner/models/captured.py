@@ -123,8 +123,8 @@ class CapturedSegment(Frozen):
         block: index of its block.
         call: the call of the model that runs it, from 2 on; ``None``: the first one.
         evaluates: whether that call is without gradients.
-        given_bytes: what it and later blocks are given of earlier ones, with gradients, where that is more than one
-            tensor: a stage of a pipeline that begins with it is sent all of it.
+        given_bytes: what a stage of a pipeline is sent that begins with it, where the model ``is_cut`` and that is not
+            just what recomputing it begins with.
     """
 
     path: str
@@ -138,7 +138,7 @@ NO_TILES: Final = Batch(1, 1)
 """A batch whose tokens are computed all at once."""
 
 Again = Callable[[Batch], "CapturedModel"]
-"""Captures the same module again, for another size: see :func:`_size`."""
+"""Captures the same module again, for another size (see :func:`_size`), or with what crosses cuts (``in_stages``)."""
 
 
 class _Sizes:
@@ -192,6 +192,7 @@ class CapturedModel(Frozen):
             :mod:`ullage.capture.partitioning`.
         second_order: whether it makes gradients of gradients; see [Note: Second order] in :mod:`planner.setup`.
         compiled: whether a function that ``torch.compile`` has compiled calls its modules, or gets its parameters.
+        is_cut: whether it knows what crosses a cut before each block, where it can be cut; ``None``: nobody asked.
         written: parameters that its forward writes to; frozen ones are in no operator. See [Note: Written weights] in
             :mod:`planner.setup`.
     """
@@ -215,6 +216,7 @@ class CapturedModel(Frozen):
     calls: tuple[str, ...] | None = None
     second_order: Literal[True] | None = None
     compiled: Literal[True] | None = None
+    is_cut: Literal[True] | None = None
     written: tuple[str, ...] | None = None
     _sizes: _Sizes = PrivateAttr(default_factory=_Sizes)
 
@@ -275,20 +277,22 @@ class CapturedModel(Frozen):
             ModelConfigError: it was not captured for that size, and cannot be.
         """
         size = _size(batch)
+        wanted = dataclasses.replace(size, in_stages=batch.in_stages)
         known = {other.size: other for other in (*self.others, self)} | self._sizes.found
-        if size in known:
-            return known[size]
+        has = known.get(wanted) or known.get(size)
+        if has is not None and (has.is_cut or not batch.in_stages or self._sizes.again is None):
+            return has
         resized = (size.micro_batch, size.seq_len) != (self.micro_batch, self.seq_len)
         allowed = self._sizes.resizes and can_be_resized(self.inputs) and (size.seq_len > 1) == (self.seq_len > 1)
         if self._sizes.again is None or (resized and not allowed):
-            wanted = dataclasses.replace(size, dtype_bytes=self.batch.dtype_bytes)
-            raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, wanted)}")
+            other = dataclasses.replace(size, dtype_bytes=self.batch.dtype_bytes)
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(self.batch, other)}")
         try:
-            found = self._sizes.again(size)
+            found = self._sizes.again(wanted)
         except ValueError as error:
             words = f"micro-batch {size.micro_batch}, {size.seq_len} tokens per sequence"
             raise ModelConfigError(f"{words}: {error}") from error
-        self._sizes.found[size] = found
+        self._sizes.found[wanted] = found
         return found
 
     def covering(self, chosen: Batch, others: Iterable[Batch]) -> "CapturedModel":
@@ -299,10 +303,14 @@ class CapturedModel(Frozen):
             others: likewise.
         """
         fields = attrgetter("micro_batch", "seq_len", "loss_tile_tokens", "layer_tile_tokens")
-        sizes = sorted({*others} - {chosen}, key=lambda size: [number or 0 for number in fields(size)])
-        found = tuple(self.at(size).freed(None) for size in sizes)
-        alone = tuple(other.model_copy(update={"others": ()}) for other in found)
-        return self.at(chosen).freed(None).model_copy(update={"others": alone})
+        every = [chosen, *others]
+        cut = {_size(batch) for batch in every if batch.in_stages}
+        found = {
+            size: self.at(dataclasses.replace(size, in_stages=size in cut)).freed(None) for size in map(_size, every)
+        }
+        own = found.pop(_size(chosen))
+        alone = [found[size] for size in sorted(found, key=lambda size: [number or 0 for number in fields(size)])]
+        return own.model_copy(update={"others": tuple(other.model_copy(update={"others": ()}) for other in alone)})
 
     @property
     def batch(self) -> Batch:

@@ -39,6 +39,7 @@ class Batch:
             do; see :mod:`planner.models.formulas.float8`. ``None``: in the type of weights.
         splits_backward: gradients of weights are apart from backward, see [Note: Zero bubble] in
             :mod:`planner.models.zero_bubble`.
+        in_stages: stages of a pipeline share the layers, so that a captured model has to know what crosses cuts.
         casts_weights: whether these products cast their weights; otherwise weights come in fp8.
     """
 
@@ -60,6 +61,7 @@ class Batch:
     fp8_products: Literal["device", "emulated"] | None = None
     casts_weights: bool = True
     splits_backward: bool = False
+    in_stages: bool = False
 
     def __post_init__(self) -> None:
         for name in (

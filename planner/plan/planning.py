@@ -154,8 +154,13 @@ def _alone(model: Model, found: Found, beside: Sequence[Found]) -> Model:
         return model
 
     def size(decided: Choice) -> Batch:
-        tiles = decided.loss_tile_tokens, decided.layer_tile_tokens
-        return Batch(decided.micro_batch, model.seq_len, loss_tile_tokens=tiles[0], layer_tile_tokens=tiles[1])
+        return Batch(
+            decided.micro_batch,
+            model.seq_len,
+            loss_tile_tokens=decided.loss_tile_tokens,
+            layer_tile_tokens=decided.layer_tile_tokens,
+            in_stages=decided.pipeline_parallel > 1,
+        )
 
     own = [rival.choice for each in (found, *beside) for rival in each.rivals]
     own += [each.model_copy(update={"micro_batch": tile}) for each in own if (tile := each.segment_tile_sequences)]

@@ -32,13 +32,17 @@ class Rows:
         assert len(counts) == count
         return cls(np.array(list(itertools.chain.from_iterable(listed)), np.int64), counts)
 
-    def sorted(self) -> Self:
-        """Return the same rows, each sorted and without duplicates."""
-        count = len(self.counts)
-        row = np.repeat(np.arange(count), self.counts)
-        pairs = np.sort(row * count + self.indices)  # numpy's unique hashes them first, which takes longer
-        pairs = pairs[np.diff(pairs, prepend=-1) > 0]
-        return type(self)(pairs % count, np.bincount(pairs // count, minlength=count))
+    @classmethod
+    def sorted(cls, pairs: Ints, count: int) -> Self:
+        """Return the rows of ``count`` tasks from pairs of a task and an index; each is sorted, without duplicates."""
+        flat = np.sort(pairs[:, 0] * count + pairs[:, 1])  # numpy's unique hashes them first, which takes longer
+        flat = flat[np.diff(flat, prepend=-1) > 0]
+        return cls(flat % count, np.bincount(flat // count, minlength=count))
+
+    @property
+    def pairs(self) -> Ints:
+        """Pairs of a task and one of its indices."""
+        return np.column_stack((np.repeat(np.arange(len(self.counts)), self.counts), self.indices))
 
     def tuples(self) -> list[tuple[int, ...]]:
         """Return the rows as tuples."""
@@ -47,8 +51,8 @@ class Rows:
 
 
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
-_TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
-_CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEMORY_CLASSES)}
+TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
+CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEMORY_CLASSES)}
 # The price of these tasks depends on their unit: on its kernels, or on how its parameters are divided.
 _OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
 _UNPRICED = {"index", "phase", "unit", "micro_batch", "piece", "slot", "tile", "after", "after_previous"}
@@ -60,6 +64,13 @@ def kind_of(work: Task) -> tuple[Hashable, ...]:
     amounts = _amounts(work)
     # The unit has kernels and parts of parameters. Only the first micro-batch does not add to an earlier gradient.
     return (amounts, work.micro_batch > 0, work.unit if amounts[0] in _OF_UNITS else "")
+
+
+def kinds_of(tasks: Iterable[Task]) -> tuple[list[tuple[Hashable, ...]], Ints]:
+    """Return the kinds of tasks, as they come, and of each task the position of its kind."""
+    every = list(map(kind_of, tasks))
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(every))}
+    return list(numbers), np.array([numbers[kind] for kind in every], np.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,28 +116,47 @@ class Arrays:
         *columns: Sequence[int] | Ints,
     ) -> Self:
         """Make them from tasks, their predecessors, and a column of all buffers for each of the last six attributes."""
-        numbers, works = dict[tuple[Hashable, ...], int](), list[Task]()
-        number_of = list[int]()
-        for task in tasks:
-            if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
-                works.append(task)
-            number_of.append(number)
-        work = np.array(number_of, np.int64)
+        tiers, classes = [TIER_NUMBERS[each] for each in tier], [CLASS_NUMBERS[each] for each in memory_class]
+        held = [np.array(column, np.int64) for column in (tiers, classes, *columns)]
+        return cls.of_kinds(tasks, *kinds_of(tasks), after, after_previous, held)
+
+    @classmethod
+    def of_kinds(
+        cls,
+        tasks: Sequence[Task],
+        kinds: Sequence[Hashable],
+        numbers: Ints,
+        after: Rows,
+        after_previous: Rows,
+        held: Iterable[Ints],
+    ) -> Self:
+        """Make them as :meth:`of` does, where the kind of each task is known.
+
+        Args:
+            tasks: all of them.
+            kinds: their kinds.
+            numbers: of each task, the position of its kind among these.
+            after: their predecessors.
+            after_previous: those in the previous iteration.
+            held: the last six attributes.
+        """
+        firsts = np.sort(np.unique(numbers, return_index=True)[1])  # kinds are numbered as they come
+        known = numbers[firsts]
+        renumbered = np.full(len(kinds), -1)
+        renumbered[known] = np.arange(len(known))
+        works, work = [tasks[first] for first in firsts.tolist()], renumbered[numbers]
         lane = np.array([each.stage * len(LANES) + _LANE_NUMBERS[each.lane] for each in works], np.int64)
-        first_forward = next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None)
         return cls(
             works,
-            list(numbers),
+            [kinds[number] for number in known.tolist()],
             work,
             lane[work],
             after.indices,
             after.counts,
             after_previous.indices,
             after_previous.counts,
-            first_forward,
-            np.array([_TIER_NUMBERS[t] for t in tier], np.int64),
-            np.array([_CLASS_NUMBERS[c] for c in memory_class], np.int64),
-            *(np.array(column, np.int64) for column in columns),
+            next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None),
+            *held,
         )
 
     @functools.cached_property

@@ -14,7 +14,7 @@ from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
 from planner.graph import Unit
-from planner.lowering import lower
+from planner.lowering import lower, stages
 from planner.schedule.arrays import Arrays
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Tier
@@ -139,7 +139,7 @@ class Scorer:
         self._units, self._seq_len, self._lower = units, seq_len, lower
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
-        self._costs: dict[Precision, CostModel] = {cost.precision: cost}
+        self._costs: dict[Precision, tuple[tuple[Unit, ...], CostModel]] = {cost.precision: (units, cost)}
         self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
 
     @classmethod
@@ -189,17 +189,19 @@ class Scorer:
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the full prediction for decisions, simulated until the iterations repeat."""
-        cost = self._priced(decisions)
+        in_stages = decisions.pipeline_parallel > 1  # whose prices have warnings of no other decisions
+        cost = CostModel.of(self.cost.profile, self._units, decisions) if in_stages else self._priced(decisions)
         simulation = run_until_steady(self.schedule(decisions), cost)
         return predict(self._units, self._seq_len, decisions, cost, simulation)
 
     def _priced(self, decisions: Decisions) -> CostModel:
-        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions."""
-        if decisions.pipeline_parallel > 1:
-            return CostModel.of(self.cost.profile, self._units, decisions)
-        if decisions.precision not in self._costs:
-            self._costs[decisions.precision] = CostModel.of(self.cost.profile, self._units, decisions)
-        return self._costs[decisions.precision]
+        """Return prices for decisions; units of a pipeline are those of its stages, mostly the same ones."""
+        units = stages(decisions, self._units) if decisions.pipeline_parallel > 1 else self._units
+        known, cost = self._costs.get(decisions.precision, ((), self.cost))
+        if known != units:
+            cost = CostModel(self.cost.profile, units, decisions)
+            self._costs[decisions.precision] = units, cost
+        return cost
 
     def _extrapolated(self, decisions: Decisions) -> Candidate | None:
         """Return the candidate of decisions with many micro-batches from few; see [Note: Few micro-batches]."""

@@ -16,6 +16,7 @@ from benchmarks.capture.tiny import TINY
 from hwprofiles.registry import load_profile
 from planner.choices.request import Request
 from planner.choices.variants import variants
+from planner.costs.model import CostModel
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.models.captured import CapturedModel, resized, tokens_of
@@ -24,6 +25,7 @@ from planner.models.kernels import flop
 from planner.plan.document import load_plan
 from planner.plan.planning import InfeasibleError, make_plan
 from planner.plan.remedies import what_would_fit
+from planner.simulate.machine import run_until_steady
 from planner.verification import verify
 from ullage.capture import capture, capture_module
 from ullage.capture.architectures import architecture
@@ -204,3 +206,28 @@ def test_studies_and_options_of_the_command_line(
     shape = ["--input-shape", "2x8:int64", "2x8:int64", "--micro-batch", "3", "--seq-len", "12"]
     assert main(["plan", "--model", "sizes_of_nets:Net", *shape, *options]) == 0
     assert "Net(3x12:int64, 3x12:int64): captured" in " ".join(capsys.readouterr().out.split())
+
+
+class Skipping(nn.Module):
+    """What its first layer returns is read behind its last."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return (x * first).square().mean()
+
+
+def test_a_pipeline_is_predicted_with_all_that_crosses_its_cuts():
+    """In the search too, of the same model as is in the plan."""
+    captured = capture_module(Skipping, ["x=64x64"], "fp32")
+    plan = ullage.plan(captured, gpus=2, hardware="rtx-4090x8", pipeline_parallel=2, num_micro_batches=2)
+    assert plan.model.segments[2].given_bytes == 2 * 64 * 64 * 4
+    cost = CostModel.of(plan.hardware, plan.units(), plan.decisions)
+    assert run_until_steady(plan.schedule(), cost).iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
+    alone = ullage.plan(captured, gpus=1, hardware="rtx-4090x8")
+    assert alone.model.is_cut is None, "what crosses cuts is looked for where a plan has stages"

@@ -46,16 +46,17 @@ def penalized(model, factor: float):
 
 
 def trained_in_stages(rank: int, size: int, task: Task, decisions: Decisions, penalty: float = 0.0):
-    """Train in a pipeline; return losses and norms, the weights that the model has after the session, and traffic.
+    """Train in stages, or one; return losses and norms, the weights that the model has after the session, and traffic.
 
     Traffic is the bytes that this process sends to other stages, and those that its replicas, and the ranks that share
-    layers, gather or sum. With a penalty, the last stage leaves the plan in each iteration.
+    layers, gather, sum or exchange. With a penalty, the last stage leaves the plan in each iteration.
     """
     stage_size = decisions.data_parallel * decisions.tensor_parallel
     reader = rank % stage_size // decisions.tensor_parallel // decisions.context_parallel
     model, optimizer = prepare(task, decisions)
     torch.manual_seed(11 + reader)
-    sent, exchanged = _counted(optimizer.pipeline), _exchanged(optimizer.session, optimizer.pipeline)
+    exchanged = _exchanged(optimizer.session, optimizer.pipeline)
+    sent = _counted(optimizer.pipeline) if optimizer.pipeline is not None else []
     seen = []
     with optimizer.session:
         device = next(model.parameters()).device
@@ -211,6 +212,7 @@ class Towers(torch.nn.Module):
         self.up = torch.nn.ModuleList([Resized(4 * width, width), Resized(2 * width, width)])
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
         self.side, self.pool, self.head = Linear(4, width), Linear(width, width), Linear(width, 6)
+        self.temperature = torch.nn.Parameter(torch.ones(()))  # of no module inside, as CLIP has it
         self.is_hooked = False
 
     def forward(self, signal, wanted):
@@ -230,7 +232,7 @@ class Towers(torch.nn.Module):
         logits = self.head(
             (y + _seen[4]).mean(1) + pooled + early + _seen[2].mean(-1)
         )  # of the first layer in two chunks
-        loss = torch.nn.functional.cross_entropy(logits, wanted)
+        loss = torch.nn.functional.cross_entropy(logits * self.temperature, wanted)
         return {"loss": loss, "of a tower": x}  # which other stages need not have
 
 
@@ -345,42 +347,45 @@ def _counted(pipeline) -> list[int]:
     return found
 
 
+def _as_part_of(kind: str, doing: threading.local, run, counts=lambda _was, _given: None):
+    """Return a method that does what it does as part of something, and says first as part of what it was called."""
+
+    def method(*given):
+        was, doing.what = getattr(doing, "what", "layers"), kind
+        counts(was, given)
+        run(*given)
+        doing.what = was
+
+    return method
+
+
 def _exchanged(session, pipeline) -> Counter[str]:
     """Return a counter that gets the bytes of what ranks gather, or sum in parts; whole sums count twice.
 
-    ``replicas`` do so for tasks of the schedule. Those of ``layers`` share each layer, or the tokens of every sequence.
+    ``replicas`` do so for tasks of the schedule. Those of ``layers`` share each layer, the tokens of every sequence, or
+    experts, to which they send tokens. How many, they tell each other first, which is not counted.
     """
     found, doing = Counter(), threading.local()
 
     def counted(kind, name, run):
-        def method(*given):
-            was, doing.what = getattr(doing, "what", "layers"), ""
-            if was == kind:
+        def counts(was, given):
+            if was == kind and given[0].is_floating_point():
                 tensors = {"all_to_all": given[1:2], "all_reduce": given[:1]}.get(name, given)
                 found[kind] += max(each.nbytes for each in tensors) * (2 if name == "all_reduce" else 1)
-            run(*given)
-            doing.what = was
 
-        return method
-
-    def marked(kind, run):
-        def method(*given):
-            was, doing.what = getattr(doing, "what", "layers"), kind
-            run(*given)
-            doing.what = was
-
-        return method
+        return _as_part_of("", doing, run, counts)
 
     runtime = session.runtime
     replicas = {unit.group for unit in runtime.state.units.values()}
-    for kind, groups in {"replicas": replicas, "layers": {runtime.ranks.tensor, runtime.ranks.contexts}}.items():
+    shares = {runtime.ranks.tensor, runtime.ranks.contexts, runtime.ranks.experts}
+    for kind, groups in {"replicas": replicas, "layers": shares}.items():
         for group in groups:
             for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
                 setattr(group, name, counted(kind, name, getattr(group, name)))
-    pipeline._receive = marked("", pipeline._receive)
-    if (collectives := runtime.collectives) is not None:
-        collectives.all_gather = marked("replicas", collectives.all_gather)
-        collectives.reduce = marked("replicas", collectives.reduce)
+    collectives = [(runtime.collectives, name, "replicas") for name in ("all_gather", "reduce")]
+    for of, name, kind in ((pipeline, "_receive", ""), *collectives):
+        if of is not None:
+            setattr(of, name, _as_part_of(kind, doing, getattr(of, name)))
     return found
 
 

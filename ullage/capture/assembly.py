@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import networkx as nx
@@ -76,8 +76,6 @@ def assemble(
     segments, several, num_unused = [], places[-1].call > 1, len(unused)
     outside: dict[int, dict[str, int]] = defaultdict(dict)  # for each call, the number of operators outside segments
 
-    layers, made = {place.segment for place in places if place.segment}, _made_with_weights(recording)
-
     def place_of(number: int) -> tuple[Block, bool]:
         return places[number].block, several and number < num_unused
 
@@ -88,9 +86,8 @@ def assemble(
         number = blocks.setdefault(block, len(blocks))
         visits = [recording.visits[index] for unit in units for index in places[unit].visits]
         evaluates = True if several and not is_unused and all(visit.evaluates for visit in visits) else None
-        given = _given_bytes(recording, path, layers, made) if path and call == 1 else None
         of_call = call if call > 1 else None
-        segments.append(CapturedSegment(path=path, block=number, call=of_call, evaluates=evaluates, given_bytes=given))
+        segments.append(CapturedSegment(path=path, block=number, call=of_call, evaluates=evaluates))
     return CapturedModel(
         **about,
         loss=recording.loss,
@@ -102,66 +99,6 @@ def assemble(
         compiled=recording.compiled or None,
         written=tuple(sorted(recording.rewrites)) or None,
     )
-
-
-def _given_bytes(recording: Recording, layer: str, layers: Collection[str], made: set[int]) -> int | None:
-    """Return the bytes that cross a cut before a layer, if they are not those of what recomputing it begins with.
-
-    They are of what it and later layers are given of before, and of what code between and behind them reads. What only
-    code behind all layers reads of what layers make is left out, see :func:`_with_collected`.
-
-    Args:
-        recording: of the model.
-        layer: its path.
-        layers: the paths of all layers.
-        made: storages whose values depend on weights.
-    """
-    visits = [visit for visit in recording.visits if visit.path in layers and visit.call == 1]
-    of_layer = next(visit for visit in visits if visit.path == layer)
-    cut, last = of_layer.first, max(visit.stop for visit in visits)
-    given = {number for visit in visits if visit.first >= cut for number in visit.inputs}
-    inside = {index for visit in visits for index in range(visit.first, visit.stop)}
-    for index in (index for index in range(cut, len(recording.forward)) if index not in inside):
-        event = recording.forward[index]
-        found = made.intersection(event.reads) if event.kernels else ()
-        given.update(number for number in found if index < last or recording.storages[number].born not in inside)
-    crossing = [each for each in map(recording.storages.__getitem__, given) if each.born < cut and not each.owner]
-    return sum(each.num_bytes for each in crossing) if len(crossing) > 1 or of_layer.state_bytes else None
-
-
-def _made_with_weights(recording: Recording) -> set[int]:
-    """Return the storages that forward makes of parameters, or of other such storages."""
-    found = set[int]()
-    for event in recording.forward:
-        if event.parameters or not found.isdisjoint(event.reads):
-            found.update(event.storages)
-    return found
-
-
-def _with_collected(segments: Sequence[CapturedSegment], recording: Recording) -> Iterator[CapturedSegment]:
-    """Yield segments whose stages are also given what earlier layers make and only code behind all layers reads.
-
-    Such are the scores of routers, for a loss that balances experts.
-    """
-    layers, of = {segment.path for segment in segments if segment.path}, {c.path: c.of for c in recording.copies}
-    visits = {visit.path: visit for visit in recording.visits if visit.path in layers and visit.call == 1}
-    last = max((visit.stop for visit in visits.values()), default=0)
-    read = {number for event in recording.forward[last:] for number in event.reads}
-    inside = {index for visit in visits.values() for index in range(visit.first, visit.stop)}
-    known, total_bytes = recording.storages, 0
-    for segment in segments:
-        visit = visits.get(of.get(segment.path, segment.path)) if segment.call is None else None
-        if visit is not None and total_bytes:
-            given_bytes = segment.given_bytes or sum(known[n].num_bytes for n in visit.inputs)
-            # A copy is given what the block before it makes, which is like the recorded one.
-            makes = {n for each in visits.values() for n in each.inputs if visit.first <= known[n].born < visit.stop}
-            its = makes if segment.path in of else visit.inputs
-            counted_bytes = sum(known[n].num_bytes for n in read & its if known[n].born in inside)
-            yield segment.model_copy(update={"given_bytes": given_bytes + total_bytes - counted_bytes})
-        else:
-            yield segment
-        if visit is not None:
-            total_bytes += sum(known[n].num_bytes for n in read if visit.first <= known[n].born < visit.stop)
 
 
 def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
@@ -192,7 +129,7 @@ def repeated(captured: CapturedModel, recording: Recording) -> CapturedModel:
         block_of[copy.path] = block_of[copy.of]
         like = next(segment for segment in segments if segment.path == copy.of)
         segments.insert(after[-1] + 1, like.model_copy(update={"path": copy.path}))
-    return captured.model_copy(update={"segments": tuple(_with_collected(segments, recording))})
+    return captured.model_copy(update={"segments": tuple(segments)})
 
 
 def _between(recording: Recording, first: int, stop: int) -> list[Kernel]:

@@ -42,6 +42,7 @@ from ullage.capture.adapters import make_adapted
 from ullage.capture.architectures import architecture
 from ullage.capture.assembly import assemble, repeated
 from ullage.capture.attention import assumed_attention, attention_in_words, fused_attention
+from ullage.capture.cuts import with_cuts
 from ullage.capture.executable import Unseen, check_executable
 from ullage.capture.fakes import VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
@@ -135,6 +136,7 @@ class _Capture:
         name: its name.
         dtype, as_on_gpu: see :func:`capture`.
         token_wise: paths of modules for tiles, kept from one size to the next.
+        found: what has been captured, by inputs and tiles.
         example: how the module is called.
         lora, quantization: of a named model; see :func:`capture`.
     """
@@ -144,16 +146,32 @@ class _Capture:
     dtype: Literal["bf16", "fp32"]
     as_on_gpu: bool
     token_wise: list[str] = dataclasses.field(default_factory=list)
+    found: dict[Any, CapturedModel] = dataclasses.field(default_factory=dict)
     example: Example = NO_EXAMPLE
     lora: Lora | None = None
     quantization: Quantization | None = None
 
     def again(self, given: tuple[CapturedInput, ...], size: Batch) -> CapturedModel:
-        """Capture at another size. Inputs of a configuration are made for that size, other inputs are scaled."""
+        """Capture at another size, or with what crosses cuts.
+
+        Inputs of a configuration are made for that size, other inputs are scaled.
+        """
         if self.make is None and tokens_of(given) > 1 and not _is_function(self.name):
             masked = any(spec.name == "attention_mask" for spec in given)
-            return self.of(architecture(self.name).inputs(size.micro_batch, size.seq_len, masked=masked), size)
-        return self.of(resized(given, size.micro_batch, size.seq_len), size)
+            inputs = architecture(self.name).inputs(size.micro_batch, size.seq_len, masked=masked)
+        else:
+            inputs = resized(given, size.micro_batch, size.seq_len)
+        captured = self.of(inputs, size)
+        return self._cut(captured, inputs) if size.in_stages else captured
+
+    def _cut(self, captured: CapturedModel, inputs: tuple[CapturedInput, ...]) -> CapturedModel:
+        model, dtype = self._model(), DTYPES[self.dtype]
+        known = self.example.known(inputs, dtype)
+        with torch.device("meta"):
+            unknown = [tensor_of(spec, dtype) for spec in inputs]
+        args, kwargs = self.example.called_with(inputs, [known.get(i, each) for i, each in enumerate(unknown)])
+        with capturing(), uncompiled(), passing_through(), _forgotten(), _default_positions():
+            return with_cuts(captured, model.train(), args, kwargs)
 
     def _model(self) -> nn.Module:
         if isinstance(self.make, nn.Module):
@@ -166,6 +184,12 @@ class _Capture:
         return _made(make, self.name)
 
     def of(self, inputs: tuple[CapturedInput, ...], tiles: Batch = NO_TILES) -> CapturedModel:
+        key = inputs, tiles.loss_tile_tokens, tiles.layer_tile_tokens
+        if key not in self.found:
+            self.found[key] = self._captured(inputs, tiles)
+        return self.found[key]
+
+    def _captured(self, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         if self.example.tensors is None:
             _check_inputs(inputs)
         model = self._model()

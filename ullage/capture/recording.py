@@ -9,7 +9,6 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -311,7 +310,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             product_bytes=sum(t.numel() * t.element_size() for t in products if t.is_floating_point()),
             parameters=tuple(dict.fromkeys(self._name[n] for n in read if n in self._name and not inside)),
             changes=func._schema.is_mutable and not self._in_backward,
-            reads=() if self._in_backward else tuple(itertools.compress(read, map(torch.is_floating_point, given))),
         )
         if self._in_backward:
             found.backward.append(event)

@@ -83,7 +83,6 @@ class Event:
         product_bytes: bytes of all floating results, if it is a product.
         parameters: names of the parameters that it read.
         changes: whether it changes these storages in place.
-        reads: numbers of the storages that it reads, floating ones alone; empty in backward.
     """
 
     visit: int
@@ -94,7 +93,6 @@ class Event:
     product_bytes: int
     parameters: tuple[str, ...]
     changes: bool = False
-    reads: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from context_programs import attended, exchanged, off_by, wrong_batches
 from plans import mixed
+from rank_combinations import ALONE, compared
 from rank_programs import trained
 from rank_references import reference
 from rounding import check_one_step
@@ -49,24 +50,11 @@ def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degree
     check_one_step(processes, family, dtype, choose, degrees, **further)
 
 
-# tensor, data, expert and context ranks of eight processes
-EIGHT = {
-    "all degrees": ("mixtral-shared", (2, 4, 2, 2), mixed),
-    "experts beside": ("qwen3-moe-shared", (1, 8, 4, 2), mixed),
-    "experts of those who share": ("mixtral-shared", (1, 8, 2, 4), uniform("host", "cpu", "recompute")),
-    "replicas": ("llama-shared", (1, 8, 1, 4), uniform("host", "stream", "offload")),
-    "tensors": ("qwen3-shared", (2, 4, 1, 2), uniform("nvme", "nvme", "offload-nvme")),
-    "joint projections": ("gpt2-still-shared", (2, 4, 1, 2), mixed),
-    "learned positions": ("opt-still-shared", (1, 8, 1, 2), mixed),
-    "only tensors": ("qwen3-shared", (4, 2, 1, 1), mixed),
-}
-
-
 @pytest.mark.part(0)
-@pytest.mark.parametrize(("family", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
+@pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_eight_ranks_make_the_step_of_one(eight_processes, family, degrees, choose, dtype):
-    check_one_step(eight_processes, family, dtype, choose, degrees, zero_stage=3)
+def test_eight_ranks_train_as_one(eight_processes, family, count, stages, degrees, choose, dtype):
+    assert (found := compared(eight_processes, family, count, stages, degrees, choose, dtype)).is_same, found
 
 
 @pytest.mark.part(0)

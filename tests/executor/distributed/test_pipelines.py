@@ -16,213 +16,51 @@ from pipeline_programs import (
     trained_in_stages,
     waiting_in_stage,
 )
+from rank_combinations import (
+    AGAIN,
+    EIGHT,
+    HOST,
+    KEPT,
+    LEAVING,
+    NVME,
+    OFF,
+    ON_DRIVES,
+    RING,
+    SHARED,
+    STAGED,
+    ZERO_BUBBLE,
+    compared,
+)
 from rank_programs import saved
 from safetensors.torch import load_file
-from training import SEQ_LEN, Task, decide, uniform, units_of
+from training import SEQ_LEN, Task, decide
 from virtual import NoVirtualGpuError, install
 
 from executor.checkpoint.format.reader import Checkpoint
-from hwprofiles.registry import load_profile
-from planner.costs.model import CostModel
 from planner.lowering import lower
-from planner.lowering.stages import stage_of
-from planner.models.kernels import Collective
 from planner.schedule.tasks import Lane, Op
-
-HOST, NVME = uniform("host", "cpu"), uniform("nvme", "nvme")
-KEPT, AGAIN, OFF = uniform("gpu", "gpu"), uniform("gpu", "stream", "recompute"), uniform("host", "cpu", "recompute")
-ZERO_BUBBLE = {"pipeline_order": "zero-bubble"}
-SHARED = {"data_parallel": 2, "context_parallel": 2}
-RING = SHARED | {"context_exchange": "ring"}
-LEAVING, ON_DRIVES = uniform("host", "cpu", "offload"), uniform("gpu", "cpu", "offload-nvme")
-
-# the model, micro-batches, stages, and ranks of each
-STAGED = {
-    "kept": ("llama", 4, 2, {}, KEPT),
-    "uneven, tied, recomputed": ("llama-tied", 4, 3, {}, AGAIN),
-    "fewer micro-batches than stages": ("qwen3", 2, 3, {}, HOST),
-    "on a drive": ("qwen3", 3, 2, {}, NVME),
-    "experts": ("mixtral", 4, 3, {}, OFF),
-    "learned positions": ("gpt2-still-shared", 4, 2, {}, HOST),
-    "projections around": ("opt-still-shared", 3, 2, {}, AGAIN),
-    "replicas": ("llama-tied", 3, 2, {"data_parallel": 2}, KEPT),
-    "sharded state": ("qwen3", 3, 2, {"data_parallel": 2, "zero_stage": 1}, uniform("gpu", "cpu")),
-    "sharded gradients": ("llama-tied", 3, 2, {"data_parallel": 2, "zero_stage": 2}, AGAIN),
-    "sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3}, OFF),
-    "tensors": ("llama-shared", 3, 2, {"tensor_parallel": 2}, KEPT),
-    "tensors, tied": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2}, OFF),
-    "rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, OFF),
-    "rounds, kept": ("gpt2-deep-still-shared", 3, 2, {"pipeline_rounds": 3}, KEPT),
-    "rounds, sharded": (
-        "llama-tied-deep-shared",
-        2,
-        2,
-        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
-        OFF,
-    ),
-    "rounds, tensors": ("llama-tied-deep-shared", 3, 2, {"pipeline_rounds": 2, "tensor_parallel": 2}, NVME),
-    "loss in tiles": ("llama-tied", 3, 2, {"loss_tile_tokens": 8}, AGAIN),
-    "loss in tiles, tensors": ("llama-tied-shared", 3, 2, {"loss_tile_tokens": 8, "tensor_parallel": 2}, OFF),
-    "layers in tiles": ("llama", 3, 2, {"loss_tile_tokens": 8, "layer_tile_tokens": 8}, HOST),
-    "activations on the host": ("llama-tied", 5, 3, {}, LEAVING),
-    "activations on the host, in rounds": ("llama-deep", 4, 2, {"pipeline_rounds": 2}, LEAVING),
-    "activations on drives": ("gpt2-still-shared", 4, 2, {}, ON_DRIVES),
-    "activations on drives, in rounds, sharded": (
-        "llama-tied-deep-shared",
-        3,
-        2,
-        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
-        ON_DRIVES,
-    ),
-    "activations on the host, tensors": (
-        "llama-tied-deep-shared",
-        3,
-        2,
-        {"pipeline_rounds": 2, "tensor_parallel": 2},
-        LEAVING,
-    ),
-    "sequences": ("llama-tied-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, OFF),
-    "sequences, in rounds": (
-        "llama-tied-deep-shared",
-        3,
-        2,
-        {"pipeline_rounds": 2, "data_parallel": 2, "context_parallel": 2, "zero_stage": 3},
-        AGAIN,
-    ),
-    "sequences, loss in tiles": (
-        "qwen3-shared",
-        2,
-        2,
-        {"data_parallel": 2, "context_parallel": 2, "zero_stage": 2, "loss_tile_tokens": 5},
-        uniform("gpu", "cpu"),
-    ),
-    "sequences, learned positions": ("gpt2-still-shared", 3, 2, {"data_parallel": 2, "context_parallel": 2}, LEAVING),
-    "a ring": ("llama-tied-shared", 3, 2, RING, AGAIN),
-    "a ring, learned positions, in rounds": ("gpt2-deep-still-shared", 3, 2, RING | {"pipeline_rounds": 2}, OFF),
-    "a ring, zero bubble": ("qwen3-shared", 3, 2, RING | ZERO_BUBBLE | {"zero_stage": 3}, LEAVING),
-    "zero bubble": ("llama", 5, 3, ZERO_BUBBLE, KEPT),
-    "zero bubble, tied, recomputed": ("llama-tied", 4, 3, ZERO_BUBBLE, AGAIN),
-    "zero bubble, on a drive": ("qwen3", 3, 2, ZERO_BUBBLE, NVME),
-    "zero bubble, biases": ("gpt2-still-shared", 4, 2, ZERO_BUBBLE, HOST),
-    "zero bubble, experts": ("mixtral", 4, 3, ZERO_BUBBLE, OFF),
-    "zero bubble, activations on the host": ("llama-tied", 5, 3, ZERO_BUBBLE, LEAVING),
-    "zero bubble, sharded weights": ("llama", 3, 2, {"data_parallel": 2, "zero_stage": 3} | ZERO_BUBBLE, OFF),
-    "zero bubble, replicas": ("llama-tied", 3, 2, {"data_parallel": 2} | ZERO_BUBBLE, KEPT),
-    "zero bubble, tensors": ("llama-tied-shared", 3, 2, {"tensor_parallel": 2} | ZERO_BUBBLE, AGAIN),
-    "zero bubble, tensors, biases": ("gpt2-still-shared", 3, 2, {"tensor_parallel": 2} | ZERO_BUBBLE, LEAVING),
-    "zero bubble, sequences": (
-        "llama-tied-shared",
-        3,
-        2,
-        {"data_parallel": 2, "context_parallel": 2, "zero_stage": 2} | ZERO_BUBBLE,
-        AGAIN,
-    ),
-    "zero bubble, fewer micro-batches than stages": ("qwen3", 2, 3, ZERO_BUBBLE, LEAVING),
-    "zero bubble, in rounds": ("gpt2-deep-still-shared", 4, 2, ZERO_BUBBLE | {"pipeline_rounds": 3}, OFF),
-    "zero bubble, in rounds, tied, sharded": (
-        "llama-tied-deep-shared",
-        2,
-        2,
-        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3} | ZERO_BUBBLE,
-        OFF,
-    ),
-    "experts of ranks": ("mixtral-shared", 3, 2, {"data_parallel": 2, "expert_parallel": 2}, HOST),
-}
-EIGHT = {
-    "data and tensors": ("qwen3-shared", 3, 2, {"data_parallel": 2, "tensor_parallel": 2, "zero_stage": 3}, OFF),
-    "sequences and tensors": (
-        "llama-tied-shared",
-        3,
-        2,
-        {"data_parallel": 2, "context_parallel": 2, "tensor_parallel": 2},
-        HOST,
-    ),
-    "sequences and data": ("qwen3-shared", 3, 2, {"data_parallel": 4, "context_parallel": 2, "zero_stage": 3}, OFF),
-    "sequences and experts": (
-        "mixtral-shared",
-        3,
-        2,
-        {"data_parallel": 4, "context_parallel": 2, "expert_parallel": 2, "zero_stage": 1},
-        uniform("gpu", "cpu"),
-    ),
-    "sequences, four stages": ("llama-tied-deep-shared", 4, 4, {"data_parallel": 2, "context_parallel": 2}, NVME),
-    "experts and tensors": (
-        "mixtral-shared",
-        3,
-        2,
-        {"data_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
-        HOST,
-    ),
-    "three stages in rounds": (
-        "llama-wide",
-        3,
-        3,
-        {"pipeline_rounds": 2, "data_parallel": 2, "zero_stage": 3},
-        OFF,
-    ),
-    "three stages": ("llama-tied-shared", 4, 3, {"data_parallel": 2, "zero_stage": 2}, AGAIN),
-}
-
-
-def assert_traffic(task, decisions, found):
-    """Compare the bytes that all ranks exchange in all iterations with those of the schedule."""
-    tasks = lower(units_of(task, decisions), decisions, asynchronous=False).tasks
-    collectives = [each for each in tasks if each.op in {Op.GATHER, Op.SCATTER}]
-    sends = [each for each in tasks if each.op is Op.SEND and each.lane is not Lane.COLLECTIVE]
-    planned = [sum(each.num_bytes for each in kind) for kind in (sends, collectives)]
-    if decisions.expert_parallel == 1:  # else how much experts are sent depends on the tokens
-        planned.append(sum(bytes_inside(task, decisions, stage) for stage in range(decisions.pipeline_parallel)))
-    repeats = task.iterations * decisions.num_devices // decisions.pipeline_parallel
-    totals = [sum(of_kind) for of_kind in zip(*found, strict=True)]
-    assert totals[: len(planned)] == [num_bytes * repeats for num_bytes in planned]
-
-
-def bytes_inside(task, decisions, stage):
-    """Return what ranks that share layers, or the tokens of sequences, exchange inside the layers of a stage."""
-    own, decided, _ = stage_of(units_of(task, decisions), decisions, stage)
-    cost, total = CostModel(load_profile("rtx-4090x8"), own, decided), 0
-    for each in lower(own, decided, asynchronous=False).tasks:
-        for kernel in cost.kernels_of(each) if each.lane is Lane.COMPUTE else ():
-            if isinstance(kernel, Collective):
-                total += kernel.num_bytes * kernel.count * (kernel.num_passes if kernel.kind == "ring" else 1)
-    return total
-
-
-def check(pool, family, num_micro_batches, stages, degrees, choose, dtype=torch.float32, penalty=0.0):
-    """Compare three clipped steps of plain SGD: what has become of weights are their gradients."""
-    task = Task(family, dtype, num_micro_batches, max_norm=0.5, iterations=3, schedule=False, optimizer="sgd-plain")
-    decisions = decide(task, choose, pipeline_parallel=stages, **degrees)
-    results = pool.call(decisions.num_devices, trained_in_stages, task, decisions, penalty, timeout_s=100.0)
-    losses, final = trained_in_memory(task, decisions.num_readers, penalty)
-    error = 2e-6 if dtype is torch.float32 else 2**-6
-    if not penalty:
-        assert_traffic(task, decisions, [found for *_, found in results])
-    for rank, (seen, weights, _) in enumerate(results):
-        reader = rank % (decisions.num_devices // stages) // decisions.tensor_parallel // decisions.context_parallel
-        assert seen == pytest.approx(losses[reader], rel=5 * error), rank
-        assert weights.keys() == final.keys()
-        for name, values in final.items():
-            assert (weights[name].float() - values.float()).norm() <= error * values.float().norm() + error, name
 
 
 @pytest.mark.part(8)
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), STAGED.values(), ids=STAGED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
-    check(processes, family, count, stages, degrees, choose, dtype)
+    assert (found := compared(processes, family, count, stages, degrees, choose, dtype)).is_same, found
 
 
 @pytest.mark.parametrize(
     ("degrees", "choose"), [({}, OFF), ({"data_parallel": 2, "zero_stage": 2} | ZERO_BUBBLE, AGAIN)]
 )
 def test_a_stage_that_leaves_the_plan_trains_shared_weights_too(processes, degrees, choose):
-    check(processes, "llama-tied", 3, 2, degrees, choose, penalty=1e-3)
+    found = compared(processes, "llama-tied", 3, 2, degrees, choose, penalty=1e-3)
+    assert found._replace(planned=found.sent).is_same, found  # but for what it sends
 
 
 @pytest.mark.part(0)
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), EIGHT.values(), ids=EIGHT)
-def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, count, stages, degrees, choose):
-    check(eight_processes, family, count, stages, degrees, choose)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, count, stages, degrees, choose, dtype):
+    assert (found := compared(eight_processes, family, count, stages, degrees, choose, dtype)).is_same, found
 
 
 @pytest.mark.part(2)
@@ -240,6 +78,10 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         (2, "towers in rounds", {}),
         (2, "detached", {}),
         (3, "without gradients", {}),
+        (2, "mask of values", {}),
+        (2, "mask of a module", {}),
+        (2, "indices", {}),
+        (3, "number", {}),
     ],
     ids=[
         "given later",
@@ -253,6 +95,10 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
         "towers, in rounds",
         "detached",
         "without gradients",
+        "a mask of values",
+        "a mask of a module",
+        "indices",
+        "a number",
     ],
 )
 def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, options):
@@ -262,13 +108,6 @@ def test_a_model_of_the_users_own_trains_in_stages(processes, size, crosses, opt
         assert "cpu" in updates or not options
         assert_same(*both)
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
-
-
-@pytest.mark.part(2)
-@pytest.mark.parametrize("crosses", ["mask of values", "mask of a module", "indices", "number"])
-def test_what_a_stage_reads_without_gradients_comes_from_the_stage_that_makes_it(processes, crosses):
-    for *both, _, _ in processes.call(2, own_model, crosses, {}, timeout_s=100.0):
-        assert_same(*both)
 
 
 def assert_same(losses, wanted, found, weights):

@@ -17,7 +17,7 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.graph import Batch, Gemm, build_graph
 from planner.lowering import lower, stages
-from planner.lowering.stages import deal, sharing_stages, stage_of
+from planner.lowering.stages import deal, latest, sharing_stages, stage_of
 from planner.models import resolve_model
 from planner.models.kernels import flop
 from planner.models.operators import weight_of
@@ -82,6 +82,27 @@ def assert_held_at_cuts(schedule):
     received = [b for b in schedule.buffers if b.first in come]
     assert sorted(b.first for b in received) == come
     assert all(schedule.tasks[b.last].op is Op.BACKWARD for b in received)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(in_stages())
+def test_schedules_that_differ_in_a_stage_are_as_if_lowered_alone(case: Case):
+    """What they have in common is lowered once. Nobody changes it."""
+    unit = next(name for name, decided in case.decisions.units.items() if decided.update)
+    decided = case.decisions.units[unit]
+    places = tuple(Place("cpu" if place == "gpu" else "gpu") for place in decided.update)
+    changed = case.decisions.units | {unit: decided.model_copy(update={"update": places})}
+    both = [case.decisions, case.decisions.model_copy(update={"units": changed})]
+
+    def lowered(decisions) -> str:
+        return lower(case.units, decisions, asynchronous=case.asynchronous).to_json()
+
+    alone = []
+    for decisions in both:
+        latest.clear()
+        alone.append(lowered(decisions))
+    assert [lowered(decisions) for decisions in (*both, *both)] == alone * 2
+    assert len(latest) < 2 * case.decisions.pipeline_parallel, "of one stage alone there are two"
 
 
 @settings(deadline=None, max_examples=examples(30))

@@ -566,6 +566,23 @@ def on_demand() -> Iterator[tuple[str, ...]]:
         yield name, f"{row['step_s']:.2f} s", times(row["over_fsdp2"]), left, f"{row['most_off']:.1e}"
 
 
+def many_processes() -> Iterator[tuple[str, ...]]:
+    rows = result("many_processes.json")["rows"]
+    assert all(row["same"] and row["sent"] == row["planned"] for row in rows)
+    for size in sorted({row["processes"] for row in rows}):
+        of_size = [row for row in rows if row["processes"] == size]
+        single, half = ([row for row in of_size if row["weights"] == weights] for weights in ("fp32", "bf16"))
+        off = [f"{max(row['off'][what] for row in of):.0e}" for of in (single, half) for what in ("losses", "weights")]
+        sent = sum(sum(row["sent"].values()) for row in of_size)
+        yield (
+            str(size),
+            str(len(single)),
+            str(sum(bool(row["offloaded"]) for row in single)),
+            *off,
+            f"{sent / 1e6:.1f} MB",
+        )
+
+
 def pipelines() -> Iterator[tuple[str, ...]]:
     for row in result("cpu_pipelines.json")["rows"]:
         yield (
@@ -642,6 +659,7 @@ TABLES = (
     mutation,
     programs,
     on_demand,
+    many_processes,
     pipelines,
     audit_cost,
     audited,
