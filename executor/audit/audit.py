@@ -376,7 +376,7 @@ class Audit:
             return output
         case.ran = range(begun, torch._C._autograd._get_sequence_nr())
         own = {id(leaf) for leaf in tree_leaves(output)}
-        own |= {id(leaf._base) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+        own |= {id(leaf._base) for leaf in tree_leaves(output) if type(leaf) is Tensor}
         case.leaving = [number for number in leaving(inside, instead) if id(inside[number]) not in own]
         made = [*tree_leaves(output), *(inside[n] for n in case.leaving), *state.made(given, begun)]
         targets = [] if case.why_no_gradients else list(targets_of(made, begun))
