@@ -213,8 +213,11 @@ def refined(
     if max_simulations is None:
         scorer.set_patience(int(max(num_default, _SIMULATIONS) * _PATIENCE))
         max_simulations = scorer.num_simulations + num_default
+    trials = iter(range(max_simulations))  # of all ends together
     for end in (best, *(found for _, found in ends)):
-        for found in polished(allowed, scorer, end, enough_s, max_simulations) if best.order > (0.0, enough_s) else ():
+        if best.order <= (0.0, enough_s):
+            break
+        for found in polished(allowed, scorer, end, enough_s, max_simulations, trials):
             best = best_of([best, found])
             report(best)
     scorer.set_patience()

@@ -18,17 +18,20 @@ _SLOTS: Final = ("num_param_slots", "num_state_slots", "num_gradient_slots")
 
 
 def polished(
-    setup: Setup, scorer: Scorer, best: Candidate, enough_s: float, max_simulations: int
+    setup: Setup, scorer: Scorer, best: Candidate, enough_s: float, max_simulations: int, trials: Iterator[int]
 ) -> Iterator[Candidate]:
-    """Change one decision at a time, as long as that helps and the budget lasts; yield each that is better."""
-    helped, num_trials = not best.missing_bytes, 0
+    """Change one decision at a time, as long as that helps and the budget lasts; yield each that is better.
+
+    ``trials`` ends the search too: a candidate that is rejected without a simulation takes time, of a pipeline as much.
+    """
+    helped = not best.missing_bytes
     while helped:
         begun, helped = best.decisions, False
         for move in itertools.chain(moves(setup, begun), _pairs(setup, begun)):
             if any(best.decisions.units[name] is not begun.units[name] for name in move[0]):
                 continue  # moved already
-            num_trials += 1  # a candidate that is rejected without a simulation takes time too
-            if num_trials >= max_simulations or scorer.spent(max_simulations) or best.iteration_s <= enough_s:
+            is_over = next(trials, None) is None or scorer.spent(max_simulations)
+            if is_over or best.iteration_s <= enough_s:
                 return
             candidate = scorer.score(moved(best.decisions, move))
             if candidate.order < best.order:
