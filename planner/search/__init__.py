@@ -213,7 +213,9 @@ def refined(
     if max_simulations is None:
         scorer.set_patience(int(max(num_default, _SIMULATIONS) * _PATIENCE))
         max_simulations = scorer.num_simulations + num_default
-    trials = iter(range(max_simulations))  # of all ends together
+    # Of all ends together. To lower a pipeline takes as long as a simulation.
+    num_trials = max_simulations - (scorer.num_simulations if setup.given.pipeline_parallel > 1 else 0)
+    trials = iter(range(num_trials))
     for end in (best, *(found for _, found in ends)):
         if best.order <= (0.0, enough_s):
             break
