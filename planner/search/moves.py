@@ -27,7 +27,8 @@ def polished(
     helped = not best.missing_bytes
     while helped:
         begun, helped = best.decisions, False
-        for move in itertools.chain(moves(setup, begun), _pairs(setup, begun)):
+        pairs = () if begun.pipeline_parallel > 1 else _pairs(setup, begun)  # for which no budget of a pipeline lasts
+        for move in itertools.chain(moves(setup, begun), pairs):
             if any(best.decisions.units[name] is not begun.units[name] for name in move[0]):
                 continue  # moved already
             is_over = next(trials, None) is None or scorer.spent(max_simulations)
