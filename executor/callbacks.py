@@ -283,6 +283,11 @@ def hook_outputs(output: Any, reached: Callable[[], None], begun: int = 0) -> bo
     return begun <= latest < torch._C._autograd._get_sequence_nr() - 1
 
 
+def report_before(node: Any, reached: Callable[[], None]) -> None:
+    """Report that backward has reached a node, before that runs, if backward goes further than that."""
+    node.register_prehook(lambda _: None if ends_here() else reached())
+
+
 def hooked_behind(output: Any, reached: Callable[[], None], begun: int) -> Any:
     """Return what a forward returned, as views that were made after all that it has made, with hooks.
 
@@ -296,7 +301,7 @@ def hooked_behind(output: Any, reached: Callable[[], None], begun: int) -> Any:
             return leaf
         view = leaf.view_as(leaf)
         assert view.grad_fn is not None
-        view.grad_fn.register_prehook(lambda _: None if ends_here() else reached())
+        report_before(view.grad_fn, reached)
         return view
 
     return tree_map_only(torch.Tensor, behind, output)

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from executor.callbacks import (
     ModuleCallbacks,
-    ends_here,
     forward_of,
     hook_outputs,
     hooked_behind,
@@ -36,6 +35,7 @@ from executor.callbacks import (
     leads_to,
     outside_transforms,
     replace_attribute,
+    report_before,
     tensors_of,
 )
 from executor.distributed.shards import BindingError
@@ -381,7 +381,7 @@ class _Between:
             for leaf in made:  # what was made after the base of a view may read weights: backward passes it first
                 node = leaf.grad_fn
                 if leaf._base is not None and node is not None and node._sequence_nr() >= self._ended:
-                    node.register_prehook(lambda _: None if ends_here() else reached())
+                    report_before(node, reached)
 
 
 def _is_recomputing(callbacks: ModuleCallbacks) -> bool:

@@ -7,14 +7,13 @@ parameter has the class :class:`Watched`, which hooks the nodes that have saved 
 use for what it has added.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from executor.callbacks import ends_here, is_within, saved_as_is
+from executor.callbacks import is_within, report_before, saved_as_is
 from executor.module.guarded_parameters import REACHED, Computing, unguarded
 
 _Reached = Callable[[], Callable[[], None] | None]
@@ -61,12 +60,7 @@ def _watch(made: torch.Tensor, node: Any, given: Iterable[torch.Tensor], begun: 
             continue
         saved = (one.data for inner in _made_since(node, begun) for one in saved_as_is(inner))
         if any(is_within(weights, values) for values in saved) and (reached := vars(weights)[REACHED]()) is not None:
-            node.register_prehook(functools.partial(_report, reached))
-
-
-def _report(reached: Callable[[], None], _gradients: Any) -> None:
-    if not ends_here():
-        reached()
+            report_before(node, reached)
 
 
 def _made_since(node: Any, begun: int) -> Iterator[Any]:
