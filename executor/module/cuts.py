@@ -37,7 +37,7 @@ HIDDEN: Final = object()
 """Stands for hidden states in what a layer returns."""
 
 _META: Final = torch.device("meta")
-_REMEDY = "so the model cannot be cut there; prepare it without pipeline="
+_REMEDY = "so the model cannot be cut there; leave pipeline= out"
 
 
 Part = tuple[Sequence[str], frozenset[str]]
@@ -166,7 +166,7 @@ def cuts_of(
             anything that the model returns.
 
     Raises:
-        BindingError: forward cannot be followed, or does not run all layers in order.
+        BindingError: forward cannot be followed.
     """
     watch, mode = _Watch(parts), FakeTensorMode(allow_non_fake_inputs=True)
     tensors = _tensors_of(dict(batch))
@@ -194,12 +194,13 @@ def cuts_of(
         raise
     except Exception as error:
         raise BindingError(f"forward cannot be followed without values ({error}), {_REMEDY}") from error
-    if watch.seen != [path for layers, _ in parts for path in layers]:
-        raise BindingError(f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}")
     names: dict[int, set[str]] = {}
     for name, parameter in faked.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     needed = output if loss is None else loss(output, given)
+    if watch.seen != [path for layers, _ in parts for path in layers]:
+        why = f"layers do not run once each and in order ({', '.join(watch.seen[:4])}, ...), {_REMEDY}"
+        return Cuts(watch.crossing, watch.given, {}, refusals=dict.fromkeys(range(1, len(parts)), why))
     roots = [leaf for leaf in tree_leaves(needed) if isinstance(leaf, Tensor)]
     for chunk, (layers, parameters) in reversed(list(enumerate(parts))):  # what modules return adds to the cuts before
         begun = {id(each) for each in watch.begun[chunk]}

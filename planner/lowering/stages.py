@@ -50,7 +50,7 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
     chunk, the head and the loss to the last. Chunk ``c`` is one of stage ``c mod num_stages``.
 
     Raises:
-        ValueError: there are fewer layers than chunks.
+        ValueError: there are fewer layers than chunks, or the model cannot be cut before one of these.
     """
     parts, count = segments(units), num_stages * num_rounds
     layers = [i for i, part in enumerate(parts) if part[0].in_layer]
@@ -62,6 +62,9 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
         )
     share, rest = divmod(len(layers), count)
     firsts = [layers[chunk * share + min(chunk, rest)] for chunk in range(1, count)]
+    for unit in (parts[first][0] for first in firsts):
+        if (uncut := unit.operators[0].uncut) is not None:
+            raise ValueError(f"no pipeline stage can begin with {unit.segment}: {uncut}")
     bounds = [0, *firsts, len(parts)]
     return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
 

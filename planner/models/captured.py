@@ -125,6 +125,7 @@ class CapturedSegment(Frozen):
         evaluates: whether that call is without gradients.
         given_bytes: what a stage of a pipeline is sent that begins with it, where the model ``is_cut`` and that is not
             just what recomputing it begins with.
+        uncut: why no stage can begin with it; ``None``: one can, or nobody asked.
     """
 
     path: str
@@ -132,6 +133,7 @@ class CapturedSegment(Frozen):
     call: int | None = None
     evaluates: Literal[True] | None = None
     given_bytes: Count | None = None
+    uncut: str | None = None
 
 
 NO_TILES: Final = Batch(1, 1)
@@ -500,6 +502,7 @@ def _operator(
         stays=stays,
         writes=any(spec.is_trained and join(path, spec.name) in written for spec in captured.parameters),
         given_bytes=segment.given_bytes or 0,
+        uncut=segment.uncut,
     )
 
 

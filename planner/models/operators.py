@@ -118,6 +118,7 @@ class Operator(Work):
         writes: whether its forward writes to its trained weights; see [Note: Written weights] in :mod:`planner.setup`.
         given_bytes: what a stage of a pipeline is sent that begins with its segment, where that is more than hidden
             states; else 0.
+        uncut: why no stage of a pipeline can begin with its segment; ``None``: one can.
         num_tiles: tiles of sequences that pass its segment one after another, of which it describes one.
         weight_gradients: kernels that are not in ``backward`` but run later, see [Note: Zero bubble] in
             :mod:`planner.models.zero_bubble`.
@@ -144,6 +145,7 @@ class Operator(Work):
     stays: bool = False
     writes: bool = False
     given_bytes: int = 0
+    uncut: str | None = None
     num_tiles: int = 1
     weight_gradients: Kernels = ()
     kept_bytes: int = 0

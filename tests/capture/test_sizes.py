@@ -231,3 +231,26 @@ def test_a_pipeline_is_predicted_with_all_that_crosses_its_cuts():
     assert run_until_steady(plan.schedule(), cost).iteration_s == pytest.approx(plan.prediction.iteration_s, rel=1e-9)
     alone = ullage.plan(captured, gpus=1, hardware="rtx-4090x8")
     assert alone.model.is_cut is None, "what crosses cuts is looked for where a plan has stages"
+
+
+class Separate(Skipping):
+    """Layers that are all given the input, so that no stage is given hidden states."""
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers).square().mean()
+
+
+class SeparateWithoutLoss(Skipping):
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_it_is_executed():
+    """Where a loop with a loss of its own may need less, its first step tells."""
+    ways = {"gpus": 2, "hardware": "rtx-4090x8", "num_micro_batches": 2}
+    captured = capture_module(Separate, ["x=64x64"], "fp32")
+    with pytest.raises(ValueError, match=r"begin with layers.2: layers.2 is not given hidden states .* pipeline= out"):
+        ullage.plan(captured, pipeline_parallel=2, **ways)
+    assert ullage.plan(captured, pipeline_parallel=1, **ways).decisions.pipeline_parallel == 1
+    without = capture_module(SeparateWithoutLoss, ["x=64x64"], "fp32")
+    assert ullage.plan(without, pipeline_parallel=2, **ways).decisions.pipeline_parallel == 2

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor.distributed.shards import BindingError
 from executor.driver.pipeline import own_loss
@@ -31,7 +31,8 @@ def with_cuts(
 ) -> CapturedModel:
     """Return a captured model with the bytes that cross the cut before each of its layers.
 
-    Where a model cannot be cut, it has none: a pipeline of it is refused with its reason, before its first step.
+    Where a model cannot be cut, it has the reason. A loop with a loss of its own may need less than all that the model
+    returns, and then it may be possible: such a pipeline is refused before its first step, if it must be.
 
     Args:
         captured: the model without them.
@@ -45,19 +46,32 @@ def with_cuts(
     num_kernels = sum(len(operator.forward) for operator in captured.operators())
     if count < 2 or captured.calls is not None or num_kernels > _MOST_KERNELS:
         return captured
-    chunks = deal(found, count)
+    chunks, losses = deal(found, count), list[Tensor]()
+
+    def needed(output: Any, batch: Mapping[str, Any]) -> Any:
+        try:
+            losses.append(own_loss(output, batch))
+        except ValueError:
+            return output
+        return losses[-1]
+
     try:
         batch = {**_named(model, args), **kwargs}
         parts = [part_of(chunk, model) for chunk in chunks]
-        cuts = cuts_of(_planned(model, DTYPES[captured.dtype]), parts, batch, fake_operators, _needed)
+        cuts = cuts_of(_planned(model, DTYPES[captured.dtype]), parts, batch, fake_operators, needed)
     except BindingError:
         return captured
-    given = dict[str, int]()
+    given, uncut = dict[str, int](), dict[str, str]()
     for number, (chunk, crossing) in enumerate(zip(chunks, cuts.crossing, strict=True)):
         num_bytes = sum(each.like.nbytes for each in crossing if each.like is not None)
         if number and number not in cuts.refusals and num_bytes != (first := chunk[0][0]).given_bytes:
             given[first.segment] = num_bytes
-    cut = (each.model_copy(update={"given_bytes": given.get(each.path)}) for each in captured.segments)
+        if losses and number in cuts.refusals:
+            uncut[chunk[0][0].segment] = cuts.refusals[number]
+    cut = (
+        each.model_copy(update={"given_bytes": given.get(each.path), "uncut": uncut.get(each.path)})
+        for each in captured.segments
+    )
     return captured.model_copy(update={"segments": tuple(cut)})
 
 
@@ -81,11 +95,3 @@ def _planned(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if own.requires_grad and own.is_floating_point():
             each.data = each.data.to(dtype)
     return twin
-
-
-def _needed(output: Any, batch: Mapping[str, Any]) -> Any:
-    """Return the model's own loss, or all that it returns, of which a loop makes one."""
-    try:
-        return own_loss(output, batch)
-    except ValueError:
-        return output
