@@ -37,22 +37,16 @@ class UnequalError(BaseException):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Given:
-    """Marks the argument of a call with this number."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Like:
-    """Marks a tensor to make."""
+    """Stands for a tensor: the argument of a call with this number, or one to make."""
 
     layout: Layout
     requires_grad: bool
+    number: int | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "_Like":
-        return cls(Layout.of(tensor), tensor.requires_grad)
+    def of(cls, tensor: Tensor, number: int | None = None) -> "_Like":
+        return cls(Layout.of(tensor), tensor.requires_grad, number)
 
 
 class Repeats:
@@ -75,7 +69,7 @@ class Repeats:
         for members in _lists(model):
             self._join([(member, _kind(member, number, len(members), owners)) for number, member in enumerate(members)])
         self._paths = {module: path for path, module in model.named_modules() if module in self.runs}
-        # By kind, the path of a block, how it was called, and its output with a mark in place of each tensor.
+        # By kind, the path of a block, how it was called, and its output with a `_Like` in place of each tensor.
         self._made: dict[Any, tuple[str, Any, Any]] = {}
         self._before = ""
         self._state: dict[nn.Module, tuple[ForwardState, Snapshot]] = {}  # of blocks that are running
@@ -119,10 +113,10 @@ class Repeats:
             return
         given = tree_leaves((args, kwargs))
 
-        def mark(tensor: Tensor) -> _Given | _Like:
-            return next((_Given(number) for number, leaf in enumerate(given) if leaf is tensor), _Like.of(tensor))
+        def like(tensor: Tensor) -> _Like:
+            return _Like.of(tensor, next((number for number, leaf in enumerate(given) if leaf is tensor), None))
 
-        self._made[kind] = self._paths[module], _call(args, kwargs), tree_map_only(Tensor, mark, output)
+        self._made[kind] = self._paths[module], _call(args, kwargs), tree_map_only(Tensor, like, output)
 
     def copy(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the output of a copy.
@@ -133,11 +127,10 @@ class Repeats:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UnequalError(self._paths[module])
         (_, _, output), given = self._made[self._kinds[module]], tree_leaves((args, kwargs))
-        likes = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Like)]
+        likes = [leaf for leaf in tree_leaves(output) if isinstance(leaf, _Like) and leaf.number is None]
         sources = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
         new = iter(_Copied.apply(likes, *sources) if likes else ())  # type: ignore[no-untyped-call]
-        output = tree_map_only(_Like, lambda _: next(new), output)
-        return tree_map_only(_Given, lambda leaf: given[leaf.number], output)
+        return tree_map_only(_Like, lambda like: next(new) if like.number is None else given[like.number], output)
 
 
 class _Copied(torch.autograd.Function):
