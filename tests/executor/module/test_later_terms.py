@@ -1,5 +1,6 @@
 """Terms of the loss that begin in later steps: backward reads weights for them where the example batch had no need."""
 
+import contextlib
 import functools
 import re
 from types import SimpleNamespace
@@ -142,5 +143,12 @@ class Hidden(Nested):
 
 
 def test_what_cannot_be_brought_is_refused_instead_of_wrong():
-    with short_searches(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        trained(functools.partial(prepared, clip=True), Hidden, "a leaf", None, begins=1)
+    with short_searches(), contextlib.ExitStack() as closing:
+
+        def prepare(*given):
+            model, optimizer = prepared(*given, clip=True)
+            closing.callback(optimizer.session.close)
+            return model, optimizer
+
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            trained(prepare, Hidden, "a leaf", None, begins=1)
