@@ -14,7 +14,7 @@ from hypothesis.internal.conjecture import providers
 
 sys.path.insert(0, str(Path(__file__).parent))  # amount.py, special_files.py
 
-from amount import divided, examples
+from amount import divided, examples, short_searches
 
 # A developer's own profile is the default of --hardware: no test sees it, nor does any process that a test starts.
 _HOME = tempfile.TemporaryDirectory(prefix="ullage-home-")  # removed when the tests end
@@ -60,6 +60,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_plans():
+    """Plans are found quickly. Files and folders that test searches have a fixture of this name that does nothing."""
+    with short_searches():
+        yield
 
 
 @pytest.fixture(scope="session")

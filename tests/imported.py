@@ -24,9 +24,11 @@ import executor.prepare
 import planner.plan.planning
 import ullage.commands.execute.run
 import ullage.report.answers
+import ullage.this_machine.planning
 import ullage.whatif.questions
 
-amount.short_searches().__enter__()
+_short = amount.short_searches()  # kept: it would end with the object
+_short.__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for
 gc.freeze()  # so that no process searches these millions of objects for cycles
 gc.enable()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,9 +21,18 @@ from one_thread import one_thread  # noqa: F401 - of all tests of this folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual import NoVirtualGpuError, install, present
 
+from ullage.this_machine import planning  # noqa: F401 - its searches are short too
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; see `gpu`
 with contextlib.suppress(Exception):  # tests that need it say why there is none
     install()  # before the first backward of this process
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    """Every test closes what it has prepared, also where that was refused or has failed."""
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("lane ")]
 
 
 @pytest.fixture

@@ -20,12 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _short_searches():
-    with short_searches():
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.json"

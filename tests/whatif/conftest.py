@@ -6,16 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from amount import short_searches
 from tiny import TINY
 
 sys.path.insert(0, str(Path(__file__).parent))  # made_figures.py
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_searches():
-    with short_searches():
-        yield
 
 
 @pytest.fixture(scope="session")

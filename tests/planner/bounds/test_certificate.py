@@ -25,6 +25,11 @@ from planner.setup import Setup, pieces
 from planner.verification import verify
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_plans() -> None:
+    """Leave searches as long as they are, to compare what they find."""
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A plan over two ranks, where every ZeRO stage needs a proof, and one of them that nothing fits."""

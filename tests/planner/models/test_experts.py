@@ -26,7 +26,6 @@ from planner.schedule.tasks import Lane, MemoryClass, Op
 from planner.setup import Mix, Setup
 from planner.verification import verify
 
-pytestmark = pytest.mark.usefixtures("short_plans")
 TINY = resolve_model(str(Path(__file__).parents[2] / "data" / "tiny-moe.json"))
 UNVISITED = ((0.5, 0.25, 0.25, 0, 0, 0, 0, 0),)
 

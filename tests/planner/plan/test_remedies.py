@@ -22,7 +22,6 @@ from ullage.rivals import make_plan as rivals_plan
 from ullage.rivals.best import engine_policies
 from ullage.rivals.lowering import lower
 
-pytestmark = pytest.mark.usefixtures("short_plans")
 ASSUMED = Provenance(origin="assumed", source="a test")
 
 

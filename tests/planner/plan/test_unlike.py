@@ -17,7 +17,6 @@ from planner.plan.planning import InfeasibleError, find
 from planner.plan.unlike import least_longest, make_unlike_plan
 from planner.verification import verify
 
-pytestmark = pytest.mark.usefixtures("short_plans")
 MODEL = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
 
 
