@@ -477,6 +477,7 @@ def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(mo
     monkeypatch.setattr("planner.search.scoring.time", clock)
     monkeypatch.setattr("planner.plan.competition.descents", short)
     monkeypatch.setattr("planner.search.descents", short)
+    monkeypatch.setattr("planner.search.refined", lambda _setup, _scorer, ends, *_: ends[0][1])
     rivals = variants(request(hardware=machine(gpu_bytes=5e7, cpu_params_per_s=1e8), global_batch=8))
     compete(rivals, deadline_s=112.0)
     shares = [100.0 + 12.0 / left for left in range(len(ends_s) - 1, 0, -1)]
