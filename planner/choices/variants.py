@@ -27,8 +27,9 @@ from planner.optimizers import OPTIMIZERS
 from planner.setup import Setup
 from planner.terms import COMPILED
 
-# If all state and activations take more than this share of a device's memory, it may be short of room.
-_SHORT = 0.75
+# If all state and activations take more than this share of a device's memory, it may be short of room. Workspace takes
+# the rest.
+_SHORT = 0.85
 
 
 @dataclasses.dataclass(frozen=True)
