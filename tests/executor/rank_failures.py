@@ -146,6 +146,8 @@ def with_another_optimizer(rank: int, _size: int, task: Task, decisions: Decisio
     model.transformer.wpe.requires_grad_(not (rank and what == "frozen"))
     optimizer = make_optimizer(task, model)
     optimizer.param_groups[0]["lr"] *= 1 + (rank and what == "rate")
+    if rank and what == "unknown":
+        optimizer = torch.optim.Rprop(model.parameters())
     prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options())
 
 

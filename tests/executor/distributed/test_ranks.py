@@ -332,6 +332,16 @@ def test_other_optimizers_on_other_ranks(processes, what):
         assert "rank 1 has another optimizer (its groups, their settings, or what is frozen)" in str(error)
 
 
+@pytest.mark.parametrize("degrees", [{"data_parallel": 2, "zero_stage": 3}, {"pipeline_parallel": 2}], ids=str)
+def test_ranks_do_not_wait_for_one_that_refuses_what_it_is_given(processes, degrees):
+    task = Task("gpt2", torch.float32, 2)
+    processes.begin(2, with_another_optimizer, task, decide(task, mixed, **degrees), "unknown")
+    waiting, refusing = processes.results(2)
+    assert isinstance(refusing, ValueError)
+    assert isinstance(waiting, RankError)
+    assert str(refusing).partition(";")[0] in str(waiting)
+
+
 def test_other_options_on_other_ranks(processes):
     processes.begin(2, with_other_options)
     words = "device_memory is 1MB on rank 0 and 2MB on rank 1, but one plan is for all ranks; give all of them the same"
