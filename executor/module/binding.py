@@ -419,8 +419,10 @@ def _hooks(
             return None
         callbacks.after_forward()
         marker = of_call.get(callbacks.call, first)
+        if not marker.ends:
+            return None  # forward is at the unit of the module inside that has run last
         between.is_at(marker.unit)
-        if marker.ends and torch.is_grad_enabled() and not _is_recomputing(callbacks):
+        if torch.is_grad_enabled() and not _is_recomputing(callbacks):
             arrive = arrives[marker.unit]
             if hook_outputs(output, arrive, begun):
                 return hooked_behind(output, arrive, begun)
