@@ -418,14 +418,12 @@ def _hooks(
         if not callbacks.follows:
             return None
         callbacks.after_forward()
-        marker = of_call.get(callbacks.call, first)
-        if not marker.ends:
+        if not (marker := of_call.get(callbacks.call, first)).ends:
             return None  # forward is at the unit of the module inside that has run last
         between.is_at(marker.unit)
-        if torch.is_grad_enabled() and not _is_recomputing(callbacks):
-            arrive = arrives[marker.unit]
-            if hook_outputs(output, arrive, begun):
-                return hooked_behind(output, arrive, begun)
+        arrive = arrives[marker.unit]
+        if torch.is_grad_enabled() and not _is_recomputing(callbacks) and hook_outputs(output, arrive, begun):
+            return hooked_behind(output, arrive, begun)
         return None
 
     if any(marker.begins for marker in of_call.values()):
