@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from executor.callbacks import OF_SESSION, is_captured, outside_transforms
+from executor.memory.state import without_values
 
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
@@ -191,6 +192,12 @@ class Guarded(torch.Tensor):
         """Read values, for which torch does not call ``__torch_function__``. Raises ValueError as other reads do."""
         return Guarded.__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
 
+    def __copy__(self) -> torch.Tensor:
+        """Share weights with what does so too. Raises as :meth:`__reduce_ex__`."""
+        if _VERSION not in vars(self):
+            self.__reduce_ex__(2)
+        return self.detach()
+
     def __deepcopy__(self, _memo: object) -> torch.Tensor:
         """Copy current values. Raises as :meth:`__reduce_ex__`."""
         if _VERSION not in vars(self):
@@ -282,6 +289,22 @@ def unguard(parameter: nn.Parameter) -> None:
         vars(parameter).pop(key, None)
 
 
+def alias_of(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """Make current weights of a guarded parameter what its ``data`` is: reads and writes go on to be its own."""
+    values.__class__ = Guarded
+    return _share(values, parameter, version=vars(parameter)[_READER].version)
+
+
+def take_memory(values: torch.Tensor) -> None:
+    """Take the memory of weights that were given out. What is guarded is read anew at each use from now on."""
+    with unguarded():
+        if _VERSION in vars(values):
+            values.data = without_values(values.shape, values.dtype, values.device)
+            vars(values)[_VERSION] = _STALE
+        else:
+            values.set_()  # type: ignore[call-overload]
+
+
 def join(tensor: torch.Tensor, parameter: nn.Parameter, before: torch.Tensor) -> None:
     """Guard a tensor that had a part of a parameter's memory, so that it goes on to share its weights.
 
@@ -306,7 +329,8 @@ def rejoin(parameter: nn.Parameter) -> None:
     with unguarded():
         for shared in list(vars(parameter).pop(_SHARED, ())):
             base, values = vars(shared).get(_BASE, parameter), parameter.detach()
-            if base.stride() == values.stride() and base.device == values.device:
+            has_graph = shared.requires_grad and shared._is_view() and _IS_PARAM not in vars(shared)
+            if not has_graph and base.stride() == values.stride() and base.device == values.device:
                 if not vars(shared)[_IS_ALIAS]:
                     offset = shared.storage_offset() - base.storage_offset() + values.storage_offset()
                     values = values.as_strided(shared.shape, shared.stride(), offset)
@@ -456,7 +480,7 @@ def _rebind(shared: Guarded, values: torch.Tensor) -> None:
     """Make an alias or a view of weights an ordinary tensor with other memory."""
     own = vars(shared)
     own[_SHARED].pop(shared, None)
-    has_memory, needs_gradient = own.get(_LIKE) is None, shared.requires_grad and shared.is_leaf
+    has_memory, needs_gradient = own.get(_LIKE) is None, shared.requires_grad
     kind = nn.Parameter if own.pop(_IS_PARAM, False) else torch.Tensor
     for key in (_NAME, _READER, _VERSION, _IS_ALIAS, _BASE, _LIKE, _SHARED):
         own.pop(key, None)
