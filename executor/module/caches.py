@@ -34,7 +34,7 @@ def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
 
 
 def _holds(cache: Any, layer: int) -> bool:
-    """Return whether a cache has keys and values of a layer, or states, as of linear attention, which have no length."""
+    """Return whether a cache has keys and values of a layer, or states, as linear attention has, without a length."""
     own: Any = dict(enumerate(getattr(cache, "layers", ()))).get(layer)
     states = getattr(own, "has_previous_state", {})
     if states and not is_cache(own):
