@@ -40,7 +40,8 @@ from executor.memory.stream import whole_state
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, no_compile, watch_calls
 from executor.module.empty import take_off_meta
-from executor.module.guards import bind_guards
+from executor.module.guarded_parameters import has_session, join, rejoin
+from executor.module.guards import Sharing, bind_guards, sharing_memory
 from executor.module.naming import PROMPT, Naming, prompts_of
 from executor.module.own_checkpoints import uncompiled
 from executor.module.quantized import bind_quantized, check_products
@@ -90,6 +91,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         check_units(decisions, units)
         check_products(model, units)
         self.model = model
+        sharing = [*sharing_memory(model, {id(parameter) for group in groups for parameter in group["params"]})]
         self.units, self.decisions, self.options = units, decisions, options
         self._meter: Meter | None = None
         self._undo: list[Callable[[], None]] = []
@@ -174,7 +176,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     driver.progress.later.multiply_of,
                 )
                 self.sync_rng_state()
-            self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
+            self._undo += bind_state_dict(
+                model, self._names, self.runtime.weights, is_alone=ranks is None, divides=self.runtime.divides
+            )
             # no_sync as DistributedDataParallel has it, unless it has its own; the plan decides when ranks add up.
             # Without the mark, accelerate would wrap the model in DistributedDataParallel.
             self._undo += [
@@ -196,10 +200,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             self.synchronize()  # the copies so far were on no lane
             # Guards come last: before them, a failure leaves no session that could be closed.
             self._undo += bind_guards(model, self.runtime.state.dtype, backend.device, self._values)
-            hooks = (getattr(undo, "__self__", None) for undo in self._undo)
-            ours = frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
-            self.audit.bound(ours, lambda: (driver.call, driver.tile))
+            self.audit.bound(_ids_of_hooks(self._undo), lambda: (driver.call, driver.tile))
             self._undo.append(self.audit.close)
+            _join(sharing, options.report)
             failing.pop_all()
 
     @property
@@ -551,6 +554,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
             if not self._has_left:
                 self.runtime.state.give_back(None)
                 self._has_left = True
+            for shard in self.runtime.state.shards().values():
+                rejoin(shard.whole)
         finally:
             self.runtime.is_closed = True
             with contextlib.ExitStack() as last_first:  # if one raises, the others still happen
@@ -591,6 +596,27 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if error is not None and self._ranks is not None:  # the other ranks do not close now
             self.runtime.machine.fail(error)
         self.close()
+
+
+def _ids_of_hooks(undo: Iterable[Callable[[], None]]) -> frozenset[int]:
+    hooks = (getattr(each, "__self__", None) for each in undo)
+    return frozenset(hook.id for hook in hooks if isinstance(hook, RemovableHandle))
+
+
+def _join(sharing: Iterable[Sharing], report: Callable[[str], None]) -> None:
+    """Let what shares memory with parameters follow their weights, or say that it does not; once for each tensor."""
+    apart = dict[int, str]()
+    for tensor, name, parameter, before, is_within in sharing:
+        if is_within and has_session(parameter) and parameter.dtype is before.dtype:
+            join(tensor, parameter, before)
+        else:
+            apart.setdefault(id(tensor), name)
+    if apart:
+        report(
+            f"{len(apart)} tensors that this process holds share memory with parameters, as with "
+            f"{next(iter(apart.values()))}, but with other memory too, or in another type. From now on they keep the "
+            "weights of now: read the parameters instead, or drop these tensors before prepare()"
+        )
 
 
 def _run_uncompiled(options: Options, decisions: Decisions) -> Iterator[Callable[[], None]]:

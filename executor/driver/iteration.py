@@ -692,7 +692,10 @@ class IterationDriver:
         zeros = self.gradients.zeros()
         self.gradients.clear()
         if self._updates_in(micro_batch):
-            self.gradients.check_fresh(self._loop.iteration)
+            try:
+                self.gradients.check_fresh(self._loop.iteration)
+            except GradientError as error:  # the loop may drop them before its step, as a GAN's after the generator's
+                raise OutOfOrderError(str(error)) from None
             if zeros:
                 units = {unit.name for unit, own in self._runtime.state.by_name.values() if own.shard.name in zeros}
                 if passed := units & self.progress.passed_over:

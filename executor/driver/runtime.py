@@ -22,7 +22,7 @@ from executor.memory.frozen import FrozenParameter
 from executor.memory.nvme_files import Storage
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
-from executor.module.guarded_parameters import INSTEAD, refusal
+from executor.module.guarded_parameters import INSTEAD, refusal, take_memory
 from executor.module.visibility import WeightVisibility
 from executor.optimizer.table import OptimizerEntry
 from executor.optimizer.workers import WorkerTeam
@@ -506,9 +506,9 @@ class Runtime:
         self._num_changes += 1
 
     def take_device_memory(self) -> None:
-        """Make tensors empty that were returned as views of device memory, before that memory is freed."""
+        """Take the memory of tensors that were returned as views of device memory, before that memory is freed."""
         for weights in self._on_device:
-            weights.set_()  # type: ignore[call-overload]
+            take_memory(weights)
         self._on_device.clear()
 
     def evaluate(self, unit: str, visibility: WeightVisibility) -> None:

@@ -42,7 +42,7 @@ from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, offloadable_inputs
 from executor.memory.forward_state import ForwardState
 from executor.module.caches import copy_caches, drop_caches, layer_number
-from executor.module.guarded_parameters import unguarded, version_of
+from executor.module.guarded_parameters import alias_of, unguarded, version_of
 from executor.module.guards import check_call
 from executor.module.kept_inputs import giving_again, with_copies
 from executor.module.naming import KEYS_ALONE
@@ -265,7 +265,7 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 
 
 def bind_state_dict(
-    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, divides: bool
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, is_alone: bool, divides: bool
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
 
@@ -273,6 +273,7 @@ def bind_state_dict(
         model: the bound model.
         names: names of its parameters, by ``id(parameter)``.
         weight: returns a parameter's current weights, by its name.
+        is_alone: whether there is one process. Then what is written to the dictionary's tensors is written to weights.
         divides: whether ranks share layers or experts. Then none can be loaded by ``load_state_dict``.
     """
 
@@ -290,7 +291,8 @@ def bind_state_dict(
             for name, parameter in own.items():
                 planned = id(parameter) in names  # others count as buffers
                 if planned and prefix + name in state_dict and not StoredParameter(parameter, module).is_quantized:
-                    state_dict[prefix + name] = weight(names[id(parameter)])
+                    values = weight(names[id(parameter)])
+                    state_dict[prefix + name] = alias_of(parameter, values) if is_alone else values
 
         return save_current
 
@@ -418,12 +420,12 @@ def _hooks(
         if not callbacks.follows:
             return None
         callbacks.after_forward()
-        marker = of_call.get(callbacks.call, first)
+        if not (marker := of_call.get(callbacks.call, first)).ends:
+            return None  # forward is at the unit of the module inside that has run last
         between.is_at(marker.unit)
-        if marker.ends and torch.is_grad_enabled() and not _is_recomputing(callbacks):
-            arrive = arrives[marker.unit]
-            if hook_outputs(output, arrive, begun):
-                return hooked_behind(output, arrive, begun)
+        arrive = arrives[marker.unit]
+        if torch.is_grad_enabled() and not _is_recomputing(callbacks) and hook_outputs(output, arrive, begun):
+            return hooked_behind(output, arrive, begun)
         return None
 
     if any(marker.begins for marker in of_call.values()):

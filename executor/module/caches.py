@@ -24,13 +24,22 @@ def drop_caches(arguments: dict[str, Any], layer: int | None) -> bool:
     stays = False
     for scope in _scopes(arguments):
         for name, cache in _caches(scope):
-            if layer is not None and is_cache(cache) and cache.get_seq_length(layer):
+            if layer is not None and is_cache(cache) and _holds(cache, layer):
                 stays = True
             else:
                 scope[name] = None
         if scope.get("use_cache"):
             scope["use_cache"] = False
     return stays
+
+
+def _holds(cache: Any, layer: int) -> bool:
+    """Return whether a cache has keys and values of a layer, or states, as linear attention has, without a length."""
+    own: Any = dict(enumerate(getattr(cache, "layers", ()))).get(layer)
+    states = getattr(own, "has_previous_state", {})
+    if states and not is_cache(own):
+        return any(states.values())
+    return any(states.values()) or bool(cache.get_seq_length(layer))
 
 
 def copy_caches(arguments: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ Some functions read a tensor's memory without calling ``__torch_function__``: ``
 be had, it has no memory.
 
 ``nn.Parameter(parameter)`` and ``nn.Parameter(parameter.data)`` share weights with the parameter, as in memory. So they
-are guarded like it.
+are guarded like it, but have gradients of their own. So is what has shared its memory since before the session, as a
+parameter of another model or a state dict (:func:`join`). When the session ends, all of these share its memory again.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from executor.callbacks import OF_SESSION, is_captured, outside_transforms
+from executor.memory.state import without_values
 
 INSTEAD: Final = (
     "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
@@ -190,16 +192,30 @@ class Guarded(torch.Tensor):
         """Read values, for which torch does not call ``__torch_function__``. Raises ValueError as other reads do."""
         return Guarded.__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
 
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        """Refuse to be copied. See :meth:`__reduce_ex__`."""
-        self.__reduce_ex__(2)
+    def __copy__(self) -> torch.Tensor:
+        """Share weights with what does so too. Raises as :meth:`__reduce_ex__`."""
+        if _VERSION not in vars(self):
+            self.__reduce_ex__(2)
+        return self.detach()
 
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied.
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        """Copy current values. Raises as :meth:`__reduce_ex__`."""
+        if _VERSION not in vars(self):
+            self.__reduce_ex__(2)
+        with torch.no_grad(), unguarded():
+            values = _current(self).detach().as_subclass(torch.Tensor).clone()
+            return nn.Parameter(values, self.requires_grad) if _IS_PARAM in vars(self) else values
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle current values of what shares weights with a parameter.
 
         Raises:
-            TypeError: always.
+            TypeError: it is the parameter.
+            ValueError: the weights cannot be read now.
         """
+        if _VERSION in vars(self):
+            values: Any = self.__deepcopy__({})
+            return values.__reduce_ex__(protocol)
         raise TypeError(
             f"{getattr(self, _NAME, 'this')} is a parameter of a prepared model, which cannot be copied or pickled, "
             "because its weights are in the session's memory; take them from model.state_dict()"
@@ -245,8 +261,8 @@ def guard(parameter: nn.Parameter, name: str, reader: WeightReader) -> None:
 
 
 def has_session(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is one of a prepared model."""
-    return _CLASS in vars(parameter)
+    """Return whether a parameter is one of a prepared model, or shares weights with one."""
+    return _NAME in vars(parameter)
 
 
 def lift_guard(parameter: nn.Parameter) -> None:
@@ -267,10 +283,58 @@ def lifted(parameter: nn.Parameter) -> Iterator[None]:
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    """Remove a parameter's guard for good."""
+    """Remove a parameter's guard for good. What shares its weights is guarded until :func:`rejoin`."""
     lift_guard(parameter)
-    for key in (_CLASS, _NAME, _READER, _SHARED, REACHED, _IS_PARAM):
+    for key in (_CLASS, _NAME, _READER, REACHED, _IS_PARAM):
         vars(parameter).pop(key, None)
+
+
+def alias_of(parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    """Make current weights of a guarded parameter what its ``data`` is: reads and writes go on to be its own."""
+    values.__class__ = Guarded
+    return _share(values, parameter, version=vars(parameter)[_READER].version)
+
+
+def take_memory(values: torch.Tensor) -> None:
+    """Take the memory of weights that were given out. What is guarded is read anew at each use from now on."""
+    with unguarded():
+        if _VERSION in vars(values):
+            values.data = without_values(values.shape, values.dtype, values.device)
+            vars(values)[_VERSION] = _STALE
+        else:
+            values.set_()  # type: ignore[call-overload]
+
+
+def join(tensor: torch.Tensor, parameter: nn.Parameter, before: torch.Tensor) -> None:
+    """Guard a tensor that had a part of a parameter's memory, so that it goes on to share its weights.
+
+    What is another view than the whole parameter has current values until they change, and is then refused.
+
+    Args:
+        tensor: an ordinary one, or a parameter of another model.
+        parameter: a guarded one.
+        before: what the parameter was before the session.
+    """
+    with unguarded():
+        is_param = isinstance(tensor, nn.Parameter)
+        is_alias = _place(tensor) == _place(before)
+        version = _STALE if is_alias else vars(parameter)[_READER].version
+        tensor.__class__ = Guarded
+        _share(tensor, parameter, version=version, is_alias=is_alias)
+        vars(tensor).update({_IS_PARAM: True} if is_param else {}, **({} if is_alias else {_BASE: before}))
+
+
+def rejoin(parameter: nn.Parameter) -> None:
+    """Let what shares a parameter's weights have its memory, which it has got back from its session."""
+    with unguarded():
+        for shared in list(vars(parameter).pop(_SHARED, ())):
+            base, values = vars(shared).get(_BASE, parameter), parameter.detach()
+            has_graph = shared.requires_grad and shared._is_view() and _IS_PARAM not in vars(shared)
+            if not has_graph and base.stride() == values.stride() and base.device == values.device:
+                if not vars(shared)[_IS_ALIAS]:
+                    offset = shared.storage_offset() - base.storage_offset() + values.storage_offset()
+                    values = values.as_strided(shared.shape, shared.stride(), offset)
+                _rebind(shared, values)
 
 
 def refusal(name: str) -> str:
@@ -416,14 +480,16 @@ def _rebind(shared: Guarded, values: torch.Tensor) -> None:
     """Make an alias or a view of weights an ordinary tensor with other memory."""
     own = vars(shared)
     own[_SHARED].pop(shared, None)
-    has_memory = own.get(_LIKE) is None
+    has_memory, needs_gradient = own.get(_LIKE) is None, shared.requires_grad
+    kind = nn.Parameter if own.pop(_IS_PARAM, False) else torch.Tensor
     for key in (_NAME, _READER, _VERSION, _IS_ALIAS, _BASE, _LIKE, _SHARED):
         own.pop(key, None)
     shared.__class__ = torch.Tensor  # type: ignore[assignment]
     if has_memory:
         shared.data = values
     else:
-        torch.utils.swap_tensors(shared, values.view(values.shape))  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(shared, values.view(values.shape).requires_grad_(needs_gradient))  # type: ignore[no-untyped-call]
+    shared.__class__ = kind  # type: ignore[assignment]
 
 
 def _read(
@@ -465,7 +531,7 @@ def _read(
     return _guarded(result, list(readings.values()))
 
 
-def _share(values: torch.Tensor, source: Guarded, *, version: int = _STALE, is_alias: bool = True) -> torch.Tensor:
+def _share(values: torch.Tensor, source: torch.Tensor, *, version: int = _STALE, is_alias: bool = True) -> torch.Tensor:
     """Guard values of a guarded tensor. If they are stale, an alias (``parameter.data``) is read anew at each use."""
     shared = values if isinstance(values, Guarded) else values.as_subclass(Guarded)
     own = vars(source)
@@ -499,8 +565,10 @@ def _current(tensor: Guarded) -> torch.Tensor:
     with outside_transforms():
         values = reader.current(own[_NAME]).to(own.get(_LIKE, tensor).device)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            of = reader.leaves(own[_NAME]) or [tensor]
-            values = _Reading.apply(own, values.detach(), *of)  # type: ignore[no-untyped-call]
+            # A parameter over the same memory has a gradient of its own.
+            is_apart = _VERSION in own and tensor.is_leaf
+            of = [] if is_apart else reader.leaves(own[_NAME])
+            values = _Reading.apply(own, is_apart, values.detach(), *(of or [tensor]))  # type: ignore[no-untyped-call]
     return values
 
 
@@ -534,14 +602,17 @@ class _Reading(torch.autograd.Function):
     """Values of a parameter that were read outside of its module. Their gradient goes to the parameter's leaves."""
 
     @staticmethod
-    def forward(ctx: Any, own: Mapping[str, Any], values: torch.Tensor, *_leaves: torch.Tensor) -> torch.Tensor:
-        ctx.own = own
+    def forward(
+        ctx: Any, own: Mapping[str, Any], is_apart: bool, values: torch.Tensor, *_leaves: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.own, ctx.is_apart = own, is_apart
         return values
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         reader: WeightReader = ctx.own[_READER]
-        return None, None, *(reader.gradients(ctx.own[_NAME], gradient) or [gradient])
+        of = [] if ctx.is_apart else reader.gradients(ctx.own[_NAME], gradient)
+        return None, None, None, *(of or [gradient])
 
 
 def _guarded(result: Any, readings: list[tuple[Guarded, torch.Tensor]]) -> Any:

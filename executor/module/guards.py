@@ -1,10 +1,12 @@
 """Checks and guards: a prepared model refuses operations that would fail later or silently give wrong results."""
 
 import functools
+import gc
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -192,6 +194,58 @@ def check_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
                     f"would move each by itself; {remedy}"
                 )
         open_spans.append(span)
+
+
+class Sharing(NamedTuple):
+    """A tensor outside of a model with memory of one of its trained parameters.
+
+    Attributes:
+        tensor: outside, as a parameter of another model.
+        name: of the parameter.
+        parameter: of the model.
+        before: an alias of what it is now.
+        is_within: whether all that the tensor has is the parameter's, in its type.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    parameter: nn.Parameter
+    before: torch.Tensor
+    is_within: bool
+
+
+def sharing_memory(model: nn.Module, trained: Collection[int]) -> Iterator[Sharing]:
+    """Yield ordinary tensors of the process, outside of a model, that have memory of its trained parameters.
+
+    In PyTorch they change with these: a parameter of another model that was made of one's data, a state dict that is
+    still held. What only autograd or NumPy holds is not seen.
+
+    Args:
+        model: any module, before its weights move.
+        trained: the ``id`` of parameters that an optimizer has.
+    """
+    own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    storages = {key: tensor.untyped_storage() for key, tensor in own.items() if _is_plain(tensor)}
+    # The Python object of a storage holds it, as each of its tensors does.
+    count = Counter(storage._cdata for storage in storages.values())
+    held = {storage for storage, number in count.items() if torch._C._storage_Use_Count(storage) > number + 1}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or id(p) in trained]
+    named = [(name, p) for name, p in named if id(p) in storages and storages[id(p)]._cdata in held]
+    spans = [(span, p) for name, p in named for span in _of_tensors([(name, p.detach(), True)])]
+    for tensor in gc.get_objects() if spans else ():
+        if not issubclass(type(tensor), torch.Tensor) or id(tensor) in own or not _is_plain(tensor):
+            continue
+        for given in _of_tensors([("", tensor, False)]) if tensor.untyped_storage()._cdata in held else ():
+            for span, parameter in spans:
+                if given.tensor is not span.tensor and span.begin < given.end and given.begin < span.end:
+                    is_within = span.begin <= given.begin and given.end <= span.end and tensor.dtype == parameter.dtype
+                    yield Sharing(tensor, span.words, parameter, span.tensor, is_within)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is an ordinary one with memory."""
+    is_ordinary = type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout is torch.strided
+    return is_ordinary and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta)
 
 
 def trained_memory(model: nn.Module) -> Callable[[torch.Tensor], str]:

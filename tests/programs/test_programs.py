@@ -16,7 +16,10 @@ from run_programs import CPU, outcome, trained
 
 # fmt: off
 TRIED = {
-    "loops": ("r_drop", "gradual_unfreezing", "reinforce"),
+    "loops": (
+        "r_drop", "gradual_unfreezing", "reinforce", "critic_with_a_penalty", "weights_written_by_state_dict",
+        "layer_over_the_same_memory",
+    ),
     "edits": (
         "loss_scaling", "gradients_in_one_buffer", "gradient_surgery", "hooks_on_accumulated_gradients",
         "distance_to_initial_weights", "weights_behind_the_last_module",
@@ -39,7 +42,7 @@ TRIED = {
         "counting_hooks_on_gradients", "counts_in_a_counter", "counts_in_many_places", "counts_in_slots",
     ),
     "modules": ("pruned", "parts_that_do_not_run", "compiled_methods", "compiled_functions"),
-    "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks", "mixtral"),
+    "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks", "mixtral", "cache_of_states"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
         "texts_alone", "indices_in_a_list",

@@ -113,9 +113,9 @@ def test_times_of_short_groups_are_left_out():
 class Loop:
     """Steps of a user's loop, one by one."""
 
-    def __init__(self, num_micro_batches, params="gpu"):
-        self.task = Task("gpt2", num_micro_batches=num_micro_batches, schedule=False)
-        self.model, self.optimizer = prepare(self.task, decide(self.task, uniform(params, "cpu")))
+    def __init__(self, num_micro_batches, params="gpu", max_norm=0.5, **given):
+        self.task = Task("gpt2", num_micro_batches=num_micro_batches, schedule=False, max_norm=max_norm)
+        self.model, self.optimizer = prepare(self.task, decide(self.task, uniform(params, "cpu"), **given))
 
     def forward(self):
         tokens = batches(self.task)[0, 0]
@@ -310,17 +310,25 @@ def test_a_loop_that_never_drops_gradients_is_refused_before_its_second_step():
         loop.optimizer.step()
 
 
-def test_gradients_on_the_way_to_another_model_may_come_on_used_ones():
+@pytest.mark.parametrize(("start", "num_left"), [("step", 0), ("backward", 3)])
+def test_gradients_on_the_way_to_another_model_may_come_on_used_ones(start, num_left):
     """As in a GAN, whose loop drops them before the discriminator's own turn."""
-    loop = Loop(1)
-    with loop.optimizer.session as session, warnings.catch_warnings():
+    loop, plain = (Loop(1, max_norm=None, update_start=begins) for begins in (start, "step"))
+    with loop.optimizer.session as session, plain.optimizer.session, warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(3):
-            loop.optimizer.zero_grad()
-            loop.backward()
-            loop.optimizer.step()
+        for number in range(3):
+            for each in (loop, plain):
+                torch.manual_seed(number)
+                each.optimizer.zero_grad()
+                each.backward()
+                each.optimizer.step()
             loop.backward()  # for another model's sake
-        assert session.num_left == 0
+        assert session.num_left == num_left
+        with pytest.raises(GradientError, match="not dropped between"):
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        for name, values in plain.optimizer.session.full_parameters().items():
+            assert torch.equal(values, session.full_parameters()[name])
 
 
 def test_norms_that_were_read_can_be_read_after_the_step():

@@ -31,6 +31,16 @@ def test_a_copy_of_an_encoders_and_decoders_cache_shares_neither_of_its_caches()
     assert [part.get_seq_length(0) for part in parts] == [2, 2]
 
 
+def test_a_layer_of_a_hybrid_model_has_states_in_place_of_keys():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "mamba_n_heads": 4}
+    config = transformers.GraniteMoeHybridConfig(**sizes, mamba_d_head=16, layer_types=["attention", "mamba"])
+    cache = transformers.DynamicCache(config=config)
+    assert not drop_caches({"past_key_values": cache}, 1)
+    cache.update_conv_state(torch.ones(1, 2, 4), 1)
+    assert drop_caches({"past_key_values": cache}, 1)
+    assert not drop_caches({"past_key_values": cache}, 0)
+
+
 def test_what_layers_share_is_no_cache_to_drop():
     shared = transformers.cache_utils.KVSharingDict(full=(torch.ones(1), torch.ones(1)))
     arguments = {"past_key_values": transformers.DynamicCache(), "shared_kv_states": shared}

@@ -630,3 +630,68 @@ def folds(ullage) -> Trained:
         losses.append(model(batch(0)[0]).sum().item())
         weights |= {f"{fold}.{name}": weight for name, weight in model.state_dict().items()}
     return losses, weights
+
+
+@program
+def critic_with_a_penalty(ullage) -> Trained:
+    """WGAN-GP without clipping: the generator's backward adds to used gradients, which the critic's turn drops."""
+    critic = Net()
+    generator = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 16))
+    ours = torch.optim.Adam(critic.parameters(), lr=1e-2, eps=1e-4)
+    theirs = torch.optim.Adam(generator.parameters(), lr=1e-2, eps=1e-4)
+    critic, ours = ullage.prepare(critic, ours, (batch(0)[0],), clip=False)
+    losses = []
+    for step in range(NUM_STEPS):
+        ours.zero_grad()
+        real, noise = batch(step)[0], torch.randn(32, 4, generator=seeded(step))
+        fake = generator(noise).detach()
+        mixed = (0.5 * real + 0.5 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).mean(1).sum(), mixed, create_graph=True)
+        loss = critic(fake).mean() - critic(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        ours.step()
+        theirs.zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        theirs.step()
+        losses.append(loss.item())
+    weights = {"critic": critic, "generator": generator}
+    return losses, {
+        f"{name}.{key}": value for name, model in weights.items() for key, value in model.state_dict().items()
+    }
+
+
+@program
+def weights_written_by_state_dict(ullage) -> Trained:
+    """Federated averaging: a loop copies into the tensors of state_dict()."""
+    model, optimizer = made(ullage)
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for values in model.state_dict().values():
+            values.copy_(0.9 * values)
+        losses.append(loss.item())
+    return losses, model
+
+
+@program
+def layer_over_the_same_memory(ullage) -> Trained:
+    """A layer outside of the model has the data of one of its weights, since before prepare."""
+    model = Net()
+    outside = nn.Linear(64, 10)
+    outside.weight.data = model.head.weight.data
+    initial = model.state_dict()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    losses = []
+    for step in range(NUM_STEPS):
+        x, y = batch(step)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), float(outside(torch.ones(64)).norm()), float(initial["embed.weight"].norm())]
+    return losses, model

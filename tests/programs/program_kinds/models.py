@@ -416,3 +416,26 @@ def tables_before_blocks(ullage) -> Trained:
             return self.last(x * self.scale)
 
     return train(ullage, Tabled(), lambda step: (torch.randn(8, 64, generator=seeded(step)),))
+
+
+@program
+def cache_of_states(ullage) -> Trained:
+    """Zamba2 with a cache, in which layers have states, and some keys and values too."""
+    config = transformers.Zamba2Config(
+        vocab_size=128, hidden_size=64, num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2,
+        num_attention_heads=4, num_key_value_heads=4, intermediate_size=128, mamba_d_state=8, n_mamba_heads=2,
+        mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, adapter_rank=4, use_shared_attention_adapter=True,
+    )  # fmt: skip
+    return train(ullage, transformers.Zamba2ForCausalLM(config), tokens, num_steps=3)
+
+
+@program
+def reformer(ullage) -> Trained:
+    """Reformer, whose reversible layers run again in a backward of their own."""
+    config = transformers.ReformerConfig(
+        vocab_size=128, hidden_size=32, num_attention_heads=2, attention_head_size=16, feed_forward_size=64,
+        axial_pos_shape=[4, 4], axial_pos_embds_dim=[16, 16], max_position_embeddings=16, attn_layers=["local", "lsh"],
+        local_attn_chunk_length=4, lsh_attn_chunk_length=4, num_hashes=1, num_buckets=2, is_decoder=True, hash_seed=0,
+        hidden_dropout_prob=0.0, lsh_attention_probs_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return train(ullage, transformers.ReformerModelWithLMHead(config), tokens, num_steps=3)

@@ -337,3 +337,51 @@ def test_a_models_own_no_sync_stays() -> None:
     model, optimizer = ullage.prepare(model, torch.optim.AdamW(model.parameters()), given, hardware="epyc-turin-2c")
     with optimizer.session:
         assert model.no_sync() == "its own"
+
+
+class Modulated(nn.Module):
+    """A block that reads a table of its own before its modules, as those of diffusers' PixArt and Wan do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, WIDTH))
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        first, second = (self.table + 1.0).chunk(2)  # so that backward reads no table
+        return (y := x + first * self.first(x)) + second * self.second(y)
+
+
+class WithTables(nn.Module):
+    """Reads a table of its own behind the last block, before its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(Modulated() for _ in range(3))
+        self.table = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        shift, scale = (self.table + 1.0).chunk(2)
+        return self.head(x * (1 + scale) + shift).square().mean()
+
+
+def test_a_table_behind_blocks_that_have_tables_follows_the_plan() -> None:
+    torch.manual_seed(0)
+    model, batches = WithTables(), [torch.randn(4, 8) for _ in range(3)]
+    plain = copy.deepcopy(model)
+    optimizer, expected = (torch.optim.SGD(each.parameters(), lr=1e-2) for each in (model, plain))
+    model, optimizer = ullage.prepare(model, optimizer, (batches[0],), hardware="epyc-turin-2c")
+    with optimizer.session as session:
+        for (trained, steps), x in ((pair, x) for x in batches for pair in ((model, optimizer), (plain, expected))):
+            trained(x).backward()
+            steps.step()
+            steps.zero_grad()
+        assert session.num_left == 0
+        for name, values in plain.state_dict().items():
+            torch.testing.assert_close(session.full_parameters()[name], values, rtol=1e-5, atol=1e-6)
