@@ -1,7 +1,7 @@
 """Our plans beside LLMQ's measured runs: ``python benchmarks/published/beside.py [SUBSTRING]``.
 
-See :class:`ullage.rivals.cases.beside.BesideCase`. Each row says what bounds our iteration and how much of it products
-take: the rest is what other kernels, or none, could win.
+Beside them is what its own row predicts. See :class:`ullage.rivals.cases.beside.BesideCase`. Each row says what bounds
+our iteration and how much of it products take: the rest is what other kernels, or none, could win.
 
 With a substring only runs whose name has it are planned again.
 """
@@ -17,6 +17,7 @@ from planner.costs.model import CostModel
 from planner.models.kernels import Attention, Gemm
 from planner.plan.document import Plan
 from ullage.output.formatting import binds
+from ullage.rivals.cases import Case, Metric, load_cases
 from ullage.rivals.cases.beside import BesideCase
 
 OUTPUT = ROOT / "benchmarks" / "results" / "published_beside.json"
@@ -33,18 +34,23 @@ def products_share(plan: Plan) -> float:
     return decisions.num_micro_batches * computing_s / plan.prediction.iteration_s
 
 
-def row(run: dict[str, Any]) -> dict[str, Any]:
-    """Return the better of our plans beside a run."""
-    plans = BesideCase.model_validate(run).plans(load_profile(run["hardware"]))
-    found = {name: run[name] for name in ("id", "model", "hardware", "devices", "products", "source")}
-    found["theirs_tokens_per_s"] = run["tokens_per_s"]
+def row(case: Case) -> dict[str, Any]:
+    """Return the better of our plans beside a run, and what is predicted for the run."""
+    beside, profile = BesideCase.of(case), load_profile(case.hardware)
+    assert beside
+    run, plans = beside.run, beside.plans(profile)
+    tokens, measured_s = run.tokens_per_step, run.measurements()[Metric.ITERATION]
+    found: dict[str, Any] = {name: getattr(run, name) for name in ("id", "model", "hardware", "devices", "source")}
+    found["products"] = run.precision.products
+    found["theirs_tokens_per_s"] = round(tokens / measured_s, 1)
+    found["theirs_predicted_tokens_per_s"] = round(tokens / run.predict(profile).values[Metric.ITERATION])
     if not plans:
         return found
     kernels, best = max(plans.items(), key=lambda item: item[1].prediction.tokens_per_s)
     seen = best.prediction
     return found | {
         "ours_tokens_per_s": round(seen.tokens_per_s),
-        "ratio": round(seen.tokens_per_s / run["tokens_per_s"], 3),
+        "ratio": round(seen.tokens_per_s / (tokens / measured_s), 3),
         "kernels": kernels,
         "micro_batch": best.decisions.micro_batch,
         "binds": binds(seen.critical_s, seen.iteration_s),
@@ -57,8 +63,8 @@ def main() -> None:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     before = {each["id"]: each for each in json.loads(OUTPUT.read_text())["rows"]} if part else {}
     rows = []
-    for run in json.loads((HERE / "llmq.json").read_text())["cases"]:
-        rows.append(row(run) if part in run["id"] else before[run["id"]])
+    for case in load_cases(HERE / "held_out" / "llmq.json"):
+        rows.append(row(case) if part in case.id else before[case.id])
         print(json.dumps(rows[-1]), flush=True)
     write_result(OUTPUT, {**origin("numpy"), "command": "python benchmarks/published/beside.py", "rows": rows})
 

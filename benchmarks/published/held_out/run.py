@@ -26,6 +26,7 @@ FILES = (
     "llama_factory",
     "qwen",
     "halo",
+    "llmq",
 )
 QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate", "longest sequence")
 
