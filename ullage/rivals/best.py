@@ -112,8 +112,10 @@ def _best_of_engine(setup: Setup, scorer: Scorer, name: str, activations: Activa
         return best_of(map(scorer.score, _swapping(setup)))
     if name == "streaming":
         return good_streaming(setup, scorer)
-    if name in UNPAIRED:
-        return best_of(map(scorer.score, POLICIES[name](setup)))
+    if name in UNPAIRED:  # its defaults come first
+        tried = map(scorer.score, POLICIES[name](setup))
+        first = next(tried)
+        return best_of([first, *tried]) if first.missing_bytes else first
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
     best = _best_of_pairs(setup, scorer, placements, activations, ends=name in FIRST_IS_FASTEST)
     ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (

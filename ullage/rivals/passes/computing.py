@@ -117,8 +117,8 @@ def _cast_fetched(decisions: RivalDecisions, program: Program) -> None:
     """Let the host cast what is fetched right before that."""
     for lane in (*program.before.values(), *program.behind.values()):
         for place, fetch in reversed(list(enumerate(lane))):
-            if fetch.op is Op.FETCH:
-                unit = program.named[fetch.unit]
+            unit = program.named.get(fetch.unit)
+            if fetch.op is Op.FETCH and unit and unit.num_params:
                 cast = program.draft(Lane.CPU, Op.PASS, fetch.phase, unit, fetch.micro_batch)
                 cast.num_bytes = decisions.cast_bytes * unit.num_params
                 fetch.after += (cast.index,)
