@@ -85,14 +85,18 @@ def test_llmq_makes_the_products_of_the_model_and_moves_less(name: str, fp8: str
     assert sums[1] < sums[0]
 
 
-def test_llmq_keeps_what_its_allocator_lists() -> None:
-    """Bytes of a token and layer in bf16: ln1, ln2, qkv, att, res_att, res_ffn, mlp_up and swiglu, and factors."""
-    model, batch = resolve_model("qwen2.5-7b"), Batch(2, 1024)
+@pytest.mark.parametrize("fp8", [None, "device"])
+def test_llmq_keeps_what_its_allocator_lists(fp8: str | None) -> None:
+    """Bytes of a token and layer: qkv, att, res_att, res_ffn and mlp_up in bf16, and factors in fp32.
+
+    Beside them ln1, ln2 and swiglu, which are inputs of products, in the type of these.
+    """
+    model, batch = resolve_model("qwen2.5-7b"), Batch(2, 1024, fp8_products=fp8)  # type: ignore[arg-type]
     wide, qkv, ffn = model.hidden_size, model.query_size + 2 * model.key_value_size, model.ffn_hidden_size
     kept = {
-        (): 2 * (4 * wide + qkv + wide + 3 * ffn),
-        ("norms", "swiglu"): 2 * (2 * wide + qkv + wide + 2 * ffn),
-        ("norms", "ffn"): 2 * (2 * wide + qkv + wide),
+        (): 2 * (3 * wide + qkv + 2 * ffn) + (1 if fp8 else 2) * (2 * wide + ffn),
+        ("norms", "swiglu"): 2 * (3 * wide + qkv + 2 * ffn),
+        ("norms", "ffn"): 2 * (3 * wide + qkv),
     }
     assert set(kept) == set(REMADE)
     factors = 4 * (2 + model.num_attention_heads)
@@ -109,6 +113,13 @@ def test_what_llmq_makes_again_costs_time_and_saves_memory() -> None:
     assert flop[0] == flop[1] < flop[2]
     kept = [sum(unit.saved_bytes for unit in each) for each in found]
     assert kept[0] > kept[1] > kept[2]
+    passes = [
+        sum(k.num_bytes * k.count for unit in each for k in unit.backward if isinstance(k, Elementwise))
+        for each in found
+    ]
+    tokens, e = batch.num_tokens, 2
+    again = model.num_layers * tokens * e * (2 * 2 * model.hidden_size + 3 * model.ffn_hidden_size)
+    assert passes[1] - passes[0] == passes[2] - passes[0] == again  # two norms and SwiGLU
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-4b", "mixtral-8x7b"])

@@ -48,6 +48,7 @@ HELD_OUT = (
     ("qwen", "peak GPU", "adapters and all weights of Qwen on A100: peak GPU memory"),
     ("halo", "iteration", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: iteration time"),
     ("halo", "peak GPU", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: peak GPU memory"),
+    ("llmq", "iteration", "LLMQ on 1 to 8 of six kinds of devices, packaged profiles: iteration time"),
     ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
     ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )
@@ -91,8 +92,8 @@ def beside() -> Iterator[tuple[str, ...]]:
         if "ratio" not in row:
             continue
         machine, types = f"{row['devices']} x {row['hardware'].split('x8')[0]}", row["products"] or "bf16"
-        theirs, ours = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "ours"))
-        yield row["model"], machine, types, theirs, ours, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
+        rates = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "theirs_predicted", "ours"))
+        yield row["model"], machine, types, *rates, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
 
 
 def streamed() -> Iterator[tuple[str, ...]]:
