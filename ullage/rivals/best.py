@@ -6,7 +6,7 @@ from typing import Literal
 
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
-from planner.decisions import Activations
+from planner.decisions import Activations, Place
 from planner.graph import units
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
@@ -62,8 +62,14 @@ def best_with_own_kernels(rival: Variant, name: str) -> tuple[Variant, Candidate
     """Return the best candidate of an engine with kernels of its own, if it has such a model; otherwise as asked."""
     if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
         return None
-    tried = list(_in_own_kernels(rival, name)) if name in GRAPHS else [rival]
-    found = [(each, best_of_engine(each.setup, scorer_of(each), name)) for each in tried]
+    found: list[tuple[Variant, Candidate]] = []
+    for each in _in_own_kernels(rival, name) if name in GRAPHS else [rival]:
+        found.append((each, candidate := best_of_engine(each.setup, scorer_of(each), name)))
+        moves = any(
+            unit.activations != "keep" or set(unit.update) - {Place.GPU} for unit in candidate.decisions.units.values()
+        )
+        if candidate.fits and not moves:  # the others keep less, and take longer
+            break
     return min(found, key=lambda each: each[1].order, default=None)
 
 
