@@ -96,6 +96,17 @@ def beside() -> Iterator[tuple[str, ...]]:
         yield row["model"], machine, types, *rates, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
 
 
+PARTS = ("products", "attention", "loss", "norms and sums", "SwiGLU", "embedding", "others")
+
+
+def beside_parts() -> Iterator[tuple[str, ...]]:
+    rows = {row["id"]: row for row in result("published_beside.json")["rows"]}
+    slower = [rows[f"llmq-{name}-0.5b-bf16-b{size}"] for name, size in (("4090x1", 16), ("4090x4", 16), ("h100x1", 32))]
+    assert {row["id"] for row in rows.values() if row["ratio"] < 1} == {row["id"] for row in slower}
+    for part in PARTS:
+        yield part, *(f"{row[f'{who}_parts_s'][part]:.2f}" for row in slower for who in ("ours", "theirs"))
+
+
 def streamed() -> Iterator[tuple[str, ...]]:
     for row in result("streamed.json")["rows"].values():
         tokens = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("measured", "predicted", "ours"))
@@ -615,6 +626,7 @@ TABLES = (
     published,
     held_out,
     beside,
+    beside_parts,
     streamed,
     demo,
     memory,
@@ -677,6 +689,19 @@ def test_tables_hold_what_result_files_say(table: Any) -> None:
 def test_no_result_names_a_folder_of_a_machine() -> None:
     places = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|opt|mnt)/")
     assert [path.name for path in RESULTS.glob("*.json") if places.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_plans_beside_llmq_are_as_fast_as_the_page_says() -> None:
+    ratios = {
+        row["id"]: row["ours_tokens_per_s"] / row["theirs_predicted_tokens_per_s"]
+        for row in result("published_beside.json")["rows"]
+    }
+    assert f"our rate is {min(ratios.values()):.2f} to {max(ratios.values()):.2f} of LLMQ's" in PAGE
+    slower = [name for name, ratio in ratios.items() if ratio < 1]
+    smallest = [name for name in ratios if "-0.5b-" in name]
+    assert (len(set(slower) & set(smallest)), len(smallest), len(slower)) == (6, 8, 7)
+    errors = [row["iteration"]["error"] for row in result("published_held_out.json")["rows"] if row["file"] == "llmq"]
+    assert f"{sum(error < -0.03 for error in errors)} of {len(errors)} too fast by more than 3 %" in PAGE
 
 
 def test_every_row_of_a_table_is_tied() -> None:
