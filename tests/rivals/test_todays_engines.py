@@ -20,7 +20,7 @@ from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import memory_peaks
 from ullage.rivals import make_plan
 from ullage.rivals.best import best_with_own_kernels
-from ullage.rivals.decisions import ONE_COPY, RivalDecisions
+from ullage.rivals.decisions import ONE_COPY, OWN_KERNELS, RivalDecisions
 from ullage.rivals.engines.llmq import PLACEMENTS, REMADE, Placement, place
 from ullage.rivals.engines.megatrain import mega_train
 from ullage.rivals.engines.slideformer import slide_former
@@ -173,6 +173,8 @@ def test_a_plan_has_a_row_of_llmq_in_its_own_kernels() -> None:
     plan = make_plan(request, 20)
     row = next(row for row in plan.engines if row.name == "llmq")
     assert row.fits
+    assert row.setting.endswith(OWN_KERNELS)
+    assert all(OWN_KERNELS not in each.setting for each in plan.engines if each is not row)
     assert row.numerics == "no master copy beside weights in bf16"
     (variant,) = variants(Request(request.model, request.hardware, num_devices=2, micro_batch=4, num_micro_batches=1))[
         :1

@@ -15,6 +15,9 @@ LAYERS_IN_TURN = "layers in turn"
 ONE_COPY = "one copy on the host"
 """How a row says that ranks fetch whole weights from memory that they share, and copy whole gradients there."""
 
+OWN_KERNELS = "kernels of its own"
+"""How a row says that it is not priced in the kernels of the request."""
+
 REDUCE_BUCKET_PARAMS = 500_000_000
 """Gradients that DeepSpeed reduces, and copies to the host, at a time: its default ``reduce_bucket_size``."""
 

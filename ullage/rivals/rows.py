@@ -13,7 +13,8 @@ from planner.plan.document import EngineRow, Plan, describe
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.search import Candidate, Progress
 from ullage.rivals.best import bests, bests_in_own_kernels
-from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.decisions import OWN_KERNELS, RivalDecisions
+from ullage.rivals.engines.catalogue import GRAPHS
 from ullage.rivals.nearest import nearest_fit
 
 
@@ -100,7 +101,7 @@ def _row(name: str, rival: Variant, candidate: Candidate) -> EngineRow:
     nearest = nearest_fit(rival, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
-        setting=describe(decisions, rival.setup.units),
+        setting=", ".join([describe(decisions, rival.setup.units), *([OWN_KERNELS] if name in GRAPHS else [])]),
         fits=not candidate.missing_bytes,
         iteration_s=candidate.iteration_s if simulated else None,
         missing_bytes=candidate.missing_bytes,

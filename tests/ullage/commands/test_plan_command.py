@@ -20,6 +20,7 @@ from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration, si
 from ullage.report.plan import engine_fits, engine_line, engine_setting, faster_line, mfu
+from ullage.rivals.decisions import OWN_KERNELS
 from ullage.rivals.engines.catalogue import POLICIES
 from ullage.training.levels import MEMORY, buffer_bytes, levels_of
 
@@ -413,6 +414,13 @@ def test_engines_that_are_faster_are_explained(plan):
             {"setting": f"{offloads}, layers in turn"},  # offloading alone would not do it
             (
                 "other: by moving layers from device to device instead of gathering them, which plans cannot do; the "
+                "bound above does not cover it"
+            ),
+        ),
+        (
+            {"setting": f"{offloads}, {OWN_KERNELS}"},
+            (
+                "other: by kernels of its own, which plans do not have; --kernels auto compares compiled ones; the "
                 "bound above does not cover it"
             ),
         ),
