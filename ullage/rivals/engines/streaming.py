@@ -108,10 +108,10 @@ def good_streaming(setup: Setup, scorer: Scorer) -> Candidate:
     def place(setup: Setup, num_keep: int, num_offload: int, num_resident: int) -> RivalDecisions:
         return with_own_head(streaming(setup, num_keep, num_offload, num_resident))
 
-    everything = place(setup, num_layers, 0, len(setup.units))
-    if not (most := scorer.score(everything)).missing_bytes:
-        return most
-    found = _uphill(few, scorer, place, tuple(steps), _AXES, scorer.num_simulations + _MOST_SIMULATIONS)
+    enough = scorer.num_simulations + _MOST_SIMULATIONS
+    if not (everything := scorer.score(place(setup, num_layers, 0, len(setup.units)))).missing_bytes:
+        return everything
+    found = _uphill(few, scorer, place, tuple(steps), _AXES, enough)
     return scorer.score(found.decisions.model_copy(update={"num_micro_batches": setup.given.num_micro_batches}))
 
 
