@@ -89,4 +89,5 @@ def test_other_engines_update_and_keep_only_what_is_trained(name: str, num_ranks
     (num_trained,) = (unit.num_params for unit in ADAPTED if unit.num_params)
     num_weights = sum(unit.num_weights for unit in ADAPTED)
     assert held["gradients"] <= 10 * num_trained < num_weights
-    assert 12 * num_trained <= num_ranks * held["optimizer"] <= num_ranks * 30 * num_trained
+    least = 8 if name == "llmq" else 12  # its weights are masters
+    assert least * num_trained <= num_ranks * held["optimizer"] <= num_ranks * 30 * num_trained

@@ -228,11 +228,18 @@ def test_streaming_is_found_in_a_few_simulations() -> None:
 
 def test_what_an_engine_cannot_do_is_no_row() -> None:
     assert all(can_run(name, setup(), 1) for name in POLICIES)
-    several = {name for name in POLICIES if not can_run(name, setup(data_parallel=2), 1)}
-    assert several == {"megatrain", "streaming"}
-    nodes = {name for name in POLICIES if not can_run(name, setup(data_parallel=2), 2)}
-    assert nodes == several | {"roundpipe", "roundpipe-sync"}
-    assert {name for name in POLICIES if not can_run(name, setup(optimizer="lion"), 1)} == several | {"zenflow"}
+    assert all(can_run(name, setup(data_parallel=2), 1) for name in POLICIES)
+
+    def cannot(num_nodes: int = 1, **given: object) -> set[str]:
+        return {name for name in POLICIES if not can_run(name, setup(**given), num_nodes)}
+
+    in_one_node = {"megatrain", "roundpipe", "roundpipe-sync", "slideformer", "llmq"}
+    assert cannot(2, data_parallel=2) == in_one_node
+    assert cannot(tensor_parallel=2) == in_one_node | {"streaming"}
+    only_adam = {"zenflow", "megatrain", "streaming", "slideformer"}
+    assert cannot(optimizer="lion") == only_adam | {"llmq"}
+    assert cannot(optimizer="adamw-bf16") == only_adam
+    assert cannot(clip=True) == cannot(num_micro_batches=2) == {"slideformer"}
 
 
 def test_lanes_of_late_updates_keep_their_order() -> None:

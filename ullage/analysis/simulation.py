@@ -31,13 +31,13 @@ def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Itera
     Raises:
         ValueError: the policy or its setting does not exist.
     """
-    decisions = plan.decisions
+    decisions, own_units = plan.decisions, None
     if engine != OURS or setting is not None:
         tiles = {field: getattr(plan.constraints, field) for field in plan.decisions.tiles}
         asked = dataclasses.replace(chosen_request(plan), **tiles, split_masters=False)
         rivals = variants(asked)  # whole logits, and tiles of them
-        decisions = decided(engine, setting, rivals)
-    name, units = engine if setting is None else f"{engine} {setting}", plan.units(decisions)
+        decisions, own_units = decided(engine, setting, rivals)
+    name, units = engine if setting is None else f"{engine} {setting}", own_units or plan.units(decisions)
     cost = CostModel.of(plan.hardware, units, decisions)
     return Iteration(name, plan.model, units, plan.seq_len, decisions, cost)
 

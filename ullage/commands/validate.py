@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside",
         action="store_true",
-        help="plan what engines without a row trained, and show our predicted iteration beside theirs (takes longer)",
+        help="plan what engines with kernels of their own trained (LLMQ), and show our predicted iteration beside "
+        "theirs (takes longer)",
     )
     parser.add_argument(
         "--intervals",
@@ -68,10 +69,8 @@ def run(args: argparse.Namespace) -> int:
     fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
     unread = [(name, reason) for file in files for name, reason in file.left_out.items()]
     left_out = {name: reason for name, reason in unread if fnmatch.fnmatchcase(name, pattern)}
-    if not args.beside:
-        unlike = "there is no row for its engine; --beside shows our plan in its place"
-        left_out |= {case.id: unlike for _, case in chosen if isinstance(case, BesideCase)}
-        chosen = [(file, case) for file, case in chosen if not isinstance(case, BesideCase)]
+    if args.beside:
+        chosen = [(file, BesideCase.of(case) or case) for file, case in chosen]
     found: list[dict[str, Any]] = []
     with progress_bar() as show:
         for number, (file, case) in enumerate(chosen):

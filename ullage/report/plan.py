@@ -22,7 +22,7 @@ from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_words
 from ullage.output.formatting import TIER_WORDS, binds, duration, percent, si, signed_percent
 from ullage.report.charts import Axis, Chart, Fact, Line, Part, Section, Table, Trace, bars
-from ullage.rivals.decisions import LAYERS_IN_TURN
+from ullage.rivals.decisions import LAYERS_IN_TURN, OWN_KERNELS
 from ullage.rivals.engines.catalogue import POLICIES, policies_of
 from ullage.training.processes import launch_lines, nodes
 
@@ -500,6 +500,9 @@ def _reason_words(row: EngineRow, plan: Plan) -> str:
     if LAYERS_IN_TURN in row.setting:
         moves = "by moving layers from device to device instead of gathering them"
         return f"{moves}, which plans cannot do; the bound above does not cover it"
+    if OWN_KERNELS in row.setting:
+        nearer = "" if plan.decisions.kernels else "; --kernels auto compares compiled ones"
+        return f"by {OWN_KERNELS}, which plans do not have{nearer}; the bound above does not cover it"
     if "offloaded" in row.setting and plan.constraints.storage == "never":
         return "by offloading activations, which plans do with --storage activations"
     return "by moving data in a way that plans cannot; the bound above does not cover it"

@@ -5,7 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from planner.choices.variants import Variant
-from planner.decisions import Activations
+from planner.costs.model import CostModel
+from planner.decisions import Activations, Place
+from planner.graph import units
+from planner.models.captured import CapturedModel
+from planner.models.config import ModelConfigError
 from planner.optimizers import OPTIMIZERS
 from planner.placements import ACTIVATIONS
 from planner.schedule.tasks import Tier
@@ -15,6 +19,7 @@ from planner.simulate.prediction import capacities
 from ullage.rivals.decisions import RivalDecisions
 from ullage.rivals.engines.catalogue import (
     FIRST_IS_FASTEST,
+    GRAPHS,
     HOST_PARAMETER_POLICIES,
     NVME_PARAMETER_POLICIES,
     POLICIES,
@@ -41,10 +46,54 @@ def scorer_of(variant: Variant) -> Scorer:
     return Scorer.of(variant, lower=lower, whole=False)
 
 
+def bests(rival: Variant) -> dict[str, tuple[Variant, Candidate]]:
+    """Return the best candidate of every engine that runs a variant's kernels, by name."""
+    return {name: (rival, each) for name, each in engine_policies(rival.setup, scorer_of(rival)).items()}
+
+
+def bests_in_own_kernels(rival: Variant) -> dict[str, tuple[Variant, Candidate]]:
+    """Return the best candidate of every engine with kernels of its own, and the variant in these."""
+    names = [name for name in policies_of(rival.request.optimizer) if name in GRAPHS]
+    found = {name: best_with_own_kernels(rival, name) for name in names}
+    return {name: each for name, each in found.items() if each}
+
+
+def best_with_own_kernels(rival: Variant, name: str) -> tuple[Variant, Candidate] | None:
+    """Return the best candidate of an engine with kernels of its own, if it has such a model; otherwise as asked."""
+    if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
+        return None
+    found: list[tuple[Variant, Candidate]] = []
+    for each in _in_own_kernels(rival, name) if name in GRAPHS else [rival]:
+        found.append((each, candidate := best_of_engine(each.setup, scorer_of(each), name)))
+        moves = any(
+            unit.activations != "keep" or set(unit.update) - {Place.GPU} for unit in candidate.decisions.units.values()
+        )
+        if candidate.fits and not moves:  # the others keep less, and take longer
+            break
+    return min(found, key=lambda each: each[1].order, default=None)
+
+
+def _in_own_kernels(rival: Variant, name: str) -> Iterator[Variant]:
+    """Yield a variant in an engine's own kernels."""
+    request, choice = rival.request, rival.choice
+    if isinstance(request.model, CapturedModel):
+        return
+    try:
+        for graph in GRAPHS[name](request.model, request.batch(choice)):
+            setup = dataclasses.replace(rival.setup, units=units(graph))
+            yield Variant(request, setup, CostModel(request.hardware, setup.units, setup.given))
+    except ModelConfigError:
+        return
+
+
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidate of every engine policy that can do what the setup requires, by name."""
+    """Return the best candidate of every engine policy that can do what the setup requires, by name.
+
+    Those of engines with kernels of their own are not among them.
+    """
     num_nodes = len(scorer.cost.layout.nodes())
-    names = [name for name in policies_of(setup.given.optimizer) if can_run(name, setup, num_nodes)]
+    known = [name for name in policies_of(setup.given.optimizer) if name not in GRAPHS]
+    names = [name for name in known if can_run(name, setup, num_nodes)]
     if setup.storage == "nvme" and OPTIMIZERS[setup.given.optimizer].others is None:
         at = names.index(_AFTER_STORAGE) if _AFTER_STORAGE in names else len(names)
         names[at:at] = ["zero-infinity", *(["ratel"] if not setup.given.clip else [])]  # it updates during backward
@@ -69,8 +118,10 @@ def _best_of_engine(setup: Setup, scorer: Scorer, name: str, activations: Activa
         return best_of(map(scorer.score, _swapping(setup)))
     if name == "streaming":
         return good_streaming(setup, scorer)
-    if name in UNPAIRED:
-        return best_of(map(scorer.score, POLICIES[name](setup)))
+    if name in UNPAIRED:  # its defaults come first
+        tried = map(scorer.score, POLICIES[name](setup))
+        first = next(tried)
+        return best_of([first, *tried]) if first.missing_bytes else first
     placements = list((POLICIES | STORAGE_POLICIES)[name](setup))
     best = _best_of_pairs(setup, scorer, placements, activations, ends=name in FIRST_IS_FASTEST)
     ways: tuple[tuple[Literal["host", "nvme"], tuple[str, ...]], ...] = (

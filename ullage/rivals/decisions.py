@@ -12,6 +12,12 @@ from ullage.rivals.precision import RivalPrecision
 LAYERS_IN_TURN = "layers in turn"
 """How a row says that layers move from device to device, which no plan of ours does."""
 
+ONE_COPY = "one copy on the host"
+"""How a row says that ranks fetch whole weights from memory that they share, and copy whole gradients there."""
+
+OWN_KERNELS = "kernels of its own"
+"""How a row says that it is not priced in the kernels of the request."""
+
 REDUCE_BUCKET_PARAMS = 500_000_000
 """Gradients that DeepSpeed reduces, and copies to the host, at a time: its default ``reduce_bucket_size``."""
 
@@ -33,7 +39,7 @@ class GradientPath(StrEnum):
     # caller waits for those of later ones, because it adds them (``_fsdp_collectives.py::foreach_reduce``).
     FSDP2 = "fsdp2"
     # Engines that stream layers: the device adds up. The sum waits on the host between micro-batches. After the last
-    # one it stays, and with it the weights, until the update there.
+    # one it stays, and with it the weights, until the update there, if that begins during backward.
     ON_DEVICE = "on-device"
     # Engines with passes of their own on the host: once, in the weights' type, pinned, to a buffer from where a pass of
     # the host takes them (``sum_bytes``, ``prepare_bytes``).
@@ -131,6 +137,14 @@ class RivalDecisions(Decisions):
         publishes_late: the host's updates run beside the next iteration, which therefore uses weights that are one
             update old. Its end publishes them.
         num_steps: iterations of the user's batch that one iteration of the schedule stands for (ZenFlow).
+        fetches_whole: ranks fetch whole weights from host memory, where others gather shards: from one copy that they
+            have ``together``, or each from its ``own``. In the first case gradients that are ``buffered`` leave whole,
+            too, and are added up there; in the second, those that leave between micro-batches do.
+        cast_bytes: bytes of host memory per parameter that a cast of the master copy moves before each fetch; then the
+            host has no other weights.
+        awaits_updates: whether a gradient leaves the device only when the gradient before it was used: both have one
+            buffer on the host.
+        launches_graphs: whether the host issues each unit's kernels at once, as a CUDA graph.
         sum_bytes: bytes of host memory per parameter that a pass moves after each copy of a gradient to the host.
         prepare_bytes: the same, of a pass before the update; ``None``: as ``host_update`` says.
         publish_bytes: the same, of a pass after the update.
@@ -164,6 +178,10 @@ class RivalDecisions(Decisions):
     layer_by_layer: bool = False
     publishes_late: bool = False
     num_steps: Annotated[int, Field(ge=1)] = 1
+    fetches_whole: Literal["together", "own"] | None = None
+    cast_bytes: Amount = 0
+    awaits_updates: bool = False
+    launches_graphs: bool = False
     sum_bytes: Amount = 0
     prepare_bytes: Amount | None = None
     publish_bytes: Amount = 0
@@ -211,17 +229,23 @@ class RivalDecisions(Decisions):
 
         FSDP2 moves both in the type of the master copy, which it casts on the device.
         """
+        if self.fetches_fp8:
+            return 1
         fsdp2 = self.gradient_path is GradientPath.FSDP2
         return self.precision.master_bytes if fsdp2 else self.precision.weight_bytes
 
     @property
     def spilled_bytes_per_param(self) -> int:
         """Bytes per parameter of a gradient that waits on the host or on NVMe, which may be converted to fp32 first."""
+        if self.gradient_path is GradientPath.ON_DEVICE:
+            return self.precision.gradient_bytes
         return self.moved_bytes_per_param if self.gradient_path.is_one_copy else 4
 
     @property
     def shared_in_words(self) -> str:
         """How data-parallel ranks share the model, in words."""
+        if self.fetches_whole == "together" and self.zero_stage == 3:
+            return ONE_COPY
         return LAYERS_IN_TURN if self.layer_by_layer else super().shared_in_words
 
     @property
@@ -250,7 +274,34 @@ class RivalDecisions(Decisions):
 
     def gathers(self, unit: Unit) -> bool:
         """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
-        return not self.layer_by_layer and super().gathers(unit)
+        return not (self.layer_by_layer or self.fetches_whole is not None) and super().gathers(unit)
+
+    def regathers(self, unit: Unit) -> bool:
+        """Return whether ranks all-gather a unit's shards after the update, if all of it stays on the device."""
+        if not self.fetches_whole:
+            return super().regathers(unit)
+        stays = self.zero_stage > 0 and not self.units[unit.name].fetched
+        return stays and not self.sums_on_host and unit.num_params > 0 and self.replicas(unit) > 1
+
+    def replicates(self, unit: str) -> bool:
+        """Return whether each rank's host memory has all of a unit's weights and gradients (ShadowSpill's ranks)."""
+        return self.fetches_whole == "own" and self.units[unit].fetched
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether ranks copy whole gradients to host memory, where they are added up."""
+        return self.fetches_whole is not None and self.gradient_path is GradientPath.BUFFERED
+
+    @property
+    def sums_leave(self) -> bool:
+        """Whether sums of gradients that wait on the host are there until the step, when their norm is known."""
+        return self.gradient_path is GradientPath.ON_DEVICE and self.update_start == "step"
+
+    @property
+    def fetches_fp8(self) -> bool:
+        """Whether the host has weights that the device cast to fp8 beside others, and these are fetched."""
+        on_device = self.gradient_path is GradientPath.ON_DEVICE
+        return on_device and self.fetches_whole == "together" and self.precision.products is not None
 
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
@@ -258,7 +309,7 @@ class RivalDecisions(Decisions):
 
     def serves(self, unit: str, place: Place) -> bool:
         """Return whether the host keeps weights for the device: not in FSDP2, where they are in the state."""
-        there = self.gradient_path is GradientPath.FSDP2 and place is not Place.NVME
+        there = (self.gradient_path is GradientPath.FSDP2 or self.cast_bytes > 0) and place is not Place.NVME
         return not there and super().serves(unit, place)
 
     def arrives_in_place(self, unit: str, place: Place) -> bool:
@@ -268,14 +319,16 @@ class RivalDecisions(Decisions):
     def weights_pass(self, unit: str) -> bool:
         """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         if self.gradient_path is GradientPath.ON_DEVICE:
-            return self.units[unit].fetched and not self.weight_in_state
+            leaves = self.sums_leave and self.flushes(unit, Place.STREAM)
+            return leaves or (self.units[unit].fetched and not self.weight_in_state)
         return super().weights_pass(unit)
 
 
 def _check_on_device(decisions: RivalDecisions) -> None:
-    if decisions.data_parallel > 1:
+    if decisions.data_parallel > 1 and not decisions.zero_stage:
         raise ValueError(
-            f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has one rank; set it to 1"
+            f"data_parallel is {decisions.data_parallel}, but gradient_path 'on-device' has ranks that share updates; "
+            "set zero_stage to 1 or more"
         )
     for name, unit in decisions.units.items():
         if places := {place for place in unit.update if place.by_host}:

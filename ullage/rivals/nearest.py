@@ -13,8 +13,7 @@ from planner.models.captured import CapturedModel
 from planner.plan.machines import MOST_DEVICES, larger_devices, larger_hosts, most_devices
 from planner.schedule.tasks import Tier
 from planner.search import Candidate
-from ullage.rivals.best import best_of_engine, scorer_of
-from ullage.rivals.engines.catalogue import can_run
+from ullage.rivals.best import best_with_own_kernels
 
 # The machine that is proposed where no change of the asked one helps: common, and with a network.
 ELSEWHERE = "h100"
@@ -36,11 +35,8 @@ def nearest_fit(plan: Variant, name: str, lacking: Candidate) -> tuple[str, floa
 
     def seconds(changed: Request, choice: Choice) -> float | None:
         """Return the predicted seconds after a change, if the engine then fits."""
-        rival = variant(changed, choice)
-        if not can_run(name, rival.setup, len(rival.cost.layout.nodes())):
-            return None
-        found = best_of_engine(rival.setup, scorer_of(rival), name)
-        return None if found.missing_bytes else found.iteration_s
+        found = best_with_own_kernels(variant(changed, choice), name)
+        return None if found is None or found[1].missing_bytes else found[1].iteration_s
 
     request, own = plan.request, plan.choice
     for words, changed, choice in _changes(request, own, lacking):

@@ -7,12 +7,14 @@ from planner.bounds.certificate import computing_s
 from planner.choices.request import Request
 from planner.choices.variants import Variant, variant, variants
 from planner.decisions import Choice
+from planner.models.choice import TILES
 from planner.plan.competition import Found
 from planner.plan.document import EngineRow, Plan, describe
 from planner.plan.planning import make_plan as make_plan_alone
 from planner.search import Candidate, Progress
-from ullage.rivals.best import engine_policies, scorer_of
-from ullage.rivals.decisions import RivalDecisions
+from ullage.rivals.best import bests, bests_in_own_kernels
+from ullage.rivals.decisions import OWN_KERNELS, RivalDecisions
+from ullage.rivals.engines.catalogue import GRAPHS
 from ullage.rivals.nearest import nearest_fit
 
 
@@ -67,12 +69,21 @@ def _in_depth(choice: Choice) -> Iterator[Choice]:
         yield whole.model_copy(update={"micro_batch": size, "num_micro_batches": count})
 
 
+def _without_kernels(choice: Choice) -> Choice:
+    """Return what of a choice concerns engines with kernels of their own."""
+    return choice.model_copy(update=dict.fromkeys(("kernels", "fp8_weights", *TILES)))
+
+
 def _compared(rivals: Sequence[Variant]) -> dict[str, tuple[Variant, Candidate]]:
     best: dict[str, tuple[Variant, Candidate]] = {}
-    for rival in rivals:
-        for name, candidate in engine_policies(rival.setup, scorer_of(rival)).items():
-            if name not in best or candidate.order < best[name][1].order:
-                best[name] = rival, candidate
+    bare = {_without_kernels(rival.choice): rival for rival in rivals}.values()
+    found = [pair for rival in rivals for pair in bests(rival).items()]
+    for name, (chosen, candidate) in (
+        *found,
+        *(pair for rival in bare for pair in bests_in_own_kernels(rival).items()),
+    ):
+        if name not in best or candidate.order < best[name][1].order:
+            best[name] = chosen, candidate
     return best
 
 
@@ -90,7 +101,7 @@ def _row(name: str, rival: Variant, candidate: Candidate) -> EngineRow:
     nearest = nearest_fit(rival, name, candidate) if candidate.missing_bytes else None
     return EngineRow(
         name=name,
-        setting=describe(decisions, rival.setup.units),
+        setting=", ".join([describe(decisions, rival.setup.units), *([OWN_KERNELS] if name in GRAPHS else [])]),
         fits=not candidate.missing_bytes,
         iteration_s=candidate.iteration_s if simulated else None,
         missing_bytes=candidate.missing_bytes,

@@ -5,11 +5,12 @@ from typing import Final
 
 from planner.choices.variants import Variant
 from planner.decisions import Decisions
+from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
-from planner.search import Candidate, Scorer, best_of
+from planner.search import Candidate, best_of
 from planner.setup import Setup
-from ullage.rivals.best import best_of_engine, scorer_of
-from ullage.rivals.engines.catalogue import POLICIES, STORAGE_POLICIES, can_run, policies_of
+from ullage.rivals.best import best_with_own_kernels, scorer_of
+from ullage.rivals.engines.catalogue import GRAPHS, POLICIES, STORAGE_POLICIES, can_run, policies_of
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow
 from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.engines.zenflow import zen_flow
@@ -23,8 +24,8 @@ _BY_COUNT: Final[Mapping[str, tuple[Callable[[Setup, tuple[int, ...]], Iterator[
 """Engines whose setting is a number, and what that is."""
 
 
-def decided(engine: str, setting: str | None, variants: Iterable[Variant]) -> Decisions:
-    """Return the best decisions of an engine for some variants of a request.
+def decided(engine: str, setting: str | None, variants: Iterable[Variant]) -> tuple[Decisions, tuple[Unit, ...] | None]:
+    """Return the best decisions of an engine for some variants of a request, and its units if it has its own kernels.
 
     Args:
         engine: name of a policy, of :data:`ENGINES`.
@@ -36,10 +37,13 @@ def decided(engine: str, setting: str | None, variants: Iterable[Variant]) -> De
     Raises:
         ValueError: the policy or its setting does not exist.
     """
-    return best_of(_best(engine, setting, each.setup, scorer_of(each)) for each in variants).decisions
+    found = [_best(engine, setting, each) for each in variants]
+    variant, best = min(found, key=lambda each: each[1].order)
+    return best.decisions, variant.setup.units if engine in GRAPHS else None
 
 
-def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Candidate:
+def _best(engine: str, setting: str | None, variant: Variant) -> tuple[Variant, Candidate]:
+    setup, scorer = variant.setup, scorer_of(variant)
     if engine not in ENGINES:
         names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, super-offload, interleaved, zenflow"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
@@ -48,13 +52,19 @@ def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Can
         raise ValueError(f"engine {engine} is not simulated with {state.words}; choose {' or '.join((OURS, *known))}")
     if not can_run(engine, setup, len(scorer.cost.layout.nodes())):
         raise ValueError(
-            f"--engine {engine} cannot run this request: megatrain and streaming need one device, roundpipe needs one "
-            "node without other parallelism, and zenflow, megatrain and streaming need adamw; choose another engine"
+            f"--engine {engine} cannot run this request: megatrain, roundpipe, slideformer and llmq need one node "
+            "without other parallelism, zenflow, megatrain, streaming, slideformer and llmq need adamw, and "
+            "slideformer needs --no-clip and one micro-batch; choose another engine"
         )
-    if engine == "streaming" and setting is None:
-        return best_of_engine(setup, scorer, engine)
+    if setting is None and (engine == "streaming" or engine in GRAPHS):
+        if (found := best_with_own_kernels(variant, engine)) is None:
+            raise ValueError(
+                f"--engine {engine} has kernels of its own, which are known of models with RMS norms, SwiGLU and no "
+                f"experts, not of {variant.request.model.name}; choose another engine"
+            )
+        return found
     policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
-    return best_of(map(scorer.score, policy(setup)))
+    return variant, best_of(map(scorer.score, policy(setup)))
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:

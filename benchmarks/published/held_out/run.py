@@ -1,5 +1,7 @@
 """Predict the runs that were found after the model had been made: ``python benchmarks/published/held_out/run.py``.
 
+With names of files, such as ``llmq``, only their runs are predicted again.
+
 No profile is fitted to any of them, but ``rtx-4090x8`` to two, which are left out. ``first.json`` has what was
 predicted for each when it had been written down and nothing had been changed; the result holds the errors of these
 predictions beside those of today.
@@ -7,6 +9,7 @@ predictions beside those of today.
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ FILES = (
     "llama_factory",
     "qwen",
     "halo",
+    "llmq",
 )
 QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate", "longest sequence")
 
@@ -48,9 +52,9 @@ def summary(rows: list[dict[str, Any]], file: str, quantity: str) -> dict[str, A
 def main() -> None:
     """Predict every run, and write both predictions of each."""
     first = json.loads((HERE / "first.json").read_text())["predicted"]
-    result = origin("numpy")
-    rows: list[dict[str, Any]] = []
-    for case in call("validate", "--intervals", *(str(HERE / f"{name}.json") for name in FILES))["cases"]:
+    result, wanted = origin("numpy"), sys.argv[1:] or list(FILES)
+    rows = [row for row in json.loads(OUTPUT.read_text())["rows"] if row["file"] not in wanted]
+    for case in call("validate", "--intervals", *(str(HERE / f"{name}.json") for name in wanted))["cases"]:
         if case["fitted"]:
             continue
         file = Path(case["file"]).stem
@@ -63,11 +67,13 @@ def main() -> None:
             if before := first[file].get(case["id"], {}).get(quantity):  # the program of that day could not state all
                 row[quantity] = found | {"first": before, "first_error": before / found["measured"] - 1}
         rows.append(row)
+    rows.sort(key=lambda row: FILES.index(row["file"]))
     measured = {(row["file"], quantity): None for row in rows for quantity in QUANTITIES if quantity in row}
     summaries = [summary(rows, *each) for each in measured]
     for each in summaries:
         print(json.dumps(each))
-    write_result(OUTPUT, {**result, "rows": rows, "summaries": summaries})
+    command = {"command": "python benchmarks/published/held_out/run.py"}
+    write_result(OUTPUT, {**result, **command, "rows": rows, "summaries": summaries})
 
 
 if __name__ == "__main__":

@@ -268,22 +268,25 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     once, fsdp2 = decisions.gradient_path.is_one_copy, decisions.gradient_path is GradientPath.FSDP2
     leaving += host_gradients
     assert moved[Op.FLUSH] == ((master if fsdp2 else weight) * leaving * batches if once else 0)
-    if decisions.gradient_path is GradientPath.ON_DEVICE:  # the last sum stays, and with it weights that are masters
-        there = weight * params[Place.STREAM] * decisions.precision.master_is_weight
-        assert moved[Op.OVERWRITE] == weight * leaving * (batches - 1)
-        assert moved[Op.LOAD] == state[Place.STREAM] - there + weight * leaving * (batches - 1)
-        assert moved[Op.STORE] == state[Place.STREAM] - there + weight * stored_weights
+    if decisions.gradient_path is GradientPath.ON_DEVICE:
+        # Before updates in backward, the last sum stays, and with it weights that are masters. At the step both come.
+        at_step = decisions.update_start == "step"
+        alone = state[Place.STREAM] - weight * params[Place.STREAM] * decisions.precision.master_is_weight
+        assert (sums := moved[Op.OVERWRITE]) == weight * leaving * (batches - 1 + at_step)
+        assert moved[Op.LOAD] == alone + sums + weight * stored_weights * (
+            at_step and decisions.precision.master_is_weight
+        )
+        assert moved[Op.STORE] == alone + weight * stored_weights
     else:
         assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
-        gradient_loads = weight * (host_gradients + (0 if once else leaving * batches))
-        assert moved[Op.LOAD] == state[Place.STREAM] + gradient_loads
+        added = host_gradients + (0 if once else leaving * batches)
+        assert moved[Op.LOAD] == state[Place.STREAM] + weight * added
         no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
         assert moved[Op.STORE] == state[Place.STREAM] + no_master
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
-    scaled = params[Place.CPU] + params[Place.NVME]
     clipped = 3 * master if fsdp2 and decisions.clip else 0
     again = 16 * uploaded if decisions.host_update is HostUpdate.SUPER_OFFLOAD else 0
-    assert moved[Op.PASS] == (clipped if decisions.host_update.is_pinned else 8) * scaled + again
+    assert moved[Op.PASS] == (clipped if decisions.host_update.is_pinned else 8) * updated[Lane.CPU] + again
     spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
     assert moved[Op.SPILL] == spilled
     assert moved[Op.SWAP_IN] == state[Place.NVME] + spilled

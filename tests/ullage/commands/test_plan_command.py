@@ -20,6 +20,7 @@ from ullage.analysis.provenance import origin_shares
 from ullage.main import main
 from ullage.output.formatting import duration, si
 from ullage.report.plan import engine_fits, engine_line, engine_setting, faster_line, mfu
+from ullage.rivals.decisions import OWN_KERNELS
 from ullage.rivals.engines.catalogue import POLICIES
 from ullage.training.levels import MEMORY, buffer_bytes, levels_of
 
@@ -217,7 +218,7 @@ def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
     assert (found["fits"], found["proven"], list(found["missing_bytes"])) == (False, True, ["gpu"])
     assert helps
     assert all(remedy["change"] in line for remedy, line in zip(helps, remedies, strict=True))
-    assert [row.name for row in engines] == list(POLICIES)
+    assert [row.name for row in engines] == [name for name in POLICIES if name not in {"slideformer", "llmq"}]
     assert rows == [f"ullage plan: engine {row.name} {engine_fits(row)}" for row in engines]
     assert all("; fits with" in line for line in rows if "roundpipe" not in line)
 
@@ -399,7 +400,7 @@ def test_rows_that_change_numerics_say_how(plan_path):
     """In plan.json, and on screens and pages in the settings."""
     rows = {row.name: row for row in load_plan(plan_path).engines}
     said = {name for name, row in rows.items() if "; changes numerics: " in engine_setting(row)}
-    assert said == {name for name, row in rows.items() if row.numerics} == {"zenflow", "megatrain", "roundpipe"}
+    assert said == {name for name, row in rows.items() if row.numerics} == {"zenflow", "megatrain", "roundpipe", "llmq"}
     assert engine_setting(rows["roundpipe"]).endswith("changes numerics: weights are one update old")
 
 
@@ -413,6 +414,13 @@ def test_engines_that_are_faster_are_explained(plan):
             {"setting": f"{offloads}, layers in turn"},  # offloading alone would not do it
             (
                 "other: by moving layers from device to device instead of gathering them, which plans cannot do; the "
+                "bound above does not cover it"
+            ),
+        ),
+        (
+            {"setting": f"{offloads}, {OWN_KERNELS}"},
+            (
+                "other: by kernels of its own, which plans do not have; --kernels auto compares compiled ones; the "
                 "bound above does not cover it"
             ),
         ),

@@ -48,6 +48,7 @@ HELD_OUT = (
     ("qwen", "peak GPU", "adapters and all weights of Qwen on A100: peak GPU memory"),
     ("halo", "iteration", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: iteration time"),
     ("halo", "peak GPU", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: peak GPU memory"),
+    ("llmq", "iteration", "LLMQ on 1 to 8 of six kinds of devices, packaged profiles: iteration time"),
     ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
     ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )
@@ -91,8 +92,19 @@ def beside() -> Iterator[tuple[str, ...]]:
         if "ratio" not in row:
             continue
         machine, types = f"{row['devices']} x {row['hardware'].split('x8')[0]}", row["products"] or "bf16"
-        theirs, ours = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "ours"))
-        yield row["model"], machine, types, theirs, ours, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
+        rates = (f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("theirs", "theirs_predicted", "ours"))
+        yield row["model"], machine, types, *rates, f"{row['ratio']:.2f}", percent(row["products_share"], 0)
+
+
+PARTS = ("products", "attention", "loss", "norms and sums", "SwiGLU", "embedding", "others")
+
+
+def beside_parts() -> Iterator[tuple[str, ...]]:
+    rows = {row["id"]: row for row in result("published_beside.json")["rows"]}
+    slower = [rows[f"llmq-{name}-0.5b-bf16-b{size}"] for name, size in (("4090x1", 16), ("4090x4", 16), ("h100x1", 32))]
+    assert {row["id"] for row in rows.values() if row["ratio"] < 1} == {row["id"] for row in slower}
+    for part in PARTS:
+        yield part, *(f"{row[f'{who}_parts_s'][part]:.2f}" for row in slower for who in ("ours", "theirs"))
 
 
 def streamed() -> Iterator[tuple[str, ...]]:
@@ -614,6 +626,7 @@ TABLES = (
     published,
     held_out,
     beside,
+    beside_parts,
     streamed,
     demo,
     memory,
@@ -676,6 +689,19 @@ def test_tables_hold_what_result_files_say(table: Any) -> None:
 def test_no_result_names_a_folder_of_a_machine() -> None:
     places = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|opt|mnt)/")
     assert [path.name for path in RESULTS.glob("*.json") if places.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_plans_beside_llmq_are_as_fast_as_the_page_says() -> None:
+    ratios = {
+        row["id"]: row["ours_tokens_per_s"] / row["theirs_predicted_tokens_per_s"]
+        for row in result("published_beside.json")["rows"]
+    }
+    assert f"our rate is {min(ratios.values()):.2f} to {max(ratios.values()):.2f} of LLMQ's" in PAGE
+    slower = [name for name, ratio in ratios.items() if ratio < 1]
+    smallest = [name for name in ratios if "-0.5b-" in name]
+    assert (len(set(slower) & set(smallest)), len(smallest), len(slower)) == (6, 8, 7)
+    errors = [row["iteration"]["error"] for row in result("published_held_out.json")["rows"] if row["file"] == "llmq"]
+    assert f"{sum(error < -0.03 for error in errors)} of {len(errors)} too fast by more than 3 %" in PAGE
 
 
 def test_every_row_of_a_table_is_tied() -> None:

@@ -42,7 +42,7 @@ MODEL = ModelConfig(
 
 
 FOLDED = {"state-in": "h2d", "state-out": "d2h", "activation-in": "h2d", "activation-out": "d2h"}
-ENGINES = [name for name in POLICIES if name not in {"megatrain", "streaming"}]  # they have one device
+ENGINES = list(POLICIES)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""Our plans beside measured runs of an engine that has no row."""
+"""Our plans beside measured runs of an engine with kernels of its own."""
 
-from typing import Final, Literal
+from typing import Final
 
 from hwprofiles.profile import HardwareProfile
 from planner.choices.request import Request
@@ -10,59 +10,59 @@ from planner.models.registry import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, make_plan
 from planner.terms import KernelChoice
-from ullage.rivals.cases.base import Amount, Case, CaseError, Metric, Number, Outcome
+from ullage.rivals.cases.base import Case, CaseError, Metric, Outcome
+from ullage.rivals.cases.training import TrainingCase
+from ullage.rivals.engines.catalogue import GRAPHS
 
 _KERNELS: Final[tuple[KernelChoice, ...]] = ("transformers", "compiled", "compiled-layers")
 
 
 class BesideCase(Case):
-    """A run of LLMQ, which trains all in bf16 with kernels of its own, and CUDA graphs.
+    """A run of LLMQ, beside which our plan of the same work stands.
 
-    Our plan of the same work stands beside it: the same model, sequences per step, types and machine. How a step is cut
-    into micro-batches and shared by devices is each engine's choice. LLMQ's state is all bf16 with stochastic rounding,
-    as that of ``adamw-bf16`` with a master copy in bf16.
+    That is the same model, sequences per step, types and machine. How a step is cut into micro-batches and shared by
+    devices is each engine's choice. LLMQ's state is all bf16 with stochastic rounding, as that of ``adamw-bf16`` with a
+    master copy in bf16.
 
     Attributes:
-        machine: the machine in words.
-        model: a name of ``ullage models``.
-        devices, micro_batch, num_micro_batches, seq_len: devices, and what each does in a step.
-        products: ``fp8``, or ``None``: as weights.
-        tokens_per_s: measured, over all devices.
+        run: the run.
     """
 
-    machine: str = ""
-    model: str
-    devices: Number
-    micro_batch: Number
-    num_micro_batches: Number
-    seq_len: Number
-    products: Literal["fp8"] | None = None
-    tokens_per_s: Amount
+    run: TrainingCase
+
+    @classmethod
+    def of(cls, run: Case) -> "BesideCase | None":
+        """Return our plan's place beside a run of an engine with kernels of its own; ``None`` beside others."""
+        if not isinstance(run, TrainingCase) or run.engine not in GRAPHS:
+            return None
+        return cls(id=run.id, hardware=run.hardware, source=run.source, run=run)
 
     @property
     def num_sequences(self) -> int:
         """Sequences of a step, over all devices."""
-        return self.devices * self.micro_batch * self.num_micro_batches
+        return self.run.tokens_per_step // self.run.seq_len
 
     def measurements(self) -> dict[Metric, float]:
         """Return the time of a step."""
-        return {Metric.OURS: self.num_sequences * self.seq_len / self.tokens_per_s}
+        return {Metric.OURS: self.run.measurements()[Metric.ITERATION]}
 
     def check(self) -> None:
-        """Nothing can be wrong: planning says what is."""
+        """Check the run."""
+        self.run.check()
 
     def plans(self, profile: HardwareProfile) -> dict[KernelChoice, Plan]:
         """Return our plans on a machine by their kernels, without those that do not fit."""
         found: dict[KernelChoice, Plan] = {}
+        assert isinstance(self.run.model, str)
         for kernels in _KERNELS:
             try:
                 request = Request(
-                    resolve_model(self.model),
+                    resolve_model(self.run.model),
                     profile,
-                    num_devices=self.devices,
-                    seq_len=self.seq_len,
+                    num_devices=self.run.devices,
+                    seq_len=self.run.seq_len,
                     global_batch=self.num_sequences,
-                    precision=Precision(weights="bf16", master="bf16", products=self.products),
+                    precision=Precision(weights="bf16", master="bf16", products=self.run.precision.products),
                     optimizer="adamw-bf16",
                     pipeline_parallel=1,  # which can be executed
                     kernels=kernels,

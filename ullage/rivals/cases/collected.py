@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from hwprofiles.registry import list_profiles, load_profile
 from planner.models.registry import configuration
 from ullage.rivals.cases.base import Case, CaseError
-from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.capacity import STEP_TOKENS, CapacityCase
 from ullage.rivals.cases.layouts import flat, read_case
 from ullage.rivals.cases.rates import AttentionKernel
@@ -95,7 +94,8 @@ _TEXTS: Final = {"id", "hardware", "source", "note", "system", "model.name", "en
 _WORDS: Final = re.compile(
     r"id|tier|core|source|note|hardware|model\..*|parallel\.(gpus_per_node|nodes)"
     r"|batch\.(global_batch|tokens_per_\w+|accumulation)|lora\.(alpha|factors|frozen|trainable_m)|measured\..*"
-    r"|host_link\.latency_us|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush)|host_budget_gib"
+    r"|host_link\.latency_us|host_budget_gib"
+    r"|engine\.(framework|wrapper|state\.\w+|recomputed_choices|optimizer_on|gradient_flush|cuda_graphs)"
 )
 
 
@@ -143,8 +143,6 @@ def read_collected(entry: Mapping[str, Any], machines: Mapping[str, str]) -> Cas
     with _left_out():
         if stated("ssds"):
             return _swapped(stated)
-        if stated("engine.name") == "llmq":
-            return _beside(stated, machines)
         return _translated(stated, machines)
 
 
@@ -222,27 +220,6 @@ _SYSTEMS: Final[dict[str, Callable[[int], Values]]] = {
     "roundpipe": _sharded("roundpipe", 0, asynchronous_update=True),
     "roundpipe-sync": _sharded("roundpipe", 0, asynchronous_update=False),
 }
-
-
-def _beside(stated: _Stated, machines: Mapping[str, str]) -> Case:
-    """Return a run of LLMQ, beside which our plan of the same work is set."""
-    machine, ranks = stated("hardware", ""), stated("parallel.data_parallel", 1)
-    size, count = _batch(stated, ranks)
-    if (rate := stated("measured.tokens_per_s")) is None:
-        raise LeftOutError("no iteration was timed")
-    return BesideCase(
-        id=stated("id"),
-        hardware=_profile(machine)[0],
-        machine=machines.get(machine, ""),
-        source=stated("source"),
-        model=stated("model.name"),
-        devices=ranks,
-        micro_batch=size,
-        num_micro_batches=count,
-        seq_len=stated("batch.seq_len"),
-        products="fp8" if stated("engine.products") == "fp8" else None,
-        tokens_per_s=float(rate),
-    )
 
 
 def _swapped(stated: _Stated) -> Case:
@@ -551,9 +528,35 @@ def _engine(stated: _Stated) -> Values:
         return {"engine": "fsdp", "zero_stage": stage}
     if name == "zero-offload":
         return {"engine": "deepspeed", "deepspeed": _deepspeed(stated, stage)}
+    if name == "llmq":
+        return {"engine": name} | _llmq(stated)
     if (row := rows.get(name, name)) not in POLICIES:
         raise LeftOutError(f"there is no row for engine {name}")
     return {"engine": row}
+
+
+def _llmq(stated: _Stated) -> Values:
+    """Return LLMQ's settings, by its options: what is on the host, sharded and made again in backward."""
+    again, sharded, flags = (stated(f"engine.{name}", ()) for name in ("recompute", "sharded", "flags"))
+    parts = {"norm": "norms", "swiglu": "swiglu", "ffn": "ffn"}
+    block = "block" in again or {"ffn", "att"} <= set(again)
+    held = {name: stated(f"offload.{name}") == "cpu" for name in ("master", "opt-v", "gradients", "residual")}
+    shards = {name.removeprefix("shard-") for name in sharded}
+    placed = {
+        "streams": held["opt-v"],
+        "fetches": held["master"] and "weights" in shards,
+        "gradients_on_host": held["gradients"],
+    }
+    return {
+        "model": stated("model.name"),
+        "kernels": "llmq",
+        "activations": "recompute" if block else "keep",
+        "inputs_on_host": held["residual"],
+        "remade": [] if block else [parts[name] for name in again if name in parts],
+        "placed": {name: True for name, is_so in placed.items() if is_so},
+        "zero_stage": 3 if "weights" in shards and not held["master"] else 2 if "gradients" in shards else 1,
+        "through_host": "all-to-all-reduce" in flags,
+    }
 
 
 def _deepspeed(stated: _Stated, stage: int) -> Values:

@@ -2,8 +2,7 @@
 
 Most files state runs of training as their sources do, each kind in a layout of its own. A layout is a table of its
 fields by their paths, such as ``engine.stride``, with their types, and a function that says the same in the fields of a
-case. A run in the words of a request, one of checkpoints, and one beside which our plan stands has the fields of its
-case.
+case. A run in the words of a request, and one of checkpoints, has the fields of its case.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from planner.models.config import LatentAttention, ModelConfig
 from planner.models.huggingface import build
 from planner.models.parameters import num_parameters
 from ullage.rivals.cases.base import Amount, Case, CaseError, Number
-from ullage.rivals.cases.beside import BesideCase
 from ullage.rivals.cases.checkpoints import CheckpointCase
 from ullage.rivals.cases.rates import AttentionKernel
 from ullage.rivals.cases.training import TrainingCase
@@ -423,8 +421,6 @@ def read_case(entry: Values) -> Case:
 
 
 def _read(entry: Values) -> Case:
-    if "tokens_per_s" in entry:
-        return BesideCase.model_validate(entry)
     values = dict(flat(entry))
     # In the layout with most of these fields: then the error names the field that is missing or misspelt.
     tables: list[Table] = [*(table for table, _ in _LAYOUTS), _CHECKPOINTS, TrainingCase.model_fields]

@@ -44,9 +44,11 @@ from ullage.rivals.engines.deciding import gpu_only, unsharded
 from ullage.rivals.engines.deepspeed import super_offload, twin_flow, with_host_parameters, zero_infinity
 from ullage.rivals.engines.deepspeed_config import Zero, configured
 from ullage.rivals.engines.interleaved import interleaved
+from ullage.rivals.engines.llmq import Placement, place
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.engines.streaming import best_streaming
-from ullage.rivals.kernels import dataflow, liger, megatron_core, megatron_lm
+from ullage.rivals.kernels import dataflow, liger, llmq, megatron_core, megatron_lm
+from ullage.rivals.kernels.llmq import Remade
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
 
@@ -134,8 +136,11 @@ class TrainingCase(Case):
         sequence_parallel: whether tensor-parallel ranks share tokens between products (``megatron-core``).
         loss_in_place: whether the loss is TransformerEngine's (``megatron-core``).
         micro_batch, num_micro_batches, seq_len: sequences per forward on a rank, forwards per iteration, tokens.
-        kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, or of
-            ``dataflow``.
+        kernels: as in a request; or those of Megatron-LM, of Megatron-Core, whose ranks share tokens, of ``dataflow``
+            or of ``llmq``.
+        placed, remade: what LLMQ had on the host, and made again in backward; see
+            :class:`ullage.rivals.engines.llmq.Placement`. Its ``zero_stage`` shards gradients if it is 2.
+        through_host: whether ranks summed gradients by copies through host memory.
         loss_tile, precision, optimizer, clip: as in a request.
         joint_qkv: whether one module makes queries, keys and values, as in Qwen's first models (no adapters).
         fp16_sums: whether products of fp16 were added up in fp16.
@@ -190,7 +195,10 @@ class TrainingCase(Case):
     micro_batch: Number
     num_micro_batches: Number = 1
     seq_len: Number
-    kernels: KernelChoice | Literal["megatron-lm", "megatron-core", "dataflow"] = "transformers"
+    kernels: KernelChoice | Literal["megatron-lm", "megatron-core", "dataflow", "llmq"] = "transformers"
+    placed: dict[Literal["streams", "fetches", "gradients_on_host"], bool] = Field(default_factory=dict)
+    remade: list[Remade] = Field(default_factory=list)
+    through_host: bool = False
     attention: AttentionKernel | Literal["unfused"] | None = None
     joint_qkv: bool = False
     fp16_sums: bool = False
@@ -375,6 +383,7 @@ class TrainingCase(Case):
             micro_batch=self.micro_batch,
             num_micro_batches=self.num_micro_batches,
             loss_tile_tokens=self.loss_tile,
+            collectives="host" if self.through_host else None,
             kernels=self.kernels if ours else None,
             precision=self.precision,
             optimizer=self.optimizer,
@@ -418,6 +427,9 @@ class TrainingCase(Case):
             sequence_parallel=self.sequence_parallel,
             loss_in_place=self.loss_in_place,
         )
+        if self.kernels == "llmq":
+            batch = dataclasses.replace(batch, fp8_products="device" if self.precision.products else None)
+            return llmq.build_graph(model, batch, self.remade)
         if self.kernels == "megatron-lm" and (self.engine not in _IN_MEMORY or self.zero_stage == 3):
             return megatron_lm.build_graph(model, batch, adds_gradients=False)
         return _KERNELS_OF_OTHERS[self.kernels](model, batch)
@@ -439,6 +451,9 @@ class TrainingCase(Case):
             best = best_streaming(few, Scorer(few.units, self.seq_len, cost, lower=lower)).decisions
             assert isinstance(best, RivalDecisions)
             return best.model_copy(update={"num_micro_batches": self.num_micro_batches})
+        if self.engine == "llmq" and self.activations:
+            where = Placement(**self.placed, zero_stage=self.zero_stage or 1)
+            return place(setup, where, self.activations, on_host=self.inputs_on_host)
         if (placements := self._placements(setup)) is None:
             scorer = Scorer(setup.units, self.seq_len, cost, lower=lower, whole=False)
             found = best_of_engine(setup, scorer, self.engine, self.activations).decisions
@@ -555,6 +570,7 @@ _KERNELS_OF_OTHERS: Final[dict[str, Callable[[ModelConfig, megatron_core.Megatro
     "megatron-lm": megatron_lm.build_graph,
     "megatron-core": megatron_core.build_graph,
     "dataflow": dataflow.build_graph,
+    "llmq": llmq.build_graph,
 }
 
 

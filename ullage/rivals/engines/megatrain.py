@@ -1,6 +1,7 @@
-"""MegaTrain: weights on the host, layers streamed through one device, updates on the host when backward has ended.
+"""MegaTrain: weights on the host, layers streamed through each device, updates on the host when backward has ended.
 
-Source: github.com/DLYuanGod/MegaTrain, ``infinity/model/cpu_master.py`` and ``examples/train.py``.
+Source: github.com/DLYuanGod/MegaTrain, ``infinity/model/cpu_master.py`` and ``examples/train.py``; of several devices
+``mp_worker.py`` and ``mp_state.py`` beside the first.
 """
 
 from collections import defaultdict
@@ -29,7 +30,7 @@ _HEAD_PERCENT = 16
 
 
 def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
-    """MegaTrain on one device, with DeepSpeed's CPU Adam.
+    """MegaTrain, with DeepSpeed's CPU Adam.
 
     Embedding, final norm and head stay on the device. A layer is fetched for every use: in forward, and in backward
     twice, because every block of layers is first run forward without a graph, and then every layer once more with one
@@ -38,8 +39,11 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
     memory and gradients cleared, in turn (``train.py::main``, ``_sync_params_to_gpu``). Weights in bf16 have no master
     copy, which changes numerics; moments are fp32. Not priced: copies from buffers to templates on the device.
 
+    On several devices of a node, each has a process that reads whole layers from memory which all share, and adds whole
+    gradients there under a lock (``_worker_grad_fn``). One process updates, with all cores.
+
     Args:
-        setup: the request, for one device.
+        setup: the request, for devices of one node.
     """
     precision, weight_bytes = setup.given.precision, setup.given.precision.weight_bytes
     if precision.weights == "bf16":
@@ -48,6 +52,7 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
     for unit in setup.units:
         if unit.in_layer:
             layers[unit.segment].append(unit.num_weights)
+    several = setup.given.data_parallel > 1
     largest = max((sum(sizes) for sizes in layers.values()), default=0)
     num_units = max(map(len, layers.values()), default=1)
     for block in _BLOCKS:
@@ -57,6 +62,8 @@ def mega_train(setup: Setup) -> Iterator[RivalDecisions]:
             "recompute",
             lambda _: Place.CPU,
             precision=precision,
+            zero_stage=3 if several else 0,
+            fetches_whole="together" if several else None,
             gradient_path=GradientPath.BUFFERED,
             host_update=HostUpdate.DEEPSPEED,
             overlap_next_forward=False,

@@ -61,8 +61,9 @@ def streaming(setup: Setup, num_keep: int, num_offload: int, num_resident: int) 
         for unit in setup.units
     }
     return RivalDecisions(
-        **given(setup),
+        **given(setup) | {"zero_stage": 1 if setup.given.data_parallel > 1 else 0},
         policy="streaming",
+        fetches_whole="own",
         inputs_on_host=True,
         gradient_path=GradientPath.ON_DEVICE,
         adds_in_products=True,
@@ -97,7 +98,8 @@ def best_streaming(setup: Setup, scorer: Scorer) -> Candidate:
 def good_streaming(setup: Setup, scorer: Scorer) -> Candidate:
     """Return a candidate that is nearly as good, after a dozen simulations: what ``ullage plan`` has time for.
 
-    They are of few micro-batches. Further ones change all candidates alike.
+    They are of few micro-batches. Further ones change all candidates alike. If all weights and activations can stay, so
+    that only state moves, nothing is better.
     """
     num_layers = len(setup.swappable)
     steps = dict.fromkeys(max(num_layers // parts, 1) for parts in _PARTS)
@@ -106,7 +108,10 @@ def good_streaming(setup: Setup, scorer: Scorer) -> Candidate:
     def place(setup: Setup, num_keep: int, num_offload: int, num_resident: int) -> RivalDecisions:
         return with_own_head(streaming(setup, num_keep, num_offload, num_resident))
 
-    found = _uphill(few, scorer, place, tuple(steps), _AXES, scorer.num_simulations + _MOST_SIMULATIONS)
+    enough = scorer.num_simulations + _MOST_SIMULATIONS
+    if not (everything := scorer.score(place(setup, num_layers, 0, len(setup.units)))).missing_bytes:
+        return everything
+    found = _uphill(few, scorer, place, tuple(steps), _AXES, enough)
     return scorer.score(found.decisions.model_copy(update={"num_micro_batches": setup.given.num_micro_batches}))
 
 

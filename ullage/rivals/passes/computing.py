@@ -1,6 +1,7 @@
 """How other engines compute, bring parameters and issue work."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection
 
 from planner.decisions import Place
@@ -30,26 +31,56 @@ def note_amounts(decisions: RivalDecisions, program: Program) -> None:
 
     DeepSpeed allocates one flat buffer for the gradients of device updates before training, so they are not new.
     RoundPipe's ranks each work on other segments, and its one process keeps all weights once: a rank has its share of
-    frozen ones, too, on the host, and copies it. Inputs of recomputed segments may wait on the host.
+    frozen ones, too, on the host, and copies it. Ranks that fetch whole weights update shares of them. Inputs of
+    recomputed segments may wait on the host.
     """
-    if decisions.gradient_path.is_deepspeed or decisions.layer_by_layer:
+    if decisions.gradient_path.is_deepspeed or decisions.layer_by_layer or decisions.fetches_whole:
         known: dict[int, Amounts] = {}
         for unit in program.units:
             if (changed := known.get(id(unit.amounts))) is None:
-                changed = known[id(unit.amounts)] = _amounts(decisions, unit.amounts)
+                changed = known[id(unit.amounts)] = _amounts(decisions, unit)
             unit.amounts = changed
     for unit in program.units:
         if decisions.inputs_on_host and unit.activations == "recompute":
             unit.moved_bytes = unit.unit.activation_output_bytes if unit.unit.is_first else 0
 
 
-def _amounts(decisions: RivalDecisions, amounts: Amounts) -> Amounts:
+def _amounts(decisions: RivalDecisions, unit: LoweredUnit) -> Amounts:
+    amounts = unit.amounts
+    if decisions.fetches_whole:
+        return _whole(decisions, unit) if amounts.replicas > 1 else amounts
     if not decisions.layer_by_layer:
         return dataclasses.replace(amounts, resident_params=amounts.resident_params - buffered_params(amounts))
     frozen_bytes = -(-amounts.frozen_bytes // amounts.replicas)
     others_bytes = amounts.frozen_bytes - frozen_bytes
     held = tuple((tier, num_bytes - others_bytes * (tier is Tier.HOST)) for tier, num_bytes in amounts.parameters)
     return dataclasses.replace(amounts, replicas=1, frozen_bytes=frozen_bytes, parameters=held)
+
+
+def _whole(decisions: RivalDecisions, unit: LoweredUnit) -> Amounts:
+    """Return amounts of a rank that fetches whole weights, but updates a share of them.
+
+    What ranks share in the memory of their node is divided by their number.
+    """
+    amounts, weight_bytes = unit.amounts, decisions.precision.weight_bytes
+    others = amounts.padded_params - amounts.shard_params
+    parameters, gradients = Counter(dict(amounts.parameters)), Counter(dict(amounts.gradients))
+    own_copy = decisions.replicates(unit.name)
+    if own_copy:
+        parameters[Tier.HOST] += weight_bytes * others
+        gradients[Tier.HOST] += decisions.spilled_bytes_per_param * (others if amounts.flushed_params else 0)
+    elif amounts.fetched:
+        parameters[Tier.HOST] -= amounts.frozen_bytes - -(-amounts.frozen_bytes // amounts.replicas)
+    leaves_whole = amounts.flushed_params > 0 and (own_copy or decisions.sums_on_host)
+    return dataclasses.replace(
+        amounts,
+        replicas=1 if decisions.sums_on_host else amounts.replicas,
+        shard_params=amounts.padded_params,
+        flushed_params=amounts.padded_params if leaves_whole else amounts.flushed_params,
+        resident_params=0 if leaves_whole else amounts.resident_params,
+        parameters=tuple(parameters.items()),
+        gradients=tuple(gradients.items()),
+    )
 
 
 def buffered_params(amounts: Amounts) -> int:
@@ -76,8 +107,22 @@ def parameters(decisions: RivalDecisions, program: Program) -> None:
             draft.pinned = decisions.pinned_reads or program.named[draft.unit].amounts.params != "nvme"
             if again:  # into another buffer than the one that is in use
                 draft.after = tuple(key for key in draft.after if program.drafts[key].unit != draft.unit)
+    if decisions.cast_bytes:
+        _cast_fetched(decisions, program)
     if decisions.max_prefetch_params is not None:
         _gather_when_reached(decisions, program)
+
+
+def _cast_fetched(decisions: RivalDecisions, program: Program) -> None:
+    """Let the host cast what is fetched right before that."""
+    for lane in (*program.before.values(), *program.behind.values()):
+        for place, fetch in reversed(list(enumerate(lane))):
+            unit = program.named.get(fetch.unit)
+            if fetch.op is Op.FETCH and unit and unit.num_params:
+                cast = program.draft(Lane.CPU, Op.PASS, fetch.phase, unit, fetch.micro_batch)
+                cast.num_bytes = decisions.cast_bytes * unit.num_params
+                fetch.after += (cast.index,)
+                lane.insert(place, cast)
 
 
 def _gather_when_reached(decisions: RivalDecisions, program: Program) -> None:
@@ -136,6 +181,9 @@ def launch(decisions: RivalDecisions, program: Program) -> None:
     for draft in first_passes(program).values() if program.asynchronous else ():
         unit = program.named[draft.unit]
         add_issue(program, unit, draft, unit.unit.num_kernels[draft.op], awaited)
+    for draft in program.drafts if decisions.launches_graphs else ():
+        if draft.op is Op.ISSUE:
+            draft.num_kernels = 1
     if decisions.dtensors:
         _add_hooks(program)
     for draft in program.drafts if decisions.module_hooks else ():

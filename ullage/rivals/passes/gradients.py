@@ -24,7 +24,8 @@ not fit into a bucket of ``reduce_bucket_size`` parameters
 it issues the kernels and gathers of all layers in the bucket. Here, buckets hold whole units.
 
 Engines that stream layers add up on the device too, in the products of backward. They bring the sum one unit ahead, and
-after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates.
+after the last micro-batch they leave it there for the update. Backward then runs a few units ahead of updates. If these
+wait for the norm of all gradients, the last sum goes to the host, too, and comes back with the state.
 """
 
 import dataclasses
@@ -79,15 +80,23 @@ def gradients(decisions: RivalDecisions, program: Program) -> None:
     if decisions.all_reduces:
         for draft in program.drafts:
             draft.num_bytes *= 2 if draft.op is Op.SCATTER else 1
+    _settle(program)
+
+
+def _settle(program: Program) -> None:
     settle(program)
+    if program.clip:
+        program.clip.num_params = max(program.clip.num_params, 0)  # of whole gradients more leave than ranks update
 
 
 def _add_and_reduce(
     decisions: RivalDecisions, program: Program, unit: LoweredUnit, backward: Task, *, at_step: bool
 ) -> Task:
     """Add a gradient to the sum on the device, and reduce it over ranks; return the task after which it is final."""
-    if not decisions.adds_in_products:
+    if not (decisions.adds_in_products or decisions.sums_on_host):
         add_up(program, unit, backward, whole=decisions.layer_by_layer)
+    if decisions.replicates(unit.name) and backward.micro_batch < decisions.num_micro_batches - 1:
+        return backward  # ranks reduce the sum
     return reduce(program, unit, backward, at_step=at_step)
 
 
@@ -246,7 +255,7 @@ def _copy_out(
     else:  # what was added up on the device is copied
         out, back = (Lane.D2H, Op.OVERWRITE, weight_bytes), (Lane.H2D, Op.LOAD, weight_bytes)
         if path is GradientPath.ON_DEVICE:
-            steps = () if last else (out,)
+            steps = () if last and not decisions.sums_leave else (out,)
         else:
             steps = (back, out) if micro_batch else (out, back)
             steps += ((Lane.D2H, Op.OVERWRITE, 4),) if last else ()

@@ -67,6 +67,9 @@ def _hold_more(decisions: RivalDecisions, program: Program, unit: LoweredUnit) -
     if unit.num_params and decisions.host_bytes:
         on_cpu = sum(num_params for num_params, place in unit.amounts.pieces if place is Place.CPU)
         program.hold(Tier.HOST, MemoryClass.OPTIMIZER, decisions.host_bytes * on_cpu, unit.name, unit.stage)
+    if decisions.fetches_fp8 and unit.amounts.fetched:
+        num_params = sum(num_params for num_params, _ in unit.amounts.pieces)
+        program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_params, f"{unit.name} in fp8")
     if decisions.inputs_on_host and unit.activations == "recompute":
         # Layer by layer, those of all micro-batches are there at once.
         count = decisions.num_micro_batches if decisions.layer_by_layer else 1
@@ -139,11 +142,12 @@ def _hold_gradients(
 ) -> None:
     """Hold a unit's gradients on the device; see :func:`planner.lowering.memory.hold_leaving`.
 
-    Engines that stream layers bring the sum back to the device, and leave the last one there for the update.
+    Engines that stream layers bring the sum back to the device, and leave the last one there for the update. If ranks
+    reduce that, a share of it is left.
     """
     amounts, last_number = unit.amounts, decisions.num_micro_batches - 1
     gradient_bytes, ranks, host = decisions.precision.gradient_bytes, amounts.replicas, amounts.flushed_params
-    on_device = decisions.gradient_path is GradientPath.ON_DEVICE
+    on_device, replicates = decisions.gradient_path is GradientPath.ON_DEVICE, decisions.replicates(unit.name)
     made: Task | None = None  # the task since which whole gradients of this rank accumulate
     summed: Task | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
@@ -156,10 +160,12 @@ def _hold_gradients(
                 num_bytes, label = gradient_bytes * amounts.padded_params, f"{unit.name} unreduced"
                 program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
                 made = scatter
-        elif ranks > 1 or (decisions.layer_by_layer and micro_batch not in unit.flushes):
+                host = min(host, sum(count for count, _ in amounts.pieces))
+        elif (ranks > 1 and not replicates) or (decisions.layer_by_layer and micro_batch not in unit.flushes):
             continue
         if host:
-            last = unit.updates[-1] if on_device and micro_batch == last_number else unit.flushes[micro_batch]
+            stays = on_device and micro_batch == last_number and not decisions.sums_leave
+            last = unit.updates[-1] if stays else unit.flushes[micro_batch]
             hold_from(program, unit, tied, gradient_bytes * host, unit.name, made, last)
         summed, made = summed or made, None
     if amounts.resident_params and summed:

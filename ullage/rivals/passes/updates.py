@@ -1,5 +1,7 @@
 """How other engines update: extra passes over host memory, copies that the update thread waits for, late updates."""
 
+import functools
+import itertools
 from collections.abc import Mapping
 
 from planner.decisions import Place
@@ -43,6 +45,9 @@ def updates(decisions: RivalDecisions, program: Program) -> None:
             program.behind[unit.backwards[-1].index] = [draft for draft in behind if draft not in late]
     if decisions.gradient_path is GradientPath.ON_DEVICE and decisions.update_start == "backward":
         _bound_gradients(decisions, program)
+    for before, unit in itertools.pairwise(reversed(program.units)) if decisions.awaits_updates else ():
+        if unit.flushes and before.updates:
+            unit.flushes[decisions.num_micro_batches - 1].after += (before.updates[-1].index,)
 
 
 def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
@@ -78,7 +83,7 @@ def _ways(decisions: RivalDecisions) -> Mapping[Place, Way]:
 
     ways: dict[Place, Way] = {Place.CPU: on_host, Place.NVME: through_nvme}
     if decisions.gradient_path is GradientPath.ON_DEVICE:
-        ways[Place.STREAM] = _streamed
+        ways[Place.STREAM] = functools.partial(_streamed, decisions)
     return ways
 
 
@@ -124,6 +129,8 @@ def _upload(
     assert draft is not None
     if decisions.host_update is HostUpdate.DEVICE_CAST:
         draft.num_bytes = 4 * num_params
+    if decisions.sums_on_host:  # whole weights
+        draft.num_bytes = draft.num_bytes * unit.amounts.padded_params // sum(n for n, _ in unit.amounts.pieces)
     draft.pinned = decisions.host_update.is_pinned
     if late and not decisions.overlap_next_forward and tail(program, unit) is not program.tail:
         tail(program, unit).remove(draft)
@@ -131,17 +138,29 @@ def _upload(
     return draft
 
 
-def _streamed(program: Program, subgroup: LoweredSubgroup) -> list[Task]:
-    """Stream state to gradients that are on the device: only the update waits for them, and weights are there too."""
+def _streamed(decisions: RivalDecisions, program: Program, subgroup: LoweredSubgroup) -> list[Task]:
+    """Stream state to gradients that are on the device: only the update waits for them, and weights are there too.
+
+    At the step, neither is: both come with the state. If each rank's host has whole weights, ranks gather what they
+    updated before it goes there.
+    """
     unit, piece, num_params, _, after, ring = subgroup
-    decisions = program.decisions
-    state_bytes = unit.amounts.state_bytes[piece] - decisions.resident_weight_bytes_per_param * num_params
-    load = add(program, unit, piece, Lane.STATE_IN, Op.LOAD, ())
-    load.num_bytes = state_bytes
+    own_bytes = decisions.resident_weight_bytes_per_param * num_params  # of weights, in the state
+    state_bytes = unit.amounts.state_bytes[piece] - own_bytes
+    leaves = decisions.sums_leave and Place.STREAM in unit.amounts.flushes
+    load = add(program, unit, piece, Lane.STATE_IN, Op.LOAD, after if leaves else ())
+    load.num_bytes = state_bytes + (decisions.precision.weight_bytes * num_params if leaves else 0)
+    if decisions.update_start == "step" and unit.amounts.fetched:
+        load.num_bytes += own_bytes
     ring.take(load)
     update = add_update(program, unit, piece, Lane.GPU_UPDATE, num_params, (load.index, *after))
-    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (update.index,))
-    store.num_bytes = state_bytes + (decisions.precision.weight_bytes * num_params if unit.amounts.fetched else 0)
+    updated, new_bytes = update, decisions.precision.weight_bytes * num_params if unit.amounts.fetched else 0
+    if decisions.replicates(unit.name) and (ranks := unit.amounts.replicas) > 1:
+        new_bytes *= ranks
+        updated = add(program, unit, piece, Lane.COLLECTIVE, Op.GATHER, (update.index,))
+        updated.num_bytes = new_bytes
+    store = add(program, unit, piece, Lane.STATE_OUT, Op.STORE, (updated.index,))
+    store.num_bytes = state_bytes + new_bytes + (num_params if decisions.fetches_fp8 and unit.amounts.fetched else 0)
     ring.free(load, store)
     unit.changes.append(store)
     return [store if unit.amounts.fetched else update]
