@@ -30,6 +30,7 @@ parameter of another model or a state dict (:func:`join`). When the session ends
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
@@ -235,6 +236,12 @@ class Computing(nn.Parameter):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         _DATA.__set__(self, values)
+
+    def detach(self) -> torch.Tensor:
+        """Return the weights without autograd; to ``nn.Parameter``, of their own class, as it wants of subclasses."""
+        values = super().detach()
+        asks = sys._getframe(1).f_code
+        return values.as_subclass(type(self)) if asks is nn.Parameter.__new__.__code__ else values
 
 
 def was_written_as_data(parameter: torch.Tensor) -> bool:

@@ -294,6 +294,8 @@ def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
         assert bounded(machine.close) is None, "it waits once"
     finally:
         over.set()
+        for thread in (each for each in threading.enumerate() if each.name.startswith("lane ")):
+            thread.join()
 
 
 def test_an_interrupt_while_waiting_leaves_no_thread():

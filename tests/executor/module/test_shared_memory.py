@@ -120,7 +120,10 @@ def test_a_parameter_over_the_same_memory_has_a_gradient_of_its_own(is_early: bo
         assert model[2].weight.grad is None
         gradient = other.weight.grad.clone()
         torch.optim.SGD(other.parameters(), lr=1e-2).step()  # of both models' weight
-        return gradient, other.weight.detach().clone(), model[2].weight.detach().clone()
+        found = gradient, other.weight.detach().clone(), model[2].weight.detach().clone()
+        if hasattr(optimizer, "session"):
+            optimizer.session.close()
+        return found
 
     ours, expected = seen(prepared), seen(lambda *given: given)
     for value, wanted in zip(ours, expected, strict=True):

@@ -154,7 +154,7 @@ def test_adapters_train_as_in_memory(kind: str, params: str, activations: str, t
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if type(one) is torch.Tensor:
+    if type(other) is torch.Tensor:
         return torch.equal(one, other)
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in other.__tensor_flatten__()[0])
 
