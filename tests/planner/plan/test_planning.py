@@ -56,7 +56,7 @@ def test_the_default_precision_is_bf16_unless_fp32_is_multiplied_more_than_twice
 
 def test_a_plan_says_what_was_asked_and_predicted() -> None:
     planned_request = request(num_devices=2, hardware=machine(devices_per_node=2), num_micro_batches=2, clip=False)
-    plan = rivals_plan(planned_request)
+    plan = rivals_plan(planned_request, 300)
     decisions, prediction = plan.decisions, plan.prediction
     assert (plan.model, plan.seq_len, plan.hardware) == (DEMO, 256, planned_request.hardware)
     assert (decisions.data_parallel, decisions.micro_batch, decisions.num_micro_batches) == (2, 1, 2)
