@@ -233,7 +233,7 @@ def sharing_memory(model: nn.Module, trained: Collection[int]) -> Iterator[Shari
     named = [(name, p) for name, p in named if id(p) in storages and storages[id(p)]._cdata in held]
     spans = [(span, p) for name, p in named for span in _of_tensors([(name, p.detach(), True)])]
     for tensor in gc.get_objects() if spans else ():
-        if not issubclass(type(tensor), torch.Tensor) or id(tensor) in own or not _is_plain(tensor):
+        if not _is_plain(tensor) or id(tensor) in own:
             continue
         for given in _of_tensors([("", tensor, False)]) if tensor.untyped_storage()._cdata in held else ():
             for span, parameter in spans:
@@ -244,7 +244,7 @@ def sharing_memory(model: nn.Module, trained: Collection[int]) -> Iterator[Shari
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is an ordinary one with memory."""
-    is_ordinary = type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout is torch.strided
+    is_ordinary = (type(tensor) is torch.Tensor or type(tensor) is nn.Parameter) and tensor.layout is torch.strided
     return is_ordinary and not (torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta)
 
 
