@@ -4,6 +4,10 @@ A stage receives what it computes from just before, and sends what it has made a
 stages has one order, which both follow: tasks of a lane run first-in first-out, and :func:`links` shows what each of
 the two has. Whoever joins stages into one schedule pairs these tasks in order (:mod:`.stages`). Whoever runs them
 compares the orders first (:mod:`executor.tasks.links`).
+
+What is sent is on the device until the other stage has it, which may be later than simulated: nothing waits for its
+memory, since the other stage may wait for this one (:mod:`executor.devices.room`). So the plan has room for what a cell
+has sent until the cell behind has ended, too.
 """
 
 import itertools
@@ -26,12 +30,15 @@ def cell_of(program: Program, task: Task) -> Cell:
 def sends(program: Program) -> None:
     """Let each cell receive what it is computed from, and send what it has made."""
     decisions, before = program.decisions, tuple[int, ...]()
+    late_bytes, late = 0, ""
     if not decisions.cuts:
         return
     for (op, turn, micro_batch), group in itertools.groupby(program.computing, lambda task: cell_of(program, task)):
         cell = list(group)
         first, last, ready = cell[0], cell[-1], before
         before = (last.index,)
+        program.hold_while(MemoryClass.ACTIVATIONS, late_bytes, f"{late} sent late", first, last)
+        late_bytes = 0
         if op is Op.WEIGHT_GRADIENT:
             continue
         comes, goes = decisions.cuts[turn] if op is Op.FORWARD else decisions.cuts[turn][::-1]
@@ -50,6 +57,7 @@ def sends(program: Program) -> None:
             send.num_bytes = -(-goes // decisions.tensor_parallel)
             program.behind[last.index].insert(0, send)
             program.hold_while(MemoryClass.ACTIVATIONS, goes, f"{last.unit} sent", last, send)
+            late_bytes, late = goes, last.unit
 
 
 def links(tasks: Sequence[Task]) -> tuple[tuple[list[Task], list[Task]], ...]:

@@ -1,6 +1,7 @@
 """Pipelines of ours: the schedule of all stages has what each stage executes, and takes what textbooks say."""
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 
 import pytest
@@ -17,6 +18,7 @@ from planner.costs.resources import Price, Resource
 from planner.decisions import Place
 from planner.graph import Batch, Gemm, build_graph
 from planner.lowering import lower, stages
+from planner.lowering.compute import AGAIN
 from planner.lowering.stages import deal, latest, sharing_stages, stage_of
 from planner.models import resolve_model
 from planner.models.kernels import flop
@@ -73,11 +75,26 @@ def test_each_stage_has_the_tasks_and_memory_that_its_ranks_execute(case: Case):
 
 
 def assert_held_at_cuts(schedule):
-    """What is sent is held until it has been sent, and a gradient that comes as long as its backward lasts."""
+    """What is sent is held until it has been sent, and a gradient that comes as long as its backward lasts.
+
+    The cell behind one that sends has room for what is sent late.
+    """
     sends = [task for task in schedule.tasks if task.op is Op.SEND and is_between(task)]
     sent = [b for b in schedule.buffers if b.last is not None and schedule.tasks[b.last] in sends]
+    computed = [
+        t.index for t in schedule.tasks if t.op in {Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENT, *AGAIN.values()}
+    ]
     assert sorted(b.last for b in sent) == [task.index for task in sends]
     assert all(b.num_bytes >= schedule.tasks[b.last].num_bytes for b in sent)
+    late = {b.first: b for b in schedule.buffers if b.label.endswith(" sent late")}
+    begin = dict(itertools.pairwise(computed))
+    behind = {begin[b.first]: b for b in sent if b.first in begin}
+    assert {i: b.num_bytes for i, b in late.items()} == {i: b.num_bytes for i, b in behind.items()}
+    tasks = {i: schedule.tasks[i] for i in computed}
+    cell = {i: (task.micro_batch, task.phase, task.op is Op.WEIGHT_GRADIENT) for i, task in tasks.items()}
+    assert all(cell[b.first] == cell[b.last] for b in late.values())
+    if schedule.tasks[computed[-1]].micro_batch:  # with one alone, cells of two rounds look like one
+        assert all(cell[b.last] != cell.get(begin.get(b.last)) for b in late.values())
     come = [t.index for t in schedule.tasks if t.lane is Lane.RECEIVE and t.phase is Phase.BACKWARD]
     received = [b for b in schedule.buffers if b.first in come]
     assert sorted(b.first for b in received) == come

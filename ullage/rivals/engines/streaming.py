@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from planner.decisions import Activations, Place, UnitDecision
+from planner.schedule.tasks import Tier
 from planner.search.scoring import ENDLESS, Candidate, Scorer
 from planner.setup import Setup, pieces
 from ullage.rivals.decisions import GradientPath, RivalDecisions
@@ -136,7 +137,7 @@ def _uphill(
 
     counts: Counts = (0, 0, 0)
     best = score(counts)
-    for step in steps:
+    for step in () if Tier.GPU in best.missing_bytes else steps:  # whatever else it holds comes to the device
         while True:
             moves = ((counts[0] + step * a, counts[1] + step * b, counts[2] + step * c) for a, b, c in directions)
             near = [each for each in moves if inside(each)]
