@@ -334,7 +334,11 @@ class Fakes:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors."""
+        """Let functions of NumPy and SciPy, and texts, read the values of fake tensors.
+
+        Afterwards no operator runs, and no values are known: what they come from has the memory of the model's weights,
+        which is the session's from then on.
+        """
 
         def numpy(tensor: Tensor, **_named: Any) -> Any:
             known = self._known(tensor.detach(), assumes=True)
@@ -345,8 +349,11 @@ class Fakes:
         def in_text(tensor: Tensor, spec: str) -> str:
             return format(numpy(tensor).item() if tensor.dim() == 0 else repr(tensor), spec)
 
-        with mock.patch.multiple(FakeTensor, numpy=numpy, __format__=in_text):
-            yield
+        try:
+            with mock.patch.multiple(FakeTensor, numpy=numpy, __format__=in_text):
+                yield
+        finally:
+            del self._recipes, self._trained
 
     def _note_reader(self, known: Any) -> None:
         if self.reader is None and _is_assumed(known):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import json
 import re
@@ -239,6 +240,19 @@ def test_capturing_a_live_model_leaves_it_as_it_is() -> None:
     with pytest.raises(ullage.CaptureError):
         capture_live(net, (torch.ones(8, 15), BATCH[1]))
     net(*BATCH)  # after an error too
+
+
+def test_a_capture_keeps_nothing_that_has_the_memory_of_weights() -> None:
+    """Else a session follows it like a tensor of the user's, and the weights that were given stay in memory."""
+    net, count = Net(), torch._C._storage_Use_Count
+    storages = [parameter.untyped_storage()._cdata for parameter in net.parameters()]
+    before = [count(storage) for storage in storages]
+    gc.disable()  # what only cycles hold stays for long, too
+    try:
+        capture_live(net, BATCH)
+        assert [count(storage) for storage in storages] == before
+    finally:
+        gc.enable()
 
 
 def test_weights_are_neither_copied_nor_read() -> None:
