@@ -45,7 +45,7 @@ TRIED = {
     "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks", "mixtral", "cache_of_states"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
-        "texts_alone", "indices_in_a_list",
+        "texts_alone", "indices_in_a_list", "sizes_drawn_in_a_planned_step",
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
