@@ -26,6 +26,7 @@ TRIED = {
         "weights_between_modules", "determinant_of_a_weight",
         "determinant_in_later_steps", "determinant_beside_layers", "auxiliary_loss_that_begins_later",
         "planned_penalty", "planned_derivatives", "derivatives_inside_forward", "planned_curvature",
+        "planned_inner_steps", "planned_directions", "layers_dropped_at_random",
         "linearized_in_weights",
         "weights_made_again", "checkpoints_between_blocks",
         "parts_without_gradients",
@@ -54,6 +55,11 @@ TRIED = {
         "several_optimizers_in_one", "two_optimizers", "rates_that_depend_on_the_loss",
     ),
 }
+FOLLOW = {
+    "planned_penalty", "planned_derivatives", "planned_curvature", "planned_inner_steps", "planned_directions",
+    "layers_dropped_at_random", "sizes_drawn_in_a_planned_step",
+}
+"""Programs of these that do in each step what their plan has."""
 # fmt: on
 
 
@@ -65,6 +71,7 @@ def test_programs_train_as_in_memory(program: Program) -> None:
     assert (found.refused, found.failed) == ("", "")
     assert found.off is not None
     assert found.off <= CPU.bound
+    assert not (found.num_left and program.name in FOLLOW)
 
 
 def test_what_there_is_is_kept_when_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

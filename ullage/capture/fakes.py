@@ -312,10 +312,9 @@ class Fakes:
             self._recipes[tensors[0].untyped_storage()] = after
 
     def _record_random(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
-        """Record random numbers, and comparisons of them with 0; return whether the operator was one of these."""
+        """Note random numbers between 0 and 1; record comparisons of them with 0, and return whether this was one."""
         if function is aten.rand.default:
             self._random[results[0].untyped_storage()] = True
-            return True
         if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._random:
             with _disable_current_modes():
                 self._know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
