@@ -251,9 +251,12 @@ class Fakes:
         self._record(function, args, kwargs, output)
         return output
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Return whether the values of a tensor are known or drawn."""
-        return self._known(tensor) is not None
+    def logged(self, tensor: Tensor) -> float:
+        """Return a number that a step reads: it may choose by one that is drawn. Others are for a log."""
+        if (known := self._known(tensor)) is None:
+            return 1.0
+        with _disable_current_modes():
+            return float(_computed(torch.clone, ((known,), {})))
 
     def _forget_constants(self, args: Sequence[Any]) -> None:
         """Forget the values of a collective's arguments: of constants alone, PyTorch would run it for real."""

@@ -282,9 +282,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = getattr(kwargs.get("device"), "type", "")
         if kind == "cuda" or (kind == "meta" and (has_tangents or in_backward())):
             kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
-        reads = func is aten._local_scalar_dense.default and args[0].is_floating_point()
-        if reads and self.found.is_step and not self._fakes.knows(args[0]):
-            return 1.0  # for a log
+        if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
+            return self._fakes.logged(args[0])
         if func.overloadpacket.__name__ == "gemm_4bit":
             with self:
                 return multiply_4bit(*args, **kwargs)
