@@ -125,8 +125,11 @@ def is_transformed() -> bool:
 
     Nor do hooks follow a model whose operators run without values.
     """
-    if is_captured():
-        return True
+    return is_captured() or transforms()
+
+
+def transforms() -> bool:
+    """Return whether a transform of ``torch.func`` or ``forward_ad`` runs with gradients."""
     if torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return False
     running = torch._C._functorch.get_interpreter_stack() or ()

@@ -176,9 +176,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                     driver.progress.later.multiply_of,
                 )
                 self.sync_rng_state()
-            self._undo += bind_state_dict(
-                model, self._names, self.runtime.weights, is_alone=ranks is None, divides=self.runtime.divides
-            )
+            self._undo += bind_state_dict(model, self._names, self.runtime.weights, divides=self.runtime.divides)
             # no_sync as DistributedDataParallel has it, unless it has its own; the plan decides when ranks add up.
             # Without the mark, accelerate would wrap the model in DistributedDataParallel.
             self._undo += [

@@ -91,6 +91,8 @@ class IterationDriver:
         self._has_run_back = False  # a backward has ended in this iteration
         self._hooked = set[Any]()  # autograd nodes of it whose saved weights have hooks
         self._stays = any(unit.stays for unit in units)
+        names = [unit.name for unit in units if not unit.is_unused]
+        self._whole = names[0] if self._stays and len(names) == 1 else ""  # the only unit: all weights are there
         self._evaluated = {unit.name for unit in units if unit.evaluates}
         self._last = next((unit.name for unit in reversed(units) if unit.backward or unit.num_params), units[-1].name)
         self._loop, self._units = runtime.loop, runtime.state.units
@@ -203,6 +205,8 @@ class IterationDriver:
     def on_transformed(self, reads: bool) -> None:
         """A transform of ``torch.func`` runs a module: weights of the model's own are there until the step.
 
+        In a plan for such a step, they always are.
+
         Raises:
             OutOfOrderError: the iteration cannot leave the plan, or the device has no room for all weights.
         """
@@ -212,7 +216,13 @@ class IterationDriver:
             return
         if not self._stays:
             check_second_order(self._decisions)
-        if reads or self._runtime.inside_iteration:
+        if self._whole and self.trains:
+            if not self.progress.is_at(Op.FORWARD, self._whole):
+                self._check_begin()
+                self.progress.begin_call()
+                with self._forward:
+                    self._follow(self._reach_forward, self._whole)
+        elif reads or self._runtime.inside_iteration:
             with self._forward:
                 self._off_plan(OutOfOrderError("a transform of torch.func ran the model"), False)
         if reads:

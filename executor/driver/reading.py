@@ -6,8 +6,16 @@ if TYPE_CHECKING:
     from executor.driver.runtime import Runtime
 
 
-def where_readable(runtime: "Runtime", name: str, *, alone: bool = False) -> Literal["at rest", "settled", "at hand"]:
-    """Return where a parameter's weights can be read now; if ``alone``, other ranks do not read them now.
+def where_readable(
+    runtime: "Runtime", name: str, *, alone: bool = False, is_held: bool = False
+) -> Literal["at rest", "settled", "at hand"]:
+    """Return where a parameter's weights can be read now.
+
+    Args:
+        runtime: of the session.
+        name: the parameter.
+        alone: other ranks do not read them now.
+        is_held: the reader has the current weights whole, as tensors of ``state_dict()`` do.
 
     Returns:
         ``at rest``: where the plan keeps them, because no weights move; ``settled``: on the device, until updates
@@ -21,7 +29,7 @@ def where_readable(runtime: "Runtime", name: str, *, alone: bool = False) -> Lit
         why = "it is quantized; take it from model.state_dict() or session.full_parameters()"
     elif runtime.is_closed:
         why = "its session is closed; take it from the model again, whose parameters are ordinary ones now"
-    elif (alone or runtime.divides) and (runtime.gathers_resident or runtime.gathers):
+    elif (alone or runtime.divides) and not is_held and (runtime.gathers_resident or runtime.gathers):
         why = "ranks hold parts of it; let all ranks call session.full_parameters() together, between two steps"
     elif runtime.parked:
         why = (

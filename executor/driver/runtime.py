@@ -391,9 +391,9 @@ class Runtime:
             self._on_device.add(weights)
         return weights
 
-    def check_readable(self, name: str, *, alone: bool = False) -> None:
+    def check_readable(self, name: str, *, alone: bool = False, is_held: bool = False) -> None:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""
-        where_readable(self, name, alone=alone)
+        where_readable(self, name, alone=alone, is_held=is_held)
 
     def current(self, name: str) -> torch.Tensor:
         """See :class:`executor.module.guarded_parameters.WeightReader`."""

@@ -265,15 +265,16 @@ def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Ca
 
 
 def bind_state_dict(
-    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, is_alone: bool, divides: bool
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor], *, divides: bool
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` return current weights, which parameters do not show; return functions that undo this.
+
+    What is written to the dictionary's tensors is written to the weights.
 
     Args:
         model: the bound model.
         names: names of its parameters, by ``id(parameter)``.
         weight: returns a parameter's current weights, by its name.
-        is_alone: whether there is one process. Then what is written to the dictionary's tensors is written to weights.
         divides: whether ranks share layers or experts. Then none can be loaded by ``load_state_dict``.
     """
 
@@ -291,8 +292,7 @@ def bind_state_dict(
             for name, parameter in own.items():
                 planned = id(parameter) in names  # others count as buffers
                 if planned and prefix + name in state_dict and not StoredParameter(parameter, module).is_quantized:
-                    values = weight(names[id(parameter)])
-                    state_dict[prefix + name] = alias_of(parameter, values) if is_alone else values
+                    state_dict[prefix + name] = alias_of(parameter, weight(names[id(parameter)]))
 
         return save_current
 

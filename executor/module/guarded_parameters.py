@@ -108,8 +108,14 @@ class WeightReader(Protocol):
     def version(self) -> int:
         """A number that changes whenever weights may have changed."""
 
-    def check_readable(self, name: str, *, alone: bool = False) -> None:
-        """Check that a parameter's weights can be read now; if ``alone``, without other ranks. Raises ValueError."""
+    def check_readable(self, name: str, *, alone: bool = False, is_held: bool = False) -> None:
+        """Check that a parameter's weights can be read now. Raises ValueError.
+
+        Args:
+            name: the parameter.
+            alone: without other ranks.
+            is_held: by what has them whole, and is current.
+        """
 
     def current(self, name: str) -> torch.Tensor:
         """Return a parameter's current weights, in memory that no other tensor's storage has.
@@ -517,7 +523,7 @@ def _read(
 
     try:
         if name == "__repr__":  # which debuggers call anywhere
-            vars(args[0])[_READER].check_readable(vars(args[0])[_NAME], alone=True)
+            vars(args[0])[_READER].check_readable(vars(args[0])[_NAME], alone=True, is_held=_is_held(args[0]))
         given, named = tree_map_only(Guarded, reading, (args, dict(kwargs)))
     except ValueError as refused:
         if name in _ALIASES:  # it may serve for metadata alone, and is read at its use
@@ -549,6 +555,13 @@ def _share(values: torch.Tensor, source: torch.Tensor, *, version: int = _STALE,
     return shared
 
 
+def _is_held(tensor: Guarded) -> bool:
+    """Return whether a tensor has the current weights in its own memory."""
+    own = vars(tensor)
+    reader: WeightReader = own[_READER]
+    return bool(own.get(_VERSION, _STALE) == reader.version)
+
+
 def _current(tensor: Guarded) -> torch.Tensor:
     """Return the current values of a guarded tensor.
 
@@ -561,8 +574,8 @@ def _current(tensor: Guarded) -> torch.Tensor:
         like = own.get(_LIKE, tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=like.device, requires_grad=tensor.requires_grad)
     if _VERSION in own:
-        reader.check_readable(own[_NAME])
-        if own[_VERSION] == reader.version:
+        reader.check_readable(own[_NAME], is_held=_is_held(tensor))
+        if _is_held(tensor):
             return tensor
         if not own[_IS_ALIAS]:
             raise ValueError(

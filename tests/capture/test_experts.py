@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import ullage
 from planner.graph import Batch, Elementwise, Gemm, Kernels, Operator, build_graph
 from planner.models.kernels import flop
 from ullage.capture import capture_module
@@ -236,6 +237,48 @@ def test_values_that_are_written_are_known() -> None:
 def test_other_values_are_assumed(way: str) -> None:
     (words,) = capture_module(lambda: Chosen(way), ["16x8"], "fp32").assumed or ()
     assert "int((chosen == 3).sum())" in words
+
+
+def _drawn(x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+    """Scale a layer's output by numbers that are drawn from a table, which no other index fits."""
+    table = (2.0, 3.0)
+    at = int(torch.empty(1).uniform_(1.0, 2.0).item()), int(torch.randint(0, 2, (1,)))
+    assert sorted(torch.randperm(2).tolist()) == [0, 1]
+    if float(torch.rand(1, generator=torch.Generator())) >= 1.0:
+        raise ValueError("a number out of range")
+    scaled: torch.Tensor = layer(x).sum() * table[at[0]] * table[at[1]]
+    return scaled
+
+
+class Drawing(torch.nn.Module):
+    """Draws what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _drawn(x, self.last)
+
+
+def test_random_numbers_have_the_range_of_their_operator_and_take_none_of_the_users() -> None:
+    before = torch.get_rng_state()
+    (words,) = capture_module(Drawing, ["16x8"], "fp32").assumed or ()
+    assert "uniform_(1.0, 2.0)" in words
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_reads_the_numbers_that_it_draws() -> None:
+    """But a metric that it logs is no number of the plan's."""
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = ullage.prepare(
+        model,
+        torch.optim.SGD(model.parameters()),
+        torch.randn(16, 8),
+        step=lambda model, x: _drawn(x, model),
+        hardware="epyc-turin-2c",
+    )
+    optimizer.session.close()
 
 
 class Exchanging(torch.nn.Module):

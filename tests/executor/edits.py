@@ -129,6 +129,18 @@ def writes(model, optimizer, tokens, average, step):
     return [*seen, parameters[3].detach().norm().item()]
 
 
+def state_writes(model, optimizer, tokens, average, _step):
+    """Tensors of state_dict() are written to, at once and after a step."""
+    states = vars(model).setdefault("kept", [])
+    states.append({name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()})
+    with torch.no_grad():
+        for state in states:
+            for weight in state.values():
+                weight.mul_(0.9)
+    seen = one_step(model, optimizer, loss_of(model, tokens), average)
+    return [*seen, *(weight.norm().item() for weight in states[0].values())]
+
+
 def averages(model, optimizer, tokens, average, step):
     """An average of the weights is evaluated in their place, and at the end stays there."""
     average_of = vars(model).setdefault("kept", {n: p.detach().clone() for n, p in model.named_parameters()})
@@ -159,6 +171,7 @@ def another_optimizer(model, optimizer, tokens, average, step):
 EDITS = {
     edit.__name__: edit
     for edit in (
-        noise, rows, surgery, loss_scaling, read_between, penalty, sharpness_aware, writes, averages, another_optimizer,
+        noise, rows, surgery, loss_scaling, read_between, penalty, sharpness_aware, writes, state_writes, averages,
+        another_optimizer,
     )
 }  # fmt: skip

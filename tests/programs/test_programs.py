@@ -26,6 +26,7 @@ TRIED = {
         "weights_between_modules", "determinant_of_a_weight",
         "determinant_in_later_steps", "determinant_beside_layers", "auxiliary_loss_that_begins_later",
         "planned_penalty", "planned_derivatives", "derivatives_inside_forward", "planned_curvature",
+        "planned_inner_steps", "planned_directions", "layers_dropped_at_random",
         "linearized_in_weights",
         "weights_made_again", "checkpoints_between_blocks",
         "parts_without_gradients",
@@ -45,7 +46,7 @@ TRIED = {
     "models": ("t5", "nystromformer", "llava_with_text_alone", "tables_before_blocks", "mixtral", "cache_of_states"),
     "operators": (
         "embeddings_of_bounded_norm", "outputs_that_nothing_uses", "weights_that_forward_makes", "sparse_weights",
-        "texts_alone", "indices_in_a_list",
+        "texts_alone", "indices_in_a_list", "sizes_drawn_in_a_planned_step",
     ),
     "adapters": ("trained_tokens", "adalora", "context_prompt_tuning"),
     "trainers": ("cross_encoder_with_cached_gradients",),
@@ -54,6 +55,11 @@ TRIED = {
         "several_optimizers_in_one", "two_optimizers", "rates_that_depend_on_the_loss",
     ),
 }
+FOLLOW = {
+    "planned_penalty", "planned_derivatives", "planned_curvature", "planned_inner_steps", "planned_directions",
+    "layers_dropped_at_random", "sizes_drawn_in_a_planned_step",
+}
+"""Programs of these that do in each step what their plan has."""
 # fmt: on
 REFUSED = ("scripted_part",)
 
@@ -67,6 +73,7 @@ def test_programs_train_as_in_memory(program: Program) -> None:
         found = outcome(program, expected, tight=tight)
         assert (bool(found.refused), found.failed) == (program.name in REFUSED, "")
         assert found.refused or (found.off is not None and found.off <= CPU.bound)
+        assert not (found.num_left and program.name in FOLLOW)
 
 
 def test_what_there_is_is_kept_when_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

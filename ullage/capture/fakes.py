@@ -2,9 +2,10 @@
 
 A fake tensor has no values, but some values are known: those of ``torch.arange`` and ``torch.zeros``, those of inputs
 that mark the positions of images, and results of operators on known values. Random numbers between 0 and 1 are known to
-be above 0, so a layer that is dropped with probability 0 runs. Experts are assumed to have equal shares of the tokens:
-``topk``, and a maximum along a dimension, choose all experts in turn. So a loop over the chosen experts, each with its
-tokens, is recorded like any other code.
+be above 0, so a layer that is dropped with probability 0 runs. Other random numbers are drawn where values are needed,
+so they have the range that the operator gives them, and no two of a permutation are the same. Experts are assumed to
+have equal shares of the tokens: ``topk``, and a maximum along a dimension, choose all experts in turn. So a loop over
+the chosen experts, each with its tokens, is recorded like any other code.
 
 [Note: Assumed values] Some models need values that are not known: branches and shapes that depend on data, functions
 of NumPy, operators whose shapes no fake kernel knows. They are captured with assumed values. Small parameters and
@@ -75,8 +76,8 @@ class _Recipe:
 
     @functools.cached_property
     def is_assumed(self) -> bool:
-        """Whether they are assumed, or computed from such values."""
-        return self.function is _assumed_values or _is_assumed(self.arguments)
+        """Whether they are assumed or drawn, or computed from such values."""
+        return self.function is _assumed_values or _draws(self.function) or _is_assumed(self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,17 @@ class _Known:
 
 def _computed(function: Any, arguments: Any) -> Any:
     args, kwargs = tree_map_only(_Known, lambda known: known.layout.within(known.recipe.values), arguments)
-    return function(*args, **kwargs)
+    return _drawn(function, args, kwargs) if _draws(function) else function(*args, **kwargs)
+
+
+def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator with random numbers that are the same each time, and take none from the user's generators."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(0)
+    try:
+        return function(*args, **{name: None if name == "generator" else value for name, value in kwargs.items()})
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def users_line(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -240,6 +251,13 @@ class Fakes:
         self._record(function, args, kwargs, output)
         return output
 
+    def logged(self, tensor: Tensor) -> float:
+        """Return a number that a step reads: it may choose by one that is drawn. Others are for a log."""
+        if (known := self._known(tensor)) is None:
+            return 1.0
+        with _disable_current_modes():
+            return float(_computed(torch.clone, ((known,), {})))
+
     def _forget_constants(self, args: Sequence[Any]) -> None:
         """Forget the values of a collective's arguments: of constants alone, PyTorch would run it for real."""
         for leaf in tree_leaves(args):
@@ -279,7 +297,7 @@ class Fakes:
                 layout = Layout.in_storage(result)
                 recipe = _Recipe(function, known, number, layout)
                 if self._all_hold and result.dtype is torch.bool and recipe.is_assumed:
-                    recipe = _Recipe(_assumed_values, ((layout,), {}), 0, layout)
+                    recipe = _assumed(layout)
                 self._recipes.setdefault(result.untyped_storage(), recipe)
 
     def _record_write(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -289,7 +307,7 @@ class Fakes:
         tensors = strided([named.get(name) for name in written])
         after = None
         if len(tensors) == 1 and args and tensors[0] is args[0] and _has_values(function):
-            known = self._known((args, kwargs))
+            known = self._known((args, kwargs), assumes=_draws(function))
             after = None if known is None else _after(function, *known)
         for changed in tensors:
             self._forget(changed)
@@ -297,10 +315,9 @@ class Fakes:
             self._recipes[tensors[0].untyped_storage()] = after
 
     def _record_random(self, function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> bool:
-        """Record random numbers, and comparisons of them with 0; return whether the operator was one of these."""
+        """Note random numbers between 0 and 1; record comparisons of them with 0, and return whether this was one."""
         if function is aten.rand.default:
             self._random[results[0].untyped_storage()] = True
-            return True
         if function in _ABOVE_ZERO and args[1] == 0 and args[0].untyped_storage() in self._random:
             with _disable_current_modes():
                 self._know(results[0], torch.full(args[0].shape, _ABOVE_ZERO[function]))
@@ -380,8 +397,7 @@ class Fakes:
             return found
         if not assumes:
             return None
-        whole = _all_of(storage, layout.dtype)
-        return _Recipe(_assumed_values, ((whole,), {}), 0, whole)  # the same ones each time
+        return _assumed(_all_of(storage, layout.dtype))
 
 
 def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recipe:
@@ -391,10 +407,11 @@ def _after(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recip
 
     def write(before: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         values = before.clone()
-        function(target.layout.within(values), *args, **kwargs)
+        _computed(function, ((target.layout.within(values), *args), kwargs))
         return values
 
-    return _Recipe(write, ((_Known(target.recipe, whole), *args[1:]), kwargs), 0, whole)
+    before = _assumed(whole) if _draws(function) else target.recipe
+    return _Recipe(write, ((_Known(before, whole), *args[1:]), kwargs), 0, whole)
 
 
 def _row(dtype: torch.dtype, num_values: int) -> Layout:
@@ -412,12 +429,13 @@ def _is_collective(function: Any) -> bool:
 
 
 def _has_values(function: Any) -> bool:
-    """Return whether an operator is deterministic, and can run on known values."""
-    return (
-        not _is_collective(function)
-        and torch.Tag.nondeterministic_seeded not in function.tags
-        and "empty" not in function.overloadpacket.__name__
-    )
+    """Return whether an operator can run on known values."""
+    return not _is_collective(function) and "empty" not in function.overloadpacket.__name__
+
+
+def _draws(function: Any) -> bool:
+    """Return whether a function is an operator that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
 
 
 def _is_assumed(arguments: Any) -> bool:
@@ -428,6 +446,11 @@ def _is_assumed(arguments: Any) -> bool:
 def _real_values(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
     """Return all values in the storage of a real tensor."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).cpu()
+
+
+def _assumed(layout: Layout) -> _Recipe:
+    """Return a recipe of values that are assumed, the same ones each time."""
+    return _Recipe(_assumed_values, ((layout,), {}), 0, layout)
 
 
 def _assumed_values(layout: Layout) -> Tensor:

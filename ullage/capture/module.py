@@ -46,7 +46,7 @@ from ullage.capture.cuts import with_cuts
 from ullage.capture.executable import Unseen, check_executable
 from ullage.capture.fakes import VALUES, Fakes, users_line
 from ullage.capture.inputs import NO_EXAMPLE, Example, tensor_of
-from ullage.capture.partitioning import UnitVisits, joined_around, partition
+from ullage.capture.partitioning import UnitVisits, as_one, joined_around, partition
 from ullage.capture.quantized import check_formats, is_packed, pack
 from ullage.capture.recording import OUTPUTS_LOSS, record
 from ullage.capture.records import DTYPES, UNKNOWN, CaptureError, LongLoopError, Recording, first_line, remedy
@@ -218,13 +218,16 @@ class _Capture:
 
     def _attempted(self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch) -> CapturedModel:
         recorded = functools.partial(self._recorded, model, inputs, tiles)
+        repeats = Repeats(model, _MANY_EVENTS if can_be_continued(inputs, tiles) else None)
         try:
             try:
-                return recorded(Repeats(model, _MANY_EVENTS if can_be_continued(inputs, tiles) else None))
+                return recorded(repeats)
             except LongLoopError:
-                return continued(self.of, inputs) or recorded(Repeats(model))
-        except UnequalError:
-            return recorded(None)
+                return continued(self.of, inputs) or recorded(repeats := Repeats(model))
+        except (UnequalError, CaptureError) as error:
+            if isinstance(error, CaptureError) and not repeats.copies:
+                raise
+        return recorded(None)  # also if it has missed what was not recorded: a gradient that it asks for
 
     def _recorded(
         self, model: nn.Module, inputs: tuple[CapturedInput, ...], tiles: Batch, repeats: Repeats | None
@@ -297,6 +300,8 @@ class _Capture:
             }
             places = partition(recording)
             while True:
+                if recording.unfollowed:
+                    places = as_one(places)
                 captured = repeated(assemble(recording, places, self.dtype, about), recording)
                 if recording.unfollowed:
                     return captured

@@ -80,6 +80,11 @@ def partition(recording: Recording) -> list[UnitVisits]:
     return _named(_computing(recording, places))
 
 
+def as_one(places: list[UnitVisits]) -> list[UnitVisits]:
+    """Return units as one, whose weights are there from its first module on, whatever hooks see after that."""
+    return _joined(places, [(0, len(places) - 1)])
+
+
 def joined_around(recording: Recording, places: list[UnitVisits], unseen: Unseen) -> list[UnitVisits] | None:
     """Return the units where those are one that a weight needs to be seen; ``None`` if they cannot be.
 

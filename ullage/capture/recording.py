@@ -22,7 +22,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from executor.callbacks import Saved, ends_here, hook_target, in_backward, nodes, replace_attribute, tensors_of
+from executor.callbacks import (
+    Saved,
+    ends_here,
+    hook_target,
+    in_backward,
+    nodes,
+    replace_attribute,
+    tensors_of,
+    transforms,
+)
 from executor.memory.forward_state import SMALL_BYTES
 from executor.memory.recompute_cache import is_running_again
 from executor.module.batches import named_inputs
@@ -274,7 +283,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "cuda" or (kind == "meta" and (has_tangents or in_backward())):
             kwargs = kwargs | {"device": torch.device("cpu")}  # where all fake tensors are
         if self.found.is_step and func is aten._local_scalar_dense.default and args[0].is_floating_point():
-            return 1.0  # for a log
+            return self._fakes.logged(args[0])
         if func.overloadpacket.__name__ == "gemm_4bit":
             with self:
                 return multiply_4bit(*args, **kwargs)
@@ -379,6 +388,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.callback(replace_attribute(block, "forward", functools.partial(self._run, block, block.forward)))
             yield
 
+    def _lose_sight(self) -> None:
+        """Note that a transform runs the model, which hooks do not follow."""
+        if self._repeats is not None:
+            raise UnequalError  # copies are made by functions that transforms do not take
+        self.found.unfollowed = self.found.second_order = True
+
     @contextlib.contextmanager
     def saves(self) -> Iterator[None]:
         """Record what autograd saves, but inside transforms of ``torch.func``, which take no hooks."""
@@ -388,9 +403,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @contextlib.contextmanager
         def without_hooks(message: str) -> Iterator[None]:
             nonlocal num_inside
-            if self._repeats is not None:
-                raise UnequalError  # copies are made by functions that transforms do not take
-            self.found.unfollowed = self.found.second_order = True
+            self._lose_sight()
             if not num_inside:
                 hooks.__exit__()
             num_inside += 1
@@ -504,6 +517,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parent < 0 and found.is_step and not self._ran.isdisjoint(module.modules()):
             self._num_calls += 1
             self._ran.clear()
+        if parent < 0 and found.is_step and transforms():
+            self._lose_sight()
         if not found.visits:
             specs = (input_of(name, tensor) for name, tensor in named_inputs(args, kwargs))
             found.called_with = tuple(spec for spec in specs if spec is not None)

@@ -46,7 +46,7 @@ def test_a_second_optimizer_gets_the_mean_of_gradients_whenever_it_steps(process
 
 @pytest.mark.part(3)
 @pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}], ids=str)
-@pytest.mark.parametrize("name", ["rows", "penalty", "writes", "another_optimizer"])
+@pytest.mark.parametrize("name", ["rows", "penalty", "writes", "state_writes", "another_optimizer"])
 def test_ranks_that_share_layers_or_experts_refuse_it(processes, name, degrees):
     """Their parameters have other shapes than in memory."""
     task = Task("mixtral-shared", torch.float32, max_norm=None, iterations=3, schedule=False)

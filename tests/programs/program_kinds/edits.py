@@ -685,6 +685,41 @@ def planned_curvature(ullage) -> Trained:
 
 
 @program
+def planned_inner_steps(ullage) -> Trained:
+    """MAML with two inner steps by torch.autograd.grad, of a model with equal blocks, in a step that is planned."""
+
+    def adapted(model, batch):
+        x, y = batch
+        own = {name: weight for name, weight in model.named_parameters() if "other" not in name}
+        given = lambda own, x, y: F.cross_entropy(torch.func.functional_call(model, own, (x,)), y)
+        for _ in range(2):
+            found = torch.autograd.grad(given(own, x[:16], y[:16]), list(own.values()), create_graph=True)
+            own = {name: weight - 0.1 * gradient for (name, weight), gradient in zip(own.items(), found, strict=True)}
+        return given(own, x[16:], y[16:])
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=adapted)
+    return loop(model, optimizer, loss_of=adapted)
+
+
+@program
+def planned_directions(ullage) -> Trained:
+    """torch.func.vmap of the model, and jvp along some directions, in a step that is planned."""
+
+    def along(model, batch):
+        x, y = batch
+        logits = torch.func.vmap(lambda x: model(x[None])[0])(x)
+        tangents = [torch.func.jvp(model, (x,), (x.roll(number, 0),))[1] for number in range(2)]
+        return F.cross_entropy(logits, y) + sum(tangent.square().mean() for tangent in tangents)
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=along)
+    return loop(model, optimizer, loss_of=along)
+
+
+@program
 def derivatives_in_the_loss(ullage) -> Trained:
     """torch.func.jvp and vmap of a copy without values, which is given the weights; gradients flow through both."""
     model = Net()
@@ -719,6 +754,23 @@ def gradients_of_zero(ullage) -> Trained:
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+@program
+def layers_dropped_at_random(ullage) -> Trained:
+    """Stochastic depth: a number that is drawn decides whether a block runs."""
+
+    class Dropping(Net):
+        def features(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = block(x) if torch.rand(()) < 0.6 else x
+            return x
+
+    model = Dropping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (batch(0)[0],))
+    return loop(model, optimizer)
 
 
 @program

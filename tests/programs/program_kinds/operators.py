@@ -521,3 +521,29 @@ def indices_in_a_list(ullage) -> Trained:
         return torch.randn(8, 16, generator=seeded(step)), torch.randint(8, (5, 2), generator=seeded(step)).float()
 
     return train(ullage, Places(), batch)
+
+
+@program
+def sizes_drawn_in_a_planned_step(ullage) -> Trained:
+    """Detectors of torchvision draw the size of each image from a tuple, by ``uniform_`` and ``item``."""
+
+    def step(model, batch):
+        images, labels = batch
+        sizes = (6,)  # of which each may have its turn
+        size = sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes))).item())]
+        return F.cross_entropy(model(F.adaptive_avg_pool2d(images, size)), labels)
+
+    def batch(step: int):
+        return torch.randn(8, 3, 16, 16, generator=seeded(step)), torch.arange(8)
+
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, batch(0), step=step)
+    losses = []
+    for number in range(4):
+        loss = step(model, batch(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
