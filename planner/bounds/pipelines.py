@@ -54,19 +54,27 @@ from planner.simulate.prediction import capacities
 Chunk = Sequence[Sequence[Unit]]
 
 
-def pipelined(setup: Setup, cost: CostModel, limit_s: float) -> LinearProgram:
-    """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`."""
+def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, few: bool = False) -> LinearProgram:
+    """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`.
+
+    With ``few``, they are those of each stage alone, without what is sent, added or stored. A search starts from their
+    optimum: from the optimum of all it did not find faster plans.
+    """
     given = setup.given
-    on = Placement(setup, cost, limit_s, repeats=1 if given.pipeline_rounds > 1 else None)
+    on = Placement(setup, cost, limit_s, repeats=1 if given.pipeline_rounds > 1 else None, few=few)
     chunks = deal(setup.units, given.pipeline_parallel, given.pipeline_rounds)
-    stages = range(given.pipeline_parallel)
-    rests = [_work(on, chunks, number) for number in stages]
-    there, back = _passing(on, chunks, forward_only=True), _back(on, chunks)
-    there.plus(Sum(("", _hops_s(on, chunks, range(1, len(chunks)), Lane.SEND))))
-    on.program.at_least("work: the first micro-batch, there and back", Sum((TIME, 1.0)), there.plus(back))
-    hosts = [_memory(on, chunks[number :: given.pipeline_parallel], number) for number in stages]
-    for number in stages if given.clip else ():
-        _windows(on, chunks, number, rests, back)
+    stages, rests, hosts = range(given.pipeline_parallel), list[Sum](), list[Sum]()
+    for number in stages:
+        rests.append(_work(on, chunks, number))
+        if few and given.clip:
+            _windows(on, chunks, number, rests)
+        hosts.append(_memory(on, chunks[number :: given.pipeline_parallel], number))
+    if not few:
+        there, back = _passing(on, chunks, forward_only=True), _back(on, chunks)
+        there.plus(Sum(("", _hops_s(on, chunks, range(1, len(chunks)), Lane.SEND))))
+        on.program.at_least("work: the first micro-batch, there and back", Sum((TIME, 1.0)), there.plus(back))
+    for number in stages if given.clip and not few else ():
+        _windows(on, chunks, number, rests)
     for counts in sorted(cost.stages_on_nodes):
         held = Sum()
         for host, ranks in zip(hosts, counts, strict=True):
@@ -92,23 +100,23 @@ def _work(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
             for key, amount in on.loads.adding(unit, op).items():
                 total[key].plus(amount, count - 1.0)
     forth_s, back_s = (_hops_s(on, chunks, range(1, number + 1), lane) for lane in (Lane.SEND, Lane.SEND_BACK))
-    own_s, after_s = count * _later_s(on, own), 0.0
-    own_s += (count - 1) * (_later_s(on, own, adds=adds) - own_s / count)
+    own_s, after_s = count * _later_s(on, own) + (count - 1) * _adding_s(on, own, Op.WEIGHT_GRADIENT), 0.0
     if number:  # some of its own may come at last, those of its first chunk behind others, and the first stage's do
         left = (min(max(number + 1 - turn * count, 0), count) for turn in range(len(own)))
-        after_s = sum(times * _later_s(on, [chunk], adds=adds) for times, chunk in zip(left, own, strict=True))
+        each_s = [_later_s(on, [chunk]) + _adding_s(on, [chunk], Op.WEIGHT_GRADIENT) for chunk in own]
+        after_s = sum(times * chunk_s for times, chunk_s in zip(left, each_s, strict=True))
         after_s -= _later_s(on, chunks[:1])
     for key, load in total.items():
         needs = Sum().plus(load, 1.0 / on.loads.capacity[key])
         if key is Lane.COMPUTE:
             alone = Sum().plus(needs).plus(_passing(on, before, forward_only=True)).plus(Sum(("", forth_s)))
-            needs.plus(_passing(on, before, adds=adds)).plus(Sum(("", forth_s + back_s - after_s)))
+            needs.plus(_passing(on, before)).plus(Sum(("", forth_s + back_s + _adding_s(on, before) - after_s)))
             if own_s:
                 on.program.at_least(f"work: {label(key)} of stage {number} alone", Sum((TIME, 1.0)), alone)
         on.program.at_least(f"work: {label(key)} of stage {number}", Sum((TIME, 1.0)), needs)
-    rest = _passing(on, own, backward_only=True).plus(_passing(on, before, backward_only=True, adds=adds))
-    rest.plus(_passing(on, own, backward_only=True, times=count - 1, adds=adds))
-    rest.plus(_passing(on, behind)).plus(Sum(("", own_s - after_s + back_s)))
+    rest = _passing(on, own, backward_only=True, times=count).plus(_passing(on, before, backward_only=True))
+    rest.plus(_passing(on, behind)).plus(Sum(("", own_s - after_s)))
+    rest.plus(Sum(("", back_s + _adding_s(on, before) + (count - 1) * _adding_s(on, own))))
     there = range(len(chunks) - len(behind), len(chunks))
     rest.plus(Sum(*(("", _hops_s(on, chunks, there, lane)) for lane in (Lane.SEND, Lane.SEND_BACK))))
     return rest.plus(_passing(on, own[-1:], forward_only=True, times=count - min(num_stages - number, count)))
@@ -116,7 +124,7 @@ def _work(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
 
 def _adds(on: Placement) -> bool:
     """Return whether the last micro-batch adds its gradients to those of the first one, on the device."""
-    return on.given.pipeline_rounds > 1 and on.given.num_micro_batches > 1
+    return on.given.pipeline_rounds > 1 and on.given.num_micro_batches > 1 and not on.few
 
 
 def _back(on: Placement, chunks: Sequence[Chunk]) -> Sum:
@@ -124,22 +132,26 @@ def _back(on: Placement, chunks: Sequence[Chunk]) -> Sum:
     count = on.given.num_micro_batches
     back = _passing(on, chunks, backward_only=True)
     back.plus(Sum(("", _hops_s(on, chunks, range(1, len(chunks)), Lane.SEND_BACK))))
-    return back.plus(_passing(on, chunks[:1], backward_only=True, times=count - 1, adds=_adds(on)))
+    back.plus(Sum(("", (count - 1) * _adding_s(on, chunks[:1]))))
+    return back.plus(_passing(on, chunks[:1], backward_only=True, times=count - 1))
 
 
-def _windows(on: Placement, chunks: Sequence[Chunk], number: int, rests: Sequence[Sum], back: Sum) -> None:
+def _windows(on: Placement, chunks: Sequence[Chunk], number: int, rests: Sequence[Sum]) -> None:
     """Add the conditions on the time from a stage's updates to the backwards of its own, and of the stages behind."""
     num_stages = on.given.pipeline_parallel
     own, last = chunks[number::num_stages], len(chunks) - num_stages
-    stored = _stored(on, own, number) if on.given.pipeline_rounds > 1 else ()
+    stored = _stored(on, own, number) if on.given.pipeline_rounds > 1 and not on.few else ()
     updates = _needed(on, own, stored[-1:])
     passed = Sum()
-    for behind in range(number, num_stages):
+    for behind in range(number, number + 1 if on.few else num_stages):
         if behind > number:
             passed.plus(_reached(on, chunks, last + behind))
         for key, needs in updates.items():
             name = f"window: updates of stage {number} by {label(key)} before the backwards of stage {behind}"
             on.program.at_least(name, Sum((TIME, 1.0)), Sum().plus(needs).plus(passed).plus(rests[behind]))
+    if on.few:
+        return
+    back = _back(on, chunks)
     for key, needs in updates.items():
         name = f"window: updates of stage {number} by {label(key)}, and the first micro-batch back"
         on.program.at_least(name, Sum((TIME, 1.0)), Sum().plus(needs).plus(passed).plus(back))
@@ -169,7 +181,8 @@ def _needed(on: Placement, chunks: Iterable[Chunk], stored: Iterable[str]) -> Lo
     """Return the seconds that the updates of chunks need of each lane and resource, with state that is stored."""
     device_bytes = float(capacities(on.cost)[Tier.GPU])
     storing: Load = defaultdict(Sum)
-    on.loads.copy(storing, Resource.LINK_UP, device_bytes, Sum(*((name, 1.0) for name in stored)))
+    for name in stored:
+        on.loads.copy(storing, Resource.LINK_UP, device_bytes, Sum((name, 1.0)))
     needed: Load = defaultdict(Sum)
     units = (unit for chunk in chunks for segment in chunk for unit in segment)
     for load in (storing, *(returning(on, unit) for unit in units)):
@@ -228,30 +241,26 @@ def _send(on: Placement, chunks: Sequence[Chunk], chunk: int, lane: Lane) -> Tas
 
 def _hops_s(on: Placement, chunks: Sequence[Chunk], given: Iterable[int], lane: Lane) -> float:
     """Return the seconds in which one micro-batch is sent to some chunks, or its gradients back from them, in turn."""
+    if on.few:
+        return 0.0
     prices = (on.cost.price(_send(on, chunks, chunk, lane)) for chunk in given if chunks[chunk][0][0].given_bytes)
     return sum(price.latency_s + price.duration_s for price in prices)
 
 
-def _later_s(on: Placement, chunks: Iterable[Chunk], *, adds: bool = False) -> float:
+def _later_s(on: Placement, chunks: Iterable[Chunk]) -> float:
     """Return the seconds in which stages make the gradients of weights of one micro-batch that backward leaves."""
     units = [unit for chunk in chunks for segment in chunk for unit in segment if unit.weight_gradients]
-    return sum(_computing_s(on, unit, Op.WEIGHT_GRADIENT, adds=adds) for unit in units)
+    return sum(on.loads.computing(unit, Op.WEIGHT_GRADIENT)[Lane.COMPUTE][""] for unit in units)
 
 
-def _computing_s(on: Placement, unit: Unit, op: Op, *, adds: bool) -> float:
-    """Return the seconds of one pass, which may add its gradients to those of earlier micro-batches."""
-    more_s = on.loads.adding(unit, op)[Lane.COMPUTE][""] if adds else 0.0
-    return on.loads.computing(unit, op)[Lane.COMPUTE][""] + more_s
+def _adding_s(on: Placement, chunks: Iterable[Chunk], op: Op = Op.BACKWARD) -> float:
+    """Return the seconds in which passes through chunks add gradients to those of earlier micro-batches."""
+    units = [unit for chunk in chunks for segment in chunk for unit in segment] if _adds(on) else []
+    return sum(on.loads.adding(unit, op)[Lane.COMPUTE][""] for unit in units)
 
 
 def _passing(
-    on: Placement,
-    chunks: Iterable[Chunk],
-    *,
-    backward_only: bool = False,
-    forward_only: bool = False,
-    times: int = 1,
-    adds: bool = False,
+    on: Placement, chunks: Iterable[Chunk], *, backward_only: bool = False, forward_only: bool = False, times: int = 1
 ) -> Sum:
     """Return the seconds that one micro-batch needs to pass chunks, one after another; or so many of them, each."""
     found = Sum()
@@ -261,7 +270,7 @@ def _passing(
             ways.append(("", Op.BACKWARD))
             ways += [(name, op) for way, op in AGAIN if (name := f"{segment[0].segment}:{way}") in on.program.boxes]
         for name, op in ways:
-            found[name] += times * sum(_computing_s(on, unit, op, adds=adds) for unit in segment)
+            found[name] += times * sum(on.loads.computing(unit, op)[Lane.COMPUTE][""] for unit in segment)
     return found
 
 
@@ -272,7 +281,7 @@ def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
     in_flight = [*[count] * (len(chunks) - 1), min(given.pipeline_parallel - number, count)]
     passages = [(segment, times) for chunk, times in zip(chunks, in_flight, strict=True) for segment in chunk]
     resident, host = _resident(on, [unit for segment, _ in passages for unit in segment])
-    if given.pipeline_rounds > 1:
+    if given.pipeline_rounds > 1 and not on.few:
         resident.plus(Sum((on.program.variable(f"{STATE_SLOT}s of stage {number}"), device_bytes)))
         resident.plus(Sum((_slots(on, chunks, number, device_bytes), device_bytes)))
     at_first = Sum().plus(resident)
@@ -282,17 +291,18 @@ def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
     for tier, held in ((Tier.GPU, at_first), (Tier.HOST, host)):
         held.plus(Sum((there[tier], device_bytes)) if there else {})
     rows = [(f"device of stage {number} at its first backward", at_first)]
-    if given.pipeline_rounds > 1:
+    if given.pipeline_rounds > 1 and not on.few:
         rows += [
             (f"device of stage {number} at the last backward of its chunk {turn}", Sum().plus(resident).plus(held))
             for turn, held in enumerate(_at_last_backwards(on, chunks) if count > 1 else ())
         ]
     else:
-        between = Sum().plus(resident)
+        between = Sum().plus(resident) if given.pipeline_rounds == 1 else at_first
         for unit in (unit for segment, _ in passages for unit in segment):
             kept = {name: times for gap, times in on.gaps() if (name := f"{unit.name}:kept {gap}") in on.program.boxes}
             between.plus(kept, unit.stored_bytes(on.weight_bytes) / sum(times for _, times in on.gaps()))
-        rows.append((f"device of stage {number} between micro-batches", between))
+        if between is not at_first:
+            rows.append((f"device of stage {number} between micro-batches", between))
     for name, held in rows:
         needs = Sum().plus(held, 1.0 / device_bytes)
         on.program.at_least(f"memory: {name}", Sum((ROOM[Tier.GPU], 1.0)), needs)
