@@ -45,7 +45,9 @@ from planner.graph import Unit
 from planner.setup import Setup
 
 
-def conditions(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:
+def conditions(
+    setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = False, few: bool = False
+) -> LinearProgram:
     """Return the conditions of an iteration that takes at most ``limit_s``.
 
     Args:
@@ -53,9 +55,10 @@ def conditions(setup: Setup, cost: CostModel, limit_s: float, *, soft: bool = Fa
         cost: prices of tasks, and the machine.
         limit_s: an upper limit on the iteration time.
         soft: minimise the fraction by which memory is overrun instead of the time; see :data:`OVERRUN`.
+        few: of a pipeline, only those from which a search starts: see :func:`.pipelines.pipelined`.
     """
     if setup.given.pipeline_parallel > 1:
-        program = pipelined(setup, cost, limit_s)
+        program = pipelined(setup, cost, limit_s, few=few)
         return _softened(program) if soft else program
     program = _conditions(setup, cost)
     if limit_s != NEVER_S:

@@ -7,6 +7,7 @@ from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Fp8Weights, Sharding
 from planner.graph import Unit
+from planner.lowering.gradients import ADDING_PASSES
 from planner.models.kernels import num_kernels
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.subgroups import Subgroup
@@ -39,7 +40,7 @@ class Loads:
         self.weight_bytes = given.precision.weight_bytes
         self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
         self.capacity |= dict(cost.capacities().items())
-        self._passes: dict[tuple[str, Op, bool], Load] = {}
+        self._passes: dict[tuple[str, Op, bool, int], Load] = {}
         self._updates: dict[tuple[Lane, Subgroup], dict[Key, float]] = {}
 
     def charge(self, load: Load, task: Task, by: Sum) -> None:
@@ -109,11 +110,22 @@ class Loads:
                 load[key].plus(amount).plus(self.computing(unit, op)[key], -1.0)
         return load
 
-    def _pass(self, unit: Unit, op: Op, *, in_fp8: bool) -> Load:
-        if (known := self._passes.get((unit.name, op, in_fp8))) is not None:
+    def adding(self, unit: Unit, op: Op) -> Load:
+        """Return what comes on top where a pass adds the gradients that it makes to those of earlier micro-batches."""
+        load: Load = defaultdict(Sum)
+        if unit.num_params and op is (Op.WEIGHT_GRADIENT if unit.weight_gradients else Op.BACKWARD):
+            num_bytes = ADDING_PASSES * self.given.precision.gradient_bytes * unit.num_params
+            in_fp8 = self.given.fp8_if_moved(unit) is not None
+            for key, amount in self._pass(unit, op, in_fp8=in_fp8, num_bytes=num_bytes).items():
+                load[key].plus(amount).plus(self.computing(unit, op)[key], -1.0)
+        return load
+
+    def _pass(self, unit: Unit, op: Op, *, in_fp8: bool, num_bytes: int = 0) -> Load:
+        if (known := self._passes.get((unit.name, op, in_fp8, num_bytes))) is not None:
             return known
-        load = self._passes[unit.name, op, in_fp8] = defaultdict(Sum)
-        self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name, in_fp8=in_fp8), Sum(("", 1.0)))
+        load = self._passes[unit.name, op, in_fp8, num_bytes] = defaultdict(Sum)
+        task = Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name, in_fp8=in_fp8, num_bytes=num_bytes)
+        self.charge(load, task, Sum(("", 1.0)))
         if self.cost.asynchronous:
             kernels = getattr((unit.fp8_twin if in_fp8 else None) or unit, _COMPUTE[op])
             issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))

@@ -25,6 +25,7 @@ class Placement:
         limit_s: an upper limit on the iteration time.
         repeats: how often all weights are used, forward and backward, and gradients leave; by default once for each
             micro-batch.
+        few: whether only the conditions are wanted that a search starts from; see :func:`.pipelines.pipelined`.
 
     Attributes:
         program: the program, with the rows on decisions; other classes add theirs.
@@ -32,9 +33,11 @@ class Placement:
         position: the position of every unit, by name.
     """
 
-    def __init__(self, setup: Setup, cost: CostModel, limit_s: float, repeats: int | None = None) -> None:
+    def __init__(
+        self, setup: Setup, cost: CostModel, limit_s: float, repeats: int | None = None, *, few: bool = False
+    ) -> None:
         self.units, self.given, self.storage = setup.units, setup.given, setup.storage
-        self.cost, self.limit_s = cost, limit_s
+        self.cost, self.limit_s, self.few = cost, limit_s, few
         self.segments = segments(setup.units)
         self.position = {unit.name: i for i, unit in enumerate(setup.units)}
         self.weight_bytes = self.given.precision.weight_bytes

@@ -11,7 +11,7 @@ from planner.lowering.program import LoweredUnit, Program
 from planner.lowering.storage import spill
 from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task
 
-_ADDING_PASSES = 3  # two gradients in, their sum out
+ADDING_PASSES = 3  # two gradients in, their sum out
 _MAKING = frozenset({Op.BACKWARD, Op.WEIGHT_GRADIENT})
 
 
@@ -30,7 +30,7 @@ def gradients(program: Program) -> None:
         if is_first:  # its gradients are new; those of later tiles are added to them
             wait_for_slot(draft, leaving, num_slots)
         else:
-            draft.num_bytes = _ADDING_PASSES * decisions.precision.gradient_bytes * unit.num_params
+            draft.num_bytes = ADDING_PASSES * decisions.precision.gradient_bytes * unit.num_params
         if draft.tile or (adds_up and draft.micro_batch < last):
             continue
         if not adds_up:
@@ -69,7 +69,7 @@ def add_up(program: Program, unit: LoweredUnit, backward: Task, *, whole: bool =
     whole = whole or (program.decisions.piles_up and amounts.replicas > 1 and not amounts.flushed_params)
     num_params = unit.num_params if whole else sum(count for count, _ in amounts.pieces) - amounts.flushed_params
     if backward.micro_batch and num_params:
-        backward.num_bytes += _ADDING_PASSES * program.decisions.precision.gradient_bytes * num_params
+        backward.num_bytes += ADDING_PASSES * program.decisions.precision.gradient_bytes * num_params
         backward.num_tensors = len(unit.unit.parameters)
 
 

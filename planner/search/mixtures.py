@@ -112,7 +112,7 @@ def _relaxed(
     The conditions ignore slots and short-lived buffers. So each mixture is simulated; the next one may use less of a
     memory that was overrun, and more of one that was left empty, by the same amount.
     """
-    solver = Solver(conditions(setup.changed(zero_stage=stage), scorer.cost, NEVER_S))
+    solver = Solver(conditions(setup.changed(zero_stage=stage), scorer.cost, NEVER_S, few=True))
     if (relaxed := solver.solve()) is None:
         return [], math.inf
     if relaxed.value >= enough_s:

@@ -112,12 +112,13 @@ def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Move]:
     become resident.
     """
     resident = setup.tied
+    all_resident = {name: unit.model_copy(update={"params": "gpu"}) for name, unit in decisions.units.items()}
     for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params and not unit.writes), 2):
         old = (decisions.units[one.name], decisions.units[other.name])
         if old[0].update[0] is old[1].update[0]:
             continue
         for exchange_params in (True, False):
-            changed = {} if exchange_params else _all_resident(decisions)
+            changed = {} if exchange_params else all_resident.copy()
             for unit, own, there in ((one, *old), (other, *old[::-1])):
                 place = there.update[0]
                 fixed = unit.name in resident or decisions.regathers(unit)
@@ -133,10 +134,6 @@ def _one_of_each_first(units: Iterable[Unit], decisions: Decisions) -> list[Unit
     for _, unit in sorted(enumerate(units), key=lambda numbered: _scattered(numbered[0])):
         kinds[unit.size_name, decisions.units[unit.name]].append(unit)
     return [unit for those in itertools.zip_longest(*kinds.values()) for unit in those if unit is not None]
-
-
-def _all_resident(decisions: Decisions) -> dict[str, UnitDecision]:
-    return {name: unit.model_copy(update={"params": "gpu"}) for name, unit in decisions.units.items()}
 
 
 def _scattered(position: int) -> float:

@@ -245,7 +245,7 @@ def pipelines(draw: st.DrawFn) -> Case:
 @st.composite
 def in_stages(draw: st.DrawFn) -> Case:
     """Return a random case of ours whose layers are shared by stages, perhaps in rounds, with anything anywhere."""
-    model, num_stages, num_rounds = draw(st.sampled_from(MODELS)), draw(st.integers(2, 3)), draw(st.integers(1, 2))
+    model, num_stages, num_rounds = draw(st.sampled_from(MODELS)), draw(st.integers(2, 3)), draw(st.integers(1, 3))
     num_layers = num_stages * num_rounds + draw(st.integers(0, 2))
     drawn = draw(decisions(small_units(model, num_layers), ours=True))
     given = {"pipeline_parallel": num_stages, "pipeline_rounds": num_rounds, "update_start": "step"}

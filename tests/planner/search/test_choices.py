@@ -34,12 +34,12 @@ from planner.models import resolve_model
 from planner.models.formulas.work import attention_scratch_bytes
 from planner.models.kernels import Attention, Collective
 from planner.models.patterns import Pattern
-from planner.placements import mixed
-from planner.plan.competition import compete
+from planner.placements import mixed, resident
+from planner.plan.competition import _lags, _Look, compete
 from planner.plan.document import Plan
 from planner.plan.planning import make_plan
 from planner.schedule.tasks import Tier
-from planner.search import End, Scorer, descents, search
+from planner.search import Candidate, End, Scorer, descents, search
 from planner.setup import Mix, Setup
 from planner.verification import verify
 from ullage.rivals import make_plan as rivals_plan
@@ -465,6 +465,24 @@ def test_a_budget_in_seconds_ends_the_search(monkeypatch: pytest.MonkeyPatch) ->
     verify(plan)
 
 
+def test_a_choice_is_not_searched_if_it_would_have_to_gain_more_than_twice_what_the_first_one_gained() -> None:
+    variant = variants(request())[0]
+    scorer, decisions = Scorer.of(variant), next(resident(variant.setup))
+
+    def seen(seconds: float, missing_bytes: int = 0) -> Candidate:
+        return Candidate(decisions, seconds, {Tier.GPU: missing_bytes} if missing_bytes else {})
+
+    def look(seconds: float, missing_bytes: int = 0) -> _Look:
+        return _Look(variant, scorer, 1.0, seen(seconds, missing_bytes))
+
+    gained = [(look(10.0), [(None, seen(9.5))])]  # 5.3 %
+    assert _lags(look(10.6), gained)
+    assert not _lags(look(10.4), gained)
+    assert not _lags(look(10.6, missing_bytes=1), gained)  # what a search finds may be anything
+    assert not _lags(look(10.6), [(look(10.0, missing_bytes=1), [(None, seen(9.5))])])
+    assert not _lags(look(10.1), [(look(10.0), [(None, seen(10.0))])])  # where nothing is gained, a little may be
+
+
 def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_s: list[float | None] = []
 
@@ -476,6 +494,7 @@ def test_each_search_gets_its_share_of_the_seconds_and_the_best_plan_the_rest(mo
     monkeypatch.setattr("planner.plan.competition.time", clock)
     monkeypatch.setattr("planner.search.scoring.time", clock)
     monkeypatch.setattr("planner.plan.competition.descents", short)
+    monkeypatch.setattr("planner.plan.competition._lags", lambda *_: False)  # which so short ones would say
     monkeypatch.setattr("planner.search.descents", short)
     monkeypatch.setattr("planner.search.refined", lambda _setup, _scorer, ends, *_: ends[0][1])
     rivals = variants(request(hardware=machine(gpu_bytes=5e7, cpu_params_per_s=1e8), global_batch=8))
