@@ -52,7 +52,8 @@ _ALIKE: Final = {
 }
 # A choice is skipped, and moves of single units are not tried, if the bound is less than this much faster.
 _WORTH = 1e-2
-# A choice is not searched in full either if it would have to gain more than so many times what the first one gained.
+# Stages whose search takes long are not searched in full either if they would have to gain more than so many times what
+# the first choice gained.
 _MOST_GAIN = 2.0
 # A plan is searched for again if its whole iteration takes so much more or less than it was scored.
 _EXACT = 1e-2
@@ -196,15 +197,19 @@ def _fastest_s(found: Sequence[tuple[_Look, list[End]]]) -> float:
 
 
 def _lags(look: _Look, found: Sequence[tuple[_Look, list[End]]]) -> bool:
-    """Return whether a choice is so much slower after its look that a search of it is not likely to win.
+    """Return whether stages are so much slower after their look that a search of them is not likely to win.
 
-    Searches gain a few percent on looks, and those of other choices for the same request gain about as much.
+    Searches of stages gain a few percent on looks, and those of other choices for the same request gain about as much.
     """
     (first, ends), best_s = found[0], _fastest_s(found)
     gained = first.found.iteration_s / ends[0][1].iteration_s - 1
     compared = (look.found, first.found, ends[0][1])
     fit = not any(candidate.missing_bytes for candidate in compared)
-    return fit and look.found.iteration_s / best_s - 1 > _MOST_GAIN * max(gained, _WORTH)
+    return (
+        look.variant.choice.pipeline_parallel > 1
+        and fit
+        and look.found.iteration_s / best_s - 1 > _MOST_GAIN * max(gained, _WORTH)
+    )
 
 
 def _finalists(looks: Sequence[_Look]) -> list[_Look]:
