@@ -6,7 +6,7 @@ OUT := out
 # Where it is set, every process that tests start would compile torch and all else again: 12 CPU seconds each time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo browser test test-all test-executor test-ranks test-ullage test-planner test-programs test-others lint mutation fuzz torture bench device-bundle docs clean
+.PHONY: demo browser test test-all test-executor test-ullage test-planner test-others lint mutation fuzz torture bench device-bundle docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -33,28 +33,22 @@ browser:
 
 test: $(VENV)/ready browser
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 7 $(PARTS) lint
+	$(MAKE) --no-print-directory --keep-going --jobs 5 $(PARTS) lint
 
 # All parts at once: threads and ranks that hand work to each other leave cores idle. They wait much longer for a core
 # than for the work, if other parts compute. So those parts come first, and the others get the time that they leave.
 # What compares times of threads within 5 % runs before, alone, where it allows for no waiting.
 TIMED := tests/ullage/test_agreement.py
 # Each part imports torch and all else once, and so does what it forks from: so there are few.
-PARTS := test-executor test-ranks test-ullage test-planner test-programs test-others
-RANKS := tests/executor/distributed tests/checkpoint
-PROGRAMS := tests/programs tests/capture
+PARTS := test-executor test-ullage test-planner test-others
 test-executor:
-	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks tests/hwprofiles tests/calibrate $(RANKS:%=--ignore=%)
-test-ranks:
-	$(BIN)/python -m pytest $(RANKS)
+	$(BIN)/python -m pytest tests/executor tests/weights tests/benchmarks tests/hwprofiles tests/calibrate
 test-ullage:
-	nice -n 5 $(BIN)/python -m pytest tests/ullage --ignore=$(TIMED)
+	nice -n 5 $(BIN)/python -m pytest tests/ullage tests/checkpoint --ignore=$(TIMED)
 test-planner:
 	nice -n 19 $(BIN)/python -m pytest tests/planner
-test-programs:
-	nice -n 19 $(BIN)/python -m pytest $(PROGRAMS)
 test-others:
-	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks hwprofiles calibrate ullage checkpoint planner programs capture)
+	nice -n 19 $(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor weights benchmarks hwprofiles calibrate ullage checkpoint planner)
 lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
