@@ -1,4 +1,4 @@
-"""How long does planning take, whole process, second run? ``python benchmarks/planning/speed.py``.
+"""How long does planning take, whole process, when code is compiled? ``python benchmarks/planning/speed.py``.
 
 First for requests that people make, then as the model gets deeper and the devices more.
 """
@@ -33,13 +33,12 @@ OUTPUT = Path(__file__).parents[1] / "results" / "planning_speed.json"
 
 
 def timed(request: tuple[str, ...], folder: str) -> dict[str, Any]:
-    """Plan twice, each time in a process of its own, and return how long the second one took."""
+    """Plan in a process of its own, and return how long it took."""
     plan = Path(folder) / "plan.json"
     command = [sys.executable, "-m", "ullage", "plan", *request, "--output", str(plan)]
-    for _ in range(2):
-        begin_s = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        elapsed_s = time.perf_counter() - begin_s
+    begin_s = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    elapsed_s = time.perf_counter() - begin_s
     made = json.loads(plan.read_text(encoding="utf-8"))
     return {
         "process_s": round(elapsed_s, 3),
@@ -61,6 +60,7 @@ def main() -> None:
     began = origin("numba", "numpy", "scipy", "highspy")
     layers, devices = [], []
     with tempfile.TemporaryDirectory() as folder:
+        timed(REQUESTS[2], folder)  # Numba compiles what its cache lacks
         rows = [
             {"request": " ".join(request), **timed(request, folder)}
             for request in track(REQUESTS, description="requests")
