@@ -27,6 +27,7 @@ import numpy as np
 
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
+from planner.bounds.pipelines import computing
 from planner.bounds.program import NEVER_S, OVERRUN, LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
@@ -126,7 +127,7 @@ def _computing(variant: Variant) -> dict[str, float]:
 
 
 def _works(variant: Variant) -> dict[str, float]:
-    given, cost, lanes = variant.setup.given, variant.cost, (Lane.COMPUTE, Lane.LAUNCH)
+    given, cost = variant.setup.given, variant.cost
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
         passes = [
@@ -134,11 +135,11 @@ def _works(variant: Variant) -> dict[str, float]:
             for unit in variant.setup.units
             for op in (Op.FORWARD, Op.BACKWARD)
         ]
-        return {f"work: {lane}": sum(count * load[lane][""] for count, load in passes) for lane in lanes}
-    program = conditions(variant.setup, cost, NEVER_S)
-    return {
-        row.name: row.least for row in program.rows if row.name.startswith(tuple(f"work: {lane} " for lane in lanes))
-    }
+        return {
+            f"work: {lane}": sum(count * load[lane][""] for count, load in passes)
+            for lane in (Lane.COMPUTE, Lane.LAUNCH)
+        }
+    return computing(variant.setup, cost)
 
 
 def _by_computing(variant: Variant, setup: Setup) -> Proof:

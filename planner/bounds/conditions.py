@@ -57,10 +57,9 @@ def conditions(
         soft: minimise the fraction by which memory is overrun instead of the time; see :data:`OVERRUN`.
         few: of a pipeline, only those from which a search starts: see :func:`.pipelines.pipelined`.
     """
-    if setup.given.pipeline_parallel > 1:
-        program = pipelined(setup, cost, limit_s, few=few)
-        return _softened(program) if soft else program
-    program = _conditions(setup, cost)
+    program = (
+        pipelined(setup, cost, few=True) if few and setup.given.pipeline_parallel > 1 else _conditions(setup, cost)
+    )
     if limit_s != NEVER_S:
         program = program.within({n: (low, limit_s) for n, (low, high) in program.boxes.items() if high == NEVER_S})
     return _softened(program) if soft else program
@@ -76,18 +75,22 @@ def _conditions(setup: Setup, cost: CostModel) -> LinearProgram:
         same = known.units is setup.units and of_cost is cost and known.storage == setup.storage
         if same and known.given == setup.given:
             return program
-    placement = Placement(setup, cost, NEVER_S)
-    work(placement)
-    windows(placement, *memory(placement))
-    _KNOWN.append((setup, cost, placement.program))
-    return placement.program
+    if setup.given.pipeline_parallel > 1:
+        program = pipelined(setup, cost)
+    else:
+        placement = Placement(setup, cost)
+        work(placement)
+        windows(placement, *memory(placement))
+        program = placement.program
+    _KNOWN.append((setup, cost, program))
+    return program
 
 
 def memory_conditions(setup: Setup, cost: CostModel) -> LinearProgram:
     """Return the conditions on memory alone; the objective is the fraction by which it is overrun."""
     if setup.given.pipeline_parallel > 1:
         return conditions(setup, cost, NEVER_S, soft=True)
-    placement = Placement(setup, cost, NEVER_S)
+    placement = Placement(setup, cost)
     memory(placement)
     return _softened(placement.program)
 

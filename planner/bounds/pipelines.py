@@ -33,6 +33,7 @@ for every stage s of p:
   chunks before. A node's host holds the rest of all stages that its ranks have.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -52,35 +53,60 @@ from planner.setup import Setup
 from planner.simulate.prediction import capacities
 
 Chunk = Sequence[Sequence[Unit]]
+# An expression of so many terms gets a variable, if several rows have it.
+_LONG = 5
 
 
-def pipelined(setup: Setup, cost: CostModel, limit_s: float, *, few: bool = False) -> LinearProgram:
+def pipelined(setup: Setup, cost: CostModel, *, few: bool = False) -> LinearProgram:
     """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`.
 
     With ``few``, they are those of each stage alone, without what is sent, added or stored. A search starts from their
     optimum: from the optimum of all it did not find faster plans.
     """
     given = setup.given
-    on = Placement(setup, cost, limit_s, repeats=1 if given.pipeline_rounds > 1 else None, few=few)
+    on = Placement(setup, cost, few=few)
     chunks = deal(setup.units, given.pipeline_parallel, given.pipeline_rounds)
     stages, rests, hosts = range(given.pipeline_parallel), list[Sum](), list[Sum]()
     for number in stages:
-        rests.append(_work(on, chunks, number))
+        rests.append(_shared(on, f"rest of stage {number}", _work(on, chunks, number)))
         if few and given.clip:
             _windows(on, chunks, number, rests)
         hosts.append(_memory(on, chunks[number :: given.pipeline_parallel], number))
     if not few:
-        there, back = _passing(on, chunks, forward_only=True), _back(on, chunks)
+        there, back = _passing(on, chunks, forward_only=True), _shared(on, "back", _back(on, chunks))
         there.plus(Sum(("", _hops_s(on, chunks, range(1, len(chunks)), Lane.SEND))))
         on.program.at_least("work: the first micro-batch, there and back", Sum((TIME, 1.0)), there.plus(back))
-    for number in stages if given.clip and not few else ():
-        _windows(on, chunks, number, rests)
+        for number in stages if given.clip else ():
+            _windows(on, chunks, number, rests, back)
     for counts in sorted(cost.stages_on_nodes):
         held = Sum()
         for host, ranks in zip(hosts, counts, strict=True):
             held.plus(host, ranks / capacities(cost)[Tier.HOST])
         on.program.at_least(f"memory: hosts of {counts} ranks of each stage", Sum((ROOM[Tier.HOST], 1.0)), held)
     return on.program
+
+
+def computing(setup: Setup, cost: CostModel) -> dict[str, float]:
+    """Return what each condition on computing and issuing proves alone, in seconds, by the name of its row.
+
+    That is what it proves if nothing is computed again. So it needs no variables, and takes a small part of the time.
+    """
+    on = Placement(dataclasses.replace(setup, units=()), cost)
+    chunks = deal(setup.units, setup.given.pipeline_parallel, setup.given.pipeline_rounds)
+    for number in range(setup.given.pipeline_parallel):
+        _work(on, chunks, number)
+    wanted = tuple(f"work: {lane} of stage" for lane in (Lane.COMPUTE, Lane.LAUNCH))
+    return {row.name: row.least for row in on.program.rows if row.name.startswith(wanted)}
+
+
+def _shared(on: Placement, name: str, expression: Sum) -> Sum:
+    """Return a variable that is at least an expression of all units, so that the rows which share it stay short."""
+    if on.few or len(expression) < _LONG:  # with few, each is in one row
+        return expression
+    low, high = -on.program.highest(Sum().plus(expression, -1.0)), on.program.highest(expression)
+    variable = Sum((on.program.variable(name, low, high), 1.0))
+    on.program.at_least(name, variable, expression)
+    return variable
 
 
 def _work(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:
@@ -136,12 +162,14 @@ def _back(on: Placement, chunks: Sequence[Chunk]) -> Sum:
     return back.plus(_passing(on, chunks[:1], backward_only=True, times=count - 1))
 
 
-def _windows(on: Placement, chunks: Sequence[Chunk], number: int, rests: Sequence[Sum]) -> None:
+def _windows(
+    on: Placement, chunks: Sequence[Chunk], number: int, rests: Sequence[Sum], back: Sum | None = None
+) -> None:
     """Add the conditions on the time from a stage's updates to the backwards of its own, and of the stages behind."""
     num_stages = on.given.pipeline_parallel
     own, last = chunks[number::num_stages], len(chunks) - num_stages
     stored = _stored(on, own, number) if on.given.pipeline_rounds > 1 and not on.few else ()
-    updates = _needed(on, own, stored[-1:])
+    updates = _needed(on, own, stored[-1:], f"updates of stage {number}")
     passed = Sum()
     for behind in range(number, number + 1 if on.few else num_stages):
         if behind > number:
@@ -149,15 +177,14 @@ def _windows(on: Placement, chunks: Sequence[Chunk], number: int, rests: Sequenc
         for key, needs in updates.items():
             name = f"window: updates of stage {number} by {label(key)} before the backwards of stage {behind}"
             on.program.at_least(name, Sum((TIME, 1.0)), Sum().plus(needs).plus(passed).plus(rests[behind]))
-    if on.few:
+    if back is None:
         return
-    back = _back(on, chunks)
     for key, needs in updates.items():
         name = f"window: updates of stage {number} by {label(key)}, and the first micro-batch back"
         on.program.at_least(name, Sum((TIME, 1.0)), Sum().plus(needs).plus(passed).plus(back))
     if on.given.pipeline_rounds == 1:
         return
-    updates, count = _needed(on, own[:1], stored[:1]), on.given.num_micro_batches
+    updates, count = _needed(on, own[:1], stored[:1], f"first updates of stage {number}"), on.given.num_micro_batches
     passed = _passing(on, own[:1], forward_only=True, times=-1)
     for behind in range(number, num_stages):
         *others, final = chunks[behind::num_stages]
@@ -177,18 +204,18 @@ def _reached(on: Placement, chunks: Sequence[Chunk], chunk: int) -> Sum:
     return passed.plus(Sum(("", _hops_s(on, chunks, [chunk], Lane.SEND))))
 
 
-def _needed(on: Placement, chunks: Iterable[Chunk], stored: Iterable[str]) -> Load:
+def _needed(on: Placement, chunks: Iterable[Chunk], stored: Iterable[str], name: str) -> Load:
     """Return the seconds that the updates of chunks need of each lane and resource, with state that is stored."""
     device_bytes = float(capacities(on.cost)[Tier.GPU])
     storing: Load = defaultdict(Sum)
-    for name in stored:
-        on.loads.copy(storing, Resource.LINK_UP, device_bytes, Sum((name, 1.0)))
+    for share in stored:
+        on.loads.copy(storing, Resource.LINK_UP, device_bytes, Sum((share, 1.0)))
     needed: Load = defaultdict(Sum)
     units = (unit for chunk in chunks for segment in chunk for unit in segment)
     for load in (storing, *(returning(on, unit) for unit in units)):
         for key, amount in load.items():
             needed[key].plus(amount, 1.0 / on.loads.capacity[key])
-    return needed
+    return {key: _shared(on, f"{name} by {label(key)}", needs) for key, needs in needed.items()}
 
 
 def _stored(on: Placement, chunks: Sequence[Chunk], number: int) -> tuple[str, str]:
@@ -264,14 +291,25 @@ def _passing(
 ) -> Sum:
     """Return the seconds that one micro-batch needs to pass chunks, one after another; or so many of them, each."""
     found = Sum()
-    for segment in (segment for chunk in chunks for segment in chunk):
-        ways = [("", Op.FORWARD)] if not backward_only else []
-        if not forward_only:
-            ways.append(("", Op.BACKWARD))
-            ways += [(name, op) for way, op in AGAIN if (name := f"{segment[0].segment}:{way}") in on.program.boxes]
-        for name, op in ways:
-            found[name] += times * sum(on.loads.computing(unit, op)[Lane.COMPUTE][""] for unit in segment)
+    for chunk in chunks:
+        forward, backward = _passage(on, chunk)
+        found.plus({} if backward_only else forward, times).plus({} if forward_only else backward, times)
     return found
+
+
+def _passage(on: Placement, chunk: Chunk) -> tuple[Sum, Sum]:
+    """Return the seconds in which one micro-batch passes a chunk forward, and backward."""
+    known = on.passages.get(name := chunk[0][0].segment)
+    if known is None:
+        forward, backward = Sum(), Sum()
+        for segment in chunk:
+            again = [(way, op) for end, op in AGAIN if (way := f"{segment[0].segment}:{end}") in on.program.boxes]
+            for unit in segment:
+                forward[""] += on.loads.computing(unit, Op.FORWARD)[Lane.COMPUTE][""]
+                for way, op in (("", Op.BACKWARD), *again):
+                    backward[way] += on.loads.computing(unit, op)[Lane.COMPUTE][""]
+        known = on.passages[name] = forward, _shared(on, f"back through {name} and what follows in its chunk", backward)
+    return known
 
 
 def _memory(on: Placement, chunks: Sequence[Chunk], number: int) -> Sum:

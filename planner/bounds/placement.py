@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, Loads
-from planner.bounds.program import ROOM, TIME, LinearProgram, Sum
+from planner.bounds.program import NEVER_S, ROOM, TIME, LinearProgram, Sum
 from planner.costs.model import CostModel
 from planner.costs.resources import Resource
 from planner.decisions import Place
@@ -22,30 +22,29 @@ class Placement:
     Args:
         setup: the decisions that are compared.
         cost: prices of tasks, and the machine.
-        limit_s: an upper limit on the iteration time.
-        repeats: how often all weights are used, forward and backward, and gradients leave; by default once for each
-            micro-batch.
         few: whether only the conditions are wanted that a search starts from; see :func:`.pipelines.pipelined`.
 
     Attributes:
+        repeats: how often all weights are used, forward and backward, and gradients leave: once for each micro-batch,
+            or with rounds once for all.
+        passages: of a pipeline's chunks, the seconds forward and backward, by the name of their first segment.
         program: the program, with the rows on decisions; other classes add theirs.
         loads: prices of tasks as loads.
         position: the position of every unit, by name.
     """
 
-    def __init__(
-        self, setup: Setup, cost: CostModel, limit_s: float, repeats: int | None = None, *, few: bool = False
-    ) -> None:
+    def __init__(self, setup: Setup, cost: CostModel, *, few: bool = False) -> None:
         self.units, self.given, self.storage = setup.units, setup.given, setup.storage
-        self.cost, self.limit_s, self.few = cost, limit_s, few
+        self.cost, self.few = cost, few
         self.segments = segments(setup.units)
         self.position = {unit.name: i for i, unit in enumerate(setup.units)}
         self.weight_bytes = self.given.precision.weight_bytes
-        self.repeats = repeats or self.given.num_micro_batches
+        self.repeats = 1 if self.given.pipeline_rounds > 1 else self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
         self._coming: dict[str, Load] = {}
+        self.passages: dict[str, tuple[Sum, Sum]] = {}
         self.program = LinearProgram(TIME)
-        self.program.variable(TIME, 0.0, limit_s)
+        self.program.variable(TIME, 0.0, NEVER_S)
         for room in ROOM.values():
             self.program.variable(room, 1.0, 1.0)
         for unit in self.units:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from planner.bounds.loads import Key, Load, label
 from planner.bounds.memory import STATE_BUFFERS, STATE_SLOT, Rings
 from planner.bounds.placement import AGAIN, Placement
-from planner.bounds.program import TIME, Sum
+from planner.bounds.program import NEVER_S, TIME, Sum
 from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit
@@ -79,7 +79,7 @@ def windows(on: Placement, held: Sequence[Sum], rings: Rings) -> None:
 
 def _stored_before(on: Placement, position: int, held: Mapping[str, float]) -> str:
     """Return a variable: the time of all updates, and of storing the state that does not fit at a backward."""
-    span = on.program.variable(f"updated and stored before the backward of {position}", 0.0, on.limit_s)
+    span = on.program.variable(f"updated and stored before the backward of {position}", 0.0, NEVER_S)
     last = len(on.units) - 1
     stored = _stored(on, last, held)
     for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
@@ -115,7 +115,7 @@ def _longest(
         beside: the load of other copies in the meantime, of each unit; and the slots, whose parameters need none.
     """
     others, rings = beside
-    found = {i: on.program.variable(f"{what} of 0 to {i}", 0.0, on.limit_s) for i in ends}
+    found = {i: on.program.variable(f"{what} of 0 to {i}", 0.0, NEVER_S) for i in ends}
     keys = sorted({key for load in (*loads, *others) for key in load}, key=label)
     for key in keys:
         if key is Resource.DEVICE:  # it computes meanwhile

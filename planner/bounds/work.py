@@ -30,7 +30,8 @@ def load_of(on: Placement, segments: Sequence[Sequence[Unit]]) -> Load:
         if unit.weight_gradients:
             _pass(on, total, unit, Op.WEIGHT_GRADIENT, every)
         _casts(on, total, unit)
-        _work_of(on, total, unit)
+        if unit.name in on.position:  # otherwise only what is computed is wanted
+            _work_of(on, total, unit)
     for segment in segments:
         for way, op in AGAIN:
             if (name := f"{segment[0].segment}:{way}") not in on.program.boxes:
