@@ -16,6 +16,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.memory import memory
+from planner.bounds.pipelines import computing
 from planner.bounds.placement import Placement
 from planner.bounds.program import NEVER_S, ROOM, LinearProgram, bound
 from planner.bounds.solver import Solver, solve
@@ -169,6 +170,10 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
     proven = bound(program, solution.multipliers)
     assert proven <= Fraction(period_s) * Fraction(1 + 1e-6)
     assert float(proven) == pytest.approx(solution.value, rel=1e-3, abs=1e-9)
+    if decisions.pipeline_parallel > 1:
+        names = [row.name for row in program.rows if row.name.startswith(("work: compute ", "work: launch "))]
+        alone = {name: float(bound(program, {name: 1.0})) for name in names}
+        assert computing(setup, cost) == pytest.approx(alone, rel=1e-9)
     return own.value / period_s
 
 
