@@ -19,6 +19,8 @@ from planner import search
 
 ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
 _FEWEST: Final = 3
+SHORT: Final = {"_SIMULATIONS": 20, "_TIDY_SIMULATIONS": 8, "_TASKS": 0}
+"""The constants of :mod:`planner.search` for plans that tests of other things need."""
 
 
 def examples(number: int, fewest: int = _FEWEST) -> int:
@@ -34,10 +36,10 @@ def short_searches() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patched:
         if not ALL:
-            patched.setattr(search, "_SIMULATIONS", 40)
-            patched.setattr(search, "_TASKS", 0)
+            for name, number in SHORT.items():
+                patched.setattr(search, name, number)
             if planning := sys.modules.get("ullage.this_machine.planning"):  # which has a budget of its own
-                patched.setattr(planning, "MOST_SIMULATIONS", 40)
+                patched.setattr(planning, "MOST_SIMULATIONS", SHORT["_SIMULATIONS"])
             patched.setenv("PYTHONPATH", str(Path(__file__).with_name("short_searches")), prepend=os.pathsep)
         yield
 

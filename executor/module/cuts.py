@@ -18,6 +18,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -37,6 +38,7 @@ HIDDEN: Final = object()
 """Stands for hidden states in what a layer returns."""
 
 _META: Final = torch.device("meta")
+_CONTAINERS: Final = (dict, list, tuple, set)  # which are copied for what they contain
 _REMEDY = "so the model cannot be cut there; leave pipeline= out"
 
 
@@ -108,12 +110,28 @@ def hidden_alone(parts: Sequence[Part]) -> Cuts:
 
 
 def without_values(module: nn.Module, device: torch.device = _META) -> nn.Module:
-    """Return a copy on the meta device, or on another one in a fake mode, whose parameters all get gradients."""
+    """Return a copy on the meta device, or on another one in a fake mode, whose parameters all get gradients.
+
+    What modules hold that cannot be copied, such as a lock or a generator, the copy shares.
+    """
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device=device) for each in module.buffers()}
+    attributes = (value for each in module.modules() for value in vars(each).values())
+    memo |= {id(value): value for value in attributes if isinstance(value, torch.Generator)}  # a fake one has no state
     for each in module.parameters():
         empty = torch.empty_like(each, device=device)
         memo[id(each)] = nn.Parameter(empty, requires_grad=each.is_floating_point())
-    return copy.deepcopy(module, memo)
+    while True:
+        try:
+            return copy.deepcopy(module, dict(memo))
+        except Exception as error:
+            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+            copied = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__]
+            holders = [at for at, value in enumerate(copied) if isinstance(value, nn.Module)]
+            inside = copied[holders[-1] + 1 :] if holders else []
+            held = next((value for value in inside if not isinstance(value, _CONTAINERS)), None)
+            if held is None or id(held) in memo:
+                raise
+            memo[id(held)] = held
 
 
 def first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

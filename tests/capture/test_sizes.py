@@ -240,6 +240,13 @@ class Separate(Skipping):
         return sum(layer(x) for layer in self.layers).square().mean()
 
 
+class Twice(Skipping):
+    def forward(self, x):
+        for layer in (*self.layers, *self.layers):
+            x = layer(x)
+        return x.square().mean()
+
+
 class SeparateWithoutLoss(Skipping):
     def forward(self, x):
         return sum(layer(x) for layer in self.layers)
@@ -252,5 +259,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_it_is_executed():
     with pytest.raises(ValueError, match=r"begin with layers.2: layers.2 is not given hidden states .* pipeline= out"):
         ullage.plan(captured, pipeline_parallel=2, **ways)
     assert ullage.plan(captured, pipeline_parallel=1, **ways).decisions.pipeline_parallel == 1
+    with pytest.raises(ValueError, match=r"the model has no layers to cut between: .* leave pipeline= "):
+        ullage.plan(capture_module(Twice, ["x=64x64"], "fp32"), pipeline_parallel=2, **ways)
     without = capture_module(SeparateWithoutLoss, ["x=64x64"], "fp32")
     assert ullage.plan(without, pipeline_parallel=2, **ways).decisions.pipeline_parallel == 2

@@ -214,6 +214,7 @@ class Towers(torch.nn.Module):
         self.side, self.pool, self.head = Linear(4, width), Linear(width, width), Linear(width, 6)
         self.temperature = torch.nn.Parameter(torch.ones(()))  # of no module inside, as CLIP has it
         self.is_hooked = False
+        self.lock, self.random = threading.Lock(), torch.Generator().manual_seed(1)  # which copy.deepcopy refuses
 
     def forward(self, signal, wanted):
         _seen.clear()

@@ -319,6 +319,8 @@ def engines_section(plan: Plan, measured_s: float | None) -> Section:
         words = (f"The best other engine that fits is {best}: it takes {fitting[best] / ours_s:.2f} x as long.",)
     elif plan.engines:
         words = ("No other engine fits in memory.",)
+    else:
+        words = ("No other engine was compared. `ullage simulate PLAN --engine NAME` predicts one.",)
     return Section("engines", "Engines", "Engines side by side", words, (chart, table))
 
 

@@ -31,7 +31,7 @@ from planner.choices.request import Request
 from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan.document import Plan, PlanError, gigabytes
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import AuditTime, CoreChoice, Storage
 from ullage.calibrate.run import USABLE_SHARE
@@ -41,7 +41,6 @@ from ullage.capture.records import DTYPES, CaptureError, strided
 from ullage.cli.default_hardware import machine_named
 from ullage.cli.options import option_value
 from ullage.output.progress import search_progress
-from ullage.rivals import make_plan
 from ullage.this_machine.checks import check_tokens, check_trainable
 from ullage.this_machine.profile import print_line, profile_here
 
@@ -127,7 +126,7 @@ def plan_here(
     options: Options,
     step: Step | None = None,
 ) -> Plan:
-    """Return a plan for an existing model, for the memory that is free now.
+    """Return a plan for an existing model, for the memory that is free now, without a comparison with other engines.
 
     It is for ``step(model, batch)``, or for a call of the model with the batch. Of several ranks, rank 0 measures,
     captures and plans. All ranks return its plan or raise its error.

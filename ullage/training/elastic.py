@@ -30,10 +30,9 @@ from planner.choices.request import Request
 from planner.models.captured import CapturedModel
 from planner.models.config import ModelConfigError
 from planner.plan.document import Plan, PlanError, load_plan
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from ullage.analysis.simulation import chosen_request
 from ullage.output.formatting import si
-from ullage.rivals import make_plan
 from ullage.this_machine.planning import made_by_rank_0
 from ullage.training.loop import Step
 

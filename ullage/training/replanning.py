@@ -12,12 +12,11 @@ import torch
 from executor.prepare import OffloadedOptimizer, check_prepared
 from planner.fitting.refit import Refit, refit
 from planner.plan.document import Plan, describe
-from planner.plan.planning import InfeasibleError
+from planner.plan.planning import InfeasibleError, make_plan
 from planner.schedule.tasks import Tier
 from planner.schedule.timeline import Timeline
 from ullage.analysis.simulation import chosen_request
 from ullage.output.formatting import si
-from ullage.rivals import make_plan
 from ullage.training.out_of_memory import reporting_out_of_memory
 from ullage.training.preparing import link_bytes_per_s
 
