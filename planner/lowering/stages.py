@@ -56,8 +56,8 @@ def deal(units: tuple[Unit, ...], num_stages: int, num_rounds: int = 1) -> list[
     layers = [i for i, part in enumerate(parts) if part[0].in_layer]
     if not layers:
         raise ValueError(
-            "the model has no layers to cut between: modules of a list that run once each, in order, with no weights of "
-            "the model's own in between; leave pipeline= (--parallel pipeline) out"
+            "the model has no layers to cut between: modules of a list that run once each, in order, with no weights "
+            "of the model's own in between; leave pipeline= (--parallel pipeline) out"
         )
     if len(layers) < count:
         rounds = f" in {num_rounds} rounds" if num_rounds > 1 else ""
