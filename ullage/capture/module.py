@@ -123,10 +123,6 @@ def capture_called(
     return found if example.step is not None else found.freed(lambda size: job.again(given, size))
 
 
-class _AssumedValuesError(CaptureError):
-    """A model does not run with assumed values."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Capture:
     """A module to capture with any inputs.
@@ -205,7 +201,9 @@ class _Capture:
         ):
             try:
                 captured = self._attempted(model, inputs, tiles)
-            except _AssumedValuesError:
+            except CaptureError as error:
+                if not error.assumed:
+                    raise
                 holding = dataclasses.replace(self, example=dataclasses.replace(self.example, all_hold=True))
                 captured = holding._attempted(model, inputs, tiles)
         assumed, scans = list(captured.assumed or ()), tuple(sorted(packages)) if named else ()
@@ -620,10 +618,12 @@ def _as_capture_errors(
         if reader is None and isinstance(error, VALUES):
             reader = users_line(traceback.extract_tb(error.__traceback__))
         if reader is not None and not isinstance(error, UNKNOWN):
-            raise _AssumedValuesError(
+            refusal = CaptureError(
                 f"{name}{_at(error, model)}: it needs the values of a tensor{reader}, which a capture does not have, "
                 "and it does not run with those that were assumed; compute the same for all values, as torch.where does"
-            ) from error
+            )
+            refusal.assumed = True
+            raise refusal from error
         way_out = remedy(error, has_model=model is not None, is_step=is_step)
         raise CaptureError(f"{name}{_at(error, model)}: {first_line(error)}; {way_out}") from error
 

@@ -287,7 +287,13 @@ UNKNOWN: Final = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
 
 class CaptureError(ValueError):
-    """A model cannot be captured; the message contains the remedy."""
+    """A model cannot be captured; the message contains the remedy.
+
+    Attributes:
+        assumed: whether it does not run with the values that were assumed of its tensors.
+    """
+
+    assumed = False
 
 
 def remedy(error: Exception, *, has_model: bool, is_step: bool = False) -> str:
