@@ -201,8 +201,8 @@ class _Capture:
         ):
             try:
                 captured = self._attempted(model, inputs, tiles)
-            except CaptureError as error:
-                if not error.assumed:
+            except CaptureError as refusal:
+                if not refusal.assumed:
                     raise
                 holding = dataclasses.replace(self, example=dataclasses.replace(self.example, all_hold=True))
                 captured = holding._attempted(model, inputs, tiles)

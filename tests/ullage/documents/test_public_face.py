@@ -107,7 +107,6 @@ OF_COMMANDS = {
     "UnequalError",  # never leaves a capture
     "LongLoopError",  # likewise
     "LeftOutError",  # never leaves `ullage validate`
-    "_AssumedValuesError",  # likewise
 }
 
 
