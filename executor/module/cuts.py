@@ -116,7 +116,8 @@ def without_values(module: nn.Module, device: torch.device = _META) -> nn.Module
     """
     memo: dict[int, Any] = {id(each): torch.empty_like(each, device=device) for each in module.buffers()}
     attributes = (value for each in module.modules() for value in vars(each).values())
-    memo |= {id(value): value for value in attributes if isinstance(value, torch.Generator)}  # a fake one has no state
+    # In a fake mode, PyTorch would print an error before it refuses to copy one.
+    memo |= {id(value): value for value in attributes if isinstance(value, torch.Generator)}
     for each in module.parameters():
         empty = torch.empty_like(each, device=device)
         memo[id(each)] = nn.Parameter(empty, requires_grad=each.is_floating_point())

@@ -185,7 +185,7 @@ def binding_proof(bench: Bench) -> Proof:
 _RESTS = (
     (re.compile(r"^work: (.+)$"), "work"),
     (re.compile(r"^update of \d+ to \d+ by (.+?)(?:, with what is stored)?$"), "update"),
-    (re.compile(r"^(?:first )?updates of stage \d+ by (.+)$"), "update"),
+    (re.compile(r"^window: (?:first )?updates of stage \d+ by (.+?)(?: before .*|, and .*)$"), "update"),
     (re.compile(r"^leave of \d+ to \d+ by (.+)$"), "leave"),
 )
 

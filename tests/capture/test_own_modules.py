@@ -323,6 +323,30 @@ def test_a_module_that_converts_itself_in_forward_is_captured():
     assert sorted(spec.name for unit in units_of(found) for spec in unit.parameters) == ["inner.bias", "inner.weight"]
 
 
+def test_what_a_model_checks_of_values_that_are_assumed_holds():
+    """Unless it contradicts itself: then no values would do, and the line is named."""
+
+    class Checked(nn.Module):
+        contradicts = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = self.layer(x)
+            if not (made.abs().sum() > 1e30):
+                raise ValueError("values are too small")
+            if self.contradicts and made.abs().sum() > 1e30:
+                raise ValueError("values are too large")
+            return made
+
+    assert capture_module(Checked, ["x=8x16:float"], "fp32", as_on_gpu=False).assumed
+    Checked.contradicts = True
+    with pytest.raises(CaptureError, match=r"it does not run with those that were assumed; compute the same"):
+        capture_module(Checked, ["x=8x16:float"], "fp32", as_on_gpu=False)
+
+
 def test_what_cannot_be_planned_is_named_where_values_are_assumed_too():
     class Queue(nn.Module):
         """Momentum and a place in a queue, as in MoCo."""

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import pytest
 from machines import machine
 
 from planner.choices.request import Request
 from planner.decisions import Place
 from planner.explain.bench import Bench, changed
+from planner.explain.limits import bound_rests_on
 from planner.explain.tricks import worths
 from planner.models import resolve_model
 from planner.plan.planning import make_plan
@@ -19,6 +21,16 @@ def test_stages_keep_everything_and_have_no_trick_that_would_not():
     used = {trick.key for trick, trial in worths(explained).items() if trial is not None}
     assert explained.pieces() == explained.pieces(Place.GPU)
     assert "resident-state" not in used
+
+
+def test_a_bound_of_stages_rests_on_work_and_windows():
+    """Which together have all of its weight."""
+    hardware = machine(gpu_bytes=4e7, devices_per_node=2, cpu_params_per_s=1e8, issue_s=1e-9)
+    model, shape = resolve_model("demo-llama"), {"seq_len": 256, "micro_batch": 1, "num_micro_batches": 2}
+    explained = Bench(make_plan(Request(model, hardware, num_devices=2, pipeline_parallel=2, **shape), 20))
+    weights = bound_rests_on(explained)
+    assert {kind for kind, _ in weights} == {"work", "update"}
+    assert sum(weights.values()) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_what_a_smaller_bubble_gains_is_told():

@@ -321,3 +321,5 @@ def test_the_best_other_engine_is_one_that_fits(plan):
     best = min((row for row in plan.engines if row.fits), key=lambda row: row.iteration_s)
     section = engines_section(plan.model_copy(update={"engines": (lacking, *plan.engines)}), None)
     assert f"that fits is {best.name}:" in section.words[0]
+    alone = plan.model_copy(update={"engines": ()})  # as plans of ``prepare`` are
+    assert "`ullage simulate PLAN --engine NAME`" in engines_section(alone, None).words[0]
