@@ -75,6 +75,10 @@ def test_every_case_can_be_expressed_and_every_run_has_a_result() -> None:
         ({"devices": 3, "tensor_parallel": 2}, "must be a multiple of tensor_parallel 2"),
         ({"engine": "fsdp", "updates_in_backward": True}, "clip needs the norm of all gradients"),
         ({"kernels": "dataflow", "lora": "rank=4"}, "kernels is dataflow, which are not known of a captured model"),
+        (
+            {"kernels": "megatron-core", "precision": {"weights": "bf16", "products": "fp8"}},
+            "precision.products is fp8, but products of kernels megatron-core are only known in the type of weights",
+        ),
     ],
 )
 def test_others_are_refused_in_one_line(changes: dict[str, object], reason: str) -> None:

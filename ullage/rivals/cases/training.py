@@ -262,6 +262,11 @@ class TrainingCase(Case):
                 f"case {self.id}: context_parallel and expert_parallel are only known of kernels megatron-core, not of "
                 f"{self.kernels}; leave them out"
             )
+        if self.precision.products and self.kernels in _KERNELS_OF_OTHERS.keys() - {"llmq"}:
+            raise CaseError(
+                f"case {self.id}: precision.products is {self.precision.products}, but products of kernels "
+                f"{self.kernels} are only known in the type of weights; leave it out, or state other kernels"
+            )
         ranks, tensor = self.data_parallel * self.tensor_parallel, self.tensor_parallel
         shares_experts = self.expert_parallel > 1 or (isinstance(self.model, ModelConfig) and self.model.num_experts)
         if shares_experts and (self.expert_parallel % tensor or ranks % self.expert_parallel):
