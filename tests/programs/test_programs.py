@@ -21,6 +21,7 @@ TRIED = {
         "hooks_on_accumulated_gradients", "weights_between_modules", "determinant_of_a_weight",
         "determinant_in_later_steps", "planned_curvature", "planned_inner_steps", "layers_dropped_at_random",
         "linearized_in_weights", "weights_made_again", "penalty_on_gradients", "forwards_replaced_later",
+        "blocks_inside_blocks", "blocks_inside_blocks_later",
         "autocast_around_forward", "gradients_of_zero_in_dropped_blocks", "distillation_in_a_planned_step",
     ),
     "state": (
@@ -39,7 +40,7 @@ TRIED = {
 """A tenth, which reach nearly every line that the others do."""
 FOLLOW = {
     "planned_penalty", "planned_derivatives", "planned_curvature", "planned_inner_steps", "planned_directions",
-    "layers_dropped_at_random", "sizes_drawn_in_a_planned_step",
+    "layers_dropped_at_random", "sizes_drawn_in_a_planned_step", "blocks_inside_blocks",
 }
 """Programs of these that do in each step what their plan has."""
 # fmt: on

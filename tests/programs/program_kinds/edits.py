@@ -1131,3 +1131,53 @@ def averages_made_later(ullage) -> Trained:
 
     losses, _ = loop(model, optimizer, stepped=stepped)
     return [*losses, *evaluated], kept[0]
+
+
+def many(step: int):
+    """Return a batch whose activations take so much beside the weights that blocks are fetched and recomputed."""
+    return tuple(torch.cat([part] * 4) for part in batch(step))
+
+
+def of_many(model, given):
+    return entropy(model, [torch.cat([part] * 4) for part in given])
+
+
+class Leading(Block):
+    """A block that runs those behind it."""
+
+    def forward(self, x, *behind):
+        x = super().forward(x)
+        return x + behind[0](x, *behind[1:]) if behind else x
+
+
+class Led(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leading(64) for _ in range(4))
+        self.follows = False  # in which blocks follow each other, as in the example
+
+    def features(self, x):
+        return super().features(x) if self.follows else self.blocks[0](self.embed(x), *self.blocks[1:])
+
+
+@program
+def blocks_inside_blocks(ullage) -> Trained:
+    """A block runs the next one inside its own forward: no second pass of it may run the next one's again."""
+    model = Led()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
+    return loop(model, optimizer, loss_of=of_many)
+
+
+@program
+def blocks_inside_blocks_later(ullage) -> Trained:
+    """So it is in later steps alone: a second pass of a block then runs those inside, and backward goes on in these."""
+    model = Led()
+    model.follows = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
+
+    def stepped(step: int) -> None:
+        model.follows = step % 2 == 1
+
+    return loop(model, optimizer, loss_of=of_many, stepped=stepped)
