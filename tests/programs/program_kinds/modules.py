@@ -649,6 +649,6 @@ def modules_lent_to_blocks(ullage) -> Trained:
 
         def forward(self, x):
             x = self.called[0](self.listed(self.first(x)), self.scores)
-            return self.last(self.called[1](x, lambda h: self.scores(h)))
+            return self.last(self.called[1](x, lambda h: 2 * self.scores(h)))
 
     return train(ullage, Model(), x_of(32, 16))
