@@ -275,14 +275,14 @@ class IterationDriver:
     def watch(self, parameter: nn.Parameter, unit: Callable[[], str]) -> None:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
 
-        def reading() -> Callable[[], None] | None:
+        def reading() -> Callable[[bool], None] | None:
             return functools.partial(self._read_back, name) if (name := unit()) else None
 
         watch(parameter, reading)
         self.visibility.watch(parameter)
 
-    def _read_back(self, unit: str) -> None:
-        if not self.visibility.is_in_sight(unit):
+    def _read_back(self, unit: str, may_not: bool) -> None:
+        if not (self.visibility.is_in_sight(unit) or (may_not and self._on_demand is None)):
             self.on_backward(unit)
 
     def on_recomputed(self, unit: str) -> None:

@@ -1146,14 +1146,26 @@ class Leading(Block):
     """A block that runs those behind it."""
 
     def forward(self, x, *behind):
-        x = super().forward(x)
+        x = self.scaled(super().forward(x))
         return x + behind[0](x, *behind[1:]) if behind else x
+
+    def scaled(self, x):
+        return x
+
+
+class LeadingScaled(Leading):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def scaled(self, x):
+        return x * self.scale
 
 
 class Led(Net):
-    def __init__(self) -> None:
+    def __init__(self, block: type[Leading]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Leading(64) for _ in range(4))
+        self.blocks = nn.ModuleList(block(64) for _ in range(4))
         self.follows = False  # in which blocks follow each other, as in the example
 
     def features(self, x):
@@ -1163,7 +1175,7 @@ class Led(Net):
 @program
 def blocks_inside_blocks(ullage) -> Trained:
     """A block runs the next one inside its own forward: no second pass of it may run the next one's again."""
-    model = Led()
+    model = Led(Leading)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
     return loop(model, optimizer, loss_of=of_many)
@@ -1171,8 +1183,11 @@ def blocks_inside_blocks(ullage) -> Trained:
 
 @program
 def blocks_inside_blocks_later(ullage) -> Trained:
-    """So it is in later steps alone: a second pass of a block then runs those inside, and backward goes on in these."""
-    model = Led()
+    """So it is in later steps alone: a second pass of a block then runs those inside, and backward goes on in these.
+
+    Behind them, backward reads the block's own scale.
+    """
+    model = Led(LeadingScaled)
     model.follows = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
