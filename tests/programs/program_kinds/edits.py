@@ -562,6 +562,16 @@ def derivatives_of_the_model(ullage) -> Trained:
     losses = []
     for step in range(NUM_STEPS):
         x, y = batch(step)
+        if step == 2:  # in evaluation mode a step looks at them, and one trains on them
+            model.eval()
+            with torch.no_grad():
+                losses.append(torch.func.vmap(torch.func.jacrev(model))(x[:4]).square().mean().item())
+            penalty = torch.func.vmap(torch.func.jacrev(model))(x[:4]).square().mean()
+            penalty.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(penalty.item())
+            model.train()
         if step == 0:
             x = x + 0.1 * torch.func.grad(lambda x, y=y: F.cross_entropy(model(x), y))(x).sign()
         out, tangent = model(x), torch.zeros(())
