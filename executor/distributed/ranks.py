@@ -70,6 +70,7 @@ class Ranks:
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for other ranks now.
         num_ended: number of collectives that have ended.
+        watchdog: notices if another rank fails, and tells the others if this one does.
         leaving: what :meth:`close` does first.
         process: global number of this process.
         everybody: group of all processes over host memory, in all stages.
@@ -120,8 +121,8 @@ class Ranks:
         self._more: dict[Groups, Group] = {}
         self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
-        self._watchdog = Watchdog(session_store(), self.process, size * num_stages, silence_s=silence_s)
-        self._watchdog.start(self._failed)
+        self.watchdog = Watchdog(session_store(), self.process, size * num_stages, silence_s=silence_s)
+        self.watchdog.start(self._failed)
         with self.reporting_failures():
             self.all = self._group((tuple(range(size)),), is_everybody=True)
             self.everybody = self.all
@@ -163,8 +164,8 @@ class Ranks:
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""
         self._on_failure = on_failure
-        self._watchdog.waits_for = waits_for
-        self._watchdog.check()  # a rank may have failed before
+        self.watchdog.waits_for = waits_for
+        self.watchdog.check()  # a rank may have failed before
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -172,7 +173,7 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self.report_failure(error)
+            self.watchdog.report_failure(error)
             self.close(on_all_ranks=False)
             raise
 
@@ -250,18 +251,6 @@ class Ranks:
 
     # Failing and closing.
 
-    def has_failed(self) -> bool:
-        """Return whether another rank is known to have failed."""
-        return self._watchdog.has_failed
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report that this rank has failed. The other ranks raise :class:`RankError`."""
-        self._watchdog.report_failure(error)
-
-    def explain(self, error: Exception) -> RankError:
-        """Return why a collective failed; see :meth:`executor.distributed.watchdog.Watchdog.explain`."""
-        return self._watchdog.explain(error)
-
     def stop(self) -> None:
         """End all waiting for collectives on this rank."""
         self._stopped.set()
@@ -276,7 +265,7 @@ class Ranks:
         Args:
             on_all_ranks: whether all ranks close now, after a barrier.
         """
-        self._watchdog.stop(on_all_ranks=on_all_ranks)
+        self.watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
         self.leaving.close()
         if not on_all_ranks:
@@ -294,7 +283,7 @@ class Ranks:
     def _at_exit(self) -> None:
         """Close at the end of a process that has not closed: no collective may run at interpreter exit."""
         if (error := getattr(sys, "last_value", None)) is not None:  # an uncaught exception
-            self.report_failure(error)
+            self.watchdog.report_failure(error)
         self.close(on_all_ranks=False)
         if self._groups:  # interpreter exit would crash; the traceback is already printed
             sys.stdout.flush()
@@ -327,8 +316,8 @@ class Ranks:
             device = hosts = None
             if len(ranks) > 1:
                 nccl = dist.new_group(ranks, backend="nccl", timeout=TIMEOUT) if on_device else None
-                device = nccl or new_group(self._watchdog, ranks)
-                hosts = device if is_everybody else None if on_hosts else new_group(self._watchdog, ranks)
+                device = nccl or new_group(self.watchdog, ranks)
+                hosts = device if is_everybody else None if on_hosts else new_group(self.watchdog, ranks)
             if self.process in ranks:
                 self._groups += [group for group in dict.fromkeys((device, hosts)) if group is not None]
                 if device is not None and on_device:
@@ -359,7 +348,7 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
-            raise self.explain(error) from error
+            raise self.watchdog.explain(error) from error
         finally:
             self.num_ended += 1
 
@@ -378,7 +367,7 @@ class Ranks:
         Raises:
             RankError: either has happened.
         """
-        self._watchdog.check()
+        self.watchdog.check()
         if self._stopped.is_set():
             raise RankError("this rank was stopped while it waited for other ranks")
 
