@@ -251,15 +251,7 @@ def _exchange_heads(
 ) -> list[Undo]:
     """Let an attention module compute with all tokens of this rank's heads; return functions that undo this.
 
-    Args:
-        model: the model.
-        before: its operator before the core of attention.
-        after: that behind it.
-        sequences: what ranks share.
-        no_compile: keeps functions out of compiled graphs.
-
-    Raises:
-        BindingError: it is not as in ``transformers``.
+    Its operators ``before`` and ``after`` are those around the core of attention.
     """
     path, ranks = _parent(before.name), sequences.group.size
     module = model.get_submodule(path)

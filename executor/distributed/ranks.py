@@ -27,8 +27,8 @@ import torch.distributed as dist
 from executor.distributed.groups import Group
 from executor.distributed.meeting import join, new_group, session_store
 from executor.distributed.mesh import Groups, Mesh
-from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, TIMEOUT, RankError, Watchdog, describe_mismatch
-from planner.decisions import Choice, Decisions
+from executor.distributed.watchdog import LANE_THREAD, TIMEOUT, RankError, Watchdog, describe_mismatch
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
 
@@ -51,13 +51,9 @@ class Ranks:
 
     Args:
         device: device of the schedule's collectives. They use NCCL on CUDA, gloo elsewhere.
-        casts: whether the schedule has casts of weights, which need :meth:`casting`.
-        silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
-        shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
-        num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees``, and the attributes before
+        num_stages: stages of a pipeline, each of which has as many ranks. Then ``decisions``, and the attributes before
             ``process``, are those of this process's stage.
         sharing: stages that share weights.
-        is_ring: whether the last stage sends to the first one, too.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -86,23 +82,14 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        degrees: Choice,
-        device: torch.device,
-        *,
-        casts: bool = False,
-        silence_s: float = SILENCE_S,
-        shares_matrices: bool = False,
-        num_stages: int = 1,
-        sharing: Sequence[int] = (),
-        is_ring: bool = False,
+        self, decisions: Decisions, device: torch.device, num_stages: int = 1, sharing: Sequence[int] = ()
     ) -> None:
-        size = degrees.num_devices
+        size = decisions.num_devices
         join(size * num_stages)
         self.process, self._num_stages = dist.get_rank(), num_stages
         self.stage, self.rank = divmod(self.process, size)
         self.size = size
-        self.mesh = Mesh(degrees, self.rank)
+        self.mesh = Mesh(decisions, self.rank)
         # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
@@ -121,21 +108,23 @@ class Ranks:
         self._more: dict[Groups, Group] = {}
         self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
-        self.watchdog = Watchdog(session_store(), self.process, size * num_stages, silence_s=silence_s)
+        self.watchdog = Watchdog(session_store(), self.process, size * num_stages)
         self.watchdog.start(self._failed)
         with self.reporting_failures():
             self.all = self._group((tuple(range(size)),), is_everybody=True)
             self.everybody = self.all
             self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
             self.contexts = self._group(self.mesh.context_groups())
+            shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
             self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
-            kinds = dict.fromkeys((1, degrees.expert_parallel))
+            kinds = dict.fromkeys((1, decisions.expert_parallel))
+            casts = decisions.fp8_weights is not None
             self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}
             self._casting = {
                 parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
             }
             if num_stages > 1:
-                self._connect_stages(sharing, is_ring=is_ring)
+                self._connect_stages(sharing, is_ring=bool(decisions.round_starts))
         atexit.register(self._at_exit)
 
     @classmethod
@@ -149,17 +138,7 @@ class Ranks:
         if decisions.num_devices == num_stages == 1:
             join(1)  # several processes would train as many models
             return None
-        shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
-        casts = decisions.fp8_weights is not None
-        return cls(
-            decisions,
-            device,
-            casts=casts,
-            shares_matrices=shares_matrices,
-            num_stages=num_stages,
-            sharing=sharing,
-            is_ring=bool(decisions.round_starts),
-        )
+        return cls(decisions, device, num_stages, sharing)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""

@@ -45,15 +45,7 @@ def own_tokens(values: Tensor, parts: Parts, dim: int) -> Tensor:
 
 @final
 class Ring:
-    """The ranks among which keys and values pass.
-
-    Args:
-        group: the ranks.
-        beside: see :data:`Beside`.
-
-    Attributes:
-        group: as given.
-    """
+    """The ranks of a group, among which keys and values pass; for ``beside``, see :data:`Beside`."""
 
     def __init__(self, group: Group, beside: Beside) -> None:
         self.group, self._beside = group, beside
