@@ -25,7 +25,7 @@ SHORT: Final = {"_SIMULATIONS": 20, "_TIDY_SIMULATIONS": 8, "_TASKS": 0}
 
 def examples(number: int, fewest: int = _FEWEST) -> int:
     """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
-    return number if ALL else max(min(number, fewest), number // 7)
+    return number if ALL else max(min(number, fewest), number // 10)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -438,6 +439,7 @@ class Audit:
             state.restored(before),
             self._plain(case, device) as leaves_of,
             passing_through(),
+            _inside_alone(case.module),
             torch.enable_grad(),
             case.autocast(),
         ):
@@ -578,6 +580,22 @@ def _why_not(module: nn.Module, given: list[Any]) -> str:
         return "torch.func.functional_call gives it other weights"
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return "a transform of torch.func runs it" if is_transformed else ""
+
+
+@contextlib.contextmanager
+def _inside_alone(module: nn.Module) -> Iterator[None]:
+    """Return a context in which a module may run what is inside it, and no others, which would run under the plan.
+
+    Others come to it as arguments, in lists, or by closures and global variables.
+    """
+    inside, thread = set(module.modules()), threading.get_ident()
+
+    def check(other: nn.Module, _args: Any) -> None:
+        if threading.get_ident() == thread and other not in inside and any(True for _ in other.parameters()):
+            raise ValueError(f"it runs a {type(other).__name__} that is not inside it")
+
+    with nn.modules.module.register_module_forward_pre_hook(check):
+        yield
 
 
 def _has_hooks(shard: ParameterShard) -> bool:

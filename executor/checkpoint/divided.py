@@ -49,7 +49,6 @@ class NodePlaces:
         self._followers: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
         self._num_given = [0] * len(self.places)
-        self._num_forgotten = [0] * len(self.places)
 
     @property
     def levels(self) -> range:
@@ -98,7 +97,8 @@ class NodePlaces:
         """
         with self._lock:
             number, self._num_given[level] = self._num_given[level], self._num_given[level] + 1
-            self.peers.send(_key(level, number), json.dumps(order))
+            for node in range(1, len(self.peers.nodes)):
+                self.peers.send(_key("order", level, number, node), json.dumps(order))
         return number
 
     def ask(self, level: int, order: Order, check: Callable[[], None] = lambda: None) -> list[Any]:
@@ -115,15 +115,10 @@ class NodePlaces:
         except OSError as error:
             failure = error
         for node in range(1, len(self.peers.nodes)):
-            answer = json.loads(self.peers.receive(_key(level, number, node), check=check))
+            answer = json.loads(self.peers.receive(_key("answer", level, number, node), check=check))
             answers.append(answer.get("is"))
             if "error" in answer:
                 failure = failure or CheckpointError(f"node {node}: {answer['error']}")
-        with self._lock:  # each is forgotten by one thread: who looks for a text that goes waits long
-            first = self._num_forgotten[level]
-            self._num_forgotten[level] = max(first, number + 1)
-        for earlier in range(first, number + 1):  # leaders have done all until here
-            self.peers.forget(_key(level, earlier))
         if failure is not None:
             raise failure
         return answers
@@ -163,14 +158,14 @@ class NodePlaces:
                 if order["do"] not in _UNANSWERED:
                     if failure:
                         answer["error"], failure = failure, ""
-                    self.peers.send(_key(level, number, self.peers.node), json.dumps(answer))
+                    self.peers.send(_key("answer", level, number, self.peers.node), json.dumps(answer))
                 number += 1
         if level < self.num_divided:
             with contextlib.suppress(OSError):
                 self.local(level).remove_spares()
 
     def _next(self, level: int, number: int) -> Order:
-        order: Order = json.loads(self.peers.receive(_key(level, number), check=self._check, keeps=True))
+        order: Order = json.loads(self.peers.receive(_key("order", level, number, self.peers.node), check=self._check))
         return order
 
     def _held(self, folder: Folder) -> tuple[str, list[int]]:
@@ -200,8 +195,8 @@ class NodePlaces:
             self.places[level].copy(name, source, records, self._check)
 
 
-def _key(level: int, number: int, node: int | None = None) -> str:
-    return f"order {level} {number}" + ("" if node is None else f" of {node}")
+def _key(what: str, level: int, number: int, node: int) -> str:
+    return f"{what} {level} {number} of {node}"
 
 
 @final

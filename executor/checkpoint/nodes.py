@@ -62,7 +62,7 @@ class Nodes:
 
     def has_failed(self) -> bool:
         """Return whether another rank is known to have failed, for whose part nobody needs to wait."""
-        return self.size > 1 and self._ranks.has_failed()
+        return self.size > 1 and self._ranks.watchdog.has_failed
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """See :meth:`executor.distributed.ranks.Ranks.waiting`."""
@@ -100,12 +100,12 @@ class Nodes:
         Raises:
             CheckpointError: it did not come in time, or a rank is lost.
         """
-        waits = waiting(patience_s, self._ranks.has_failed)
+        waits = waiting(patience_s, self.has_failed)
         with _reaching():
             while not self._store.check([key]):
                 check()
                 if not next(waits, False):
-                    why = "a rank is lost" if self._ranks.has_failed() else f"not in {patience_s:g} s"
+                    why = "a rank is lost" if self._ranks.watchdog.has_failed else f"not in {patience_s:g} s"
                     raise CheckpointError(f"{key} has not come ({why})")
             data = b"".join(self._store.get(f"{key} {number}") for number in range(int(self._store.get(key))))
         if not keeps:

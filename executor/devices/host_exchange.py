@@ -185,7 +185,7 @@ class HostExchange:
             for other in self._others.values():
                 other.sendall(b"+")
         except OSError as error:
-            raise self._ranks.explain(error) from error
+            raise self._ranks.watchdog.explain(error) from error
 
     def _hear(self) -> None:
         for other in self._others.values():
@@ -196,9 +196,9 @@ class HostExchange:
                     self._ranks.check()
                     continue
                 except OSError as error:
-                    raise self._ranks.explain(error) from error
+                    raise self._ranks.watchdog.explain(error) from error
                 if not told:
-                    raise self._ranks.explain(ConnectionResetError("a rank has closed its connection"))
+                    raise self._ranks.watchdog.explain(ConnectionResetError("a rank has closed its connection"))
                 break
 
     def _connect(self, group: Group) -> None:

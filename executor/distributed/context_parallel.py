@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from executor.callbacks import forward_of, in_backward, replace_attribute, with_gradient
+from executor.distributed.collectives import all_to_all
 from executor.distributed.groups import Group
 from executor.distributed.ring_attention import Beside, Parts, Redirected, Ring, halves, own_tokens
 from executor.distributed.sequences import SharedHidden
@@ -224,46 +225,25 @@ class _Sequences:
             ``[batch, tokens, fused parts x own heads x width]``.
         """
         ranks, num_tokens = self.group.size, self.num_tokens(own.shape[1])
-
-        def forward(own: Tensor) -> Tensor:
-            batch, num_own, width = own.shape
-            sent = own.view(batch, num_own, num_fused, ranks, -1).permute(3, 0, 1, 2, 4)
-            received = self._exchange(sent).view(ranks, batch, num_own, width // ranks)
-            return received.transpose(0, 1).reshape(batch, -1, width // ranks)[:, :num_tokens]
-
-        def backward(gradient: Tensor) -> Tensor:
-            return self._tokens(gradient, num_fused)
-
-        return with_gradient(own, forward, backward)
+        batch, num_own, width = own.shape
+        received = self._exchange(own.view(batch, num_own, num_fused, ranks, -1).permute(3, 0, 1, 2, 4))
+        received = received.view(ranks, batch, num_own, width // ranks)
+        return received.transpose(0, 1).reshape(batch, -1, width // ranks)[:, :num_tokens]
 
     def tokens(self, whole: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads, ``[batch, tokens, own width]``, for its tokens of all heads."""
-
-        def backward(gradient: Tensor) -> Tensor:
-            batch, num_own, width = gradient.shape
-            sent = gradient.view(batch, num_own, self.group.size, -1).permute(2, 0, 1, 3)
-            received = self._exchange(sent)
-            return received.transpose(0, 1).reshape(batch, -1, width // self.group.size)
-
-        return with_gradient(whole, lambda whole: self._tokens(whole, 1), backward)
-
-    def _tokens(self, whole: Tensor, num_fused: int) -> Tensor:
-        """Exchange all tokens of this rank's heads, ``[batch, tokens, fused parts x own width]``, for its tokens."""
         ranks = self.group.size
         batch, num_tokens, width = whole.shape
         num_own = -(-num_tokens // ranks)
         if missing := num_own * ranks - num_tokens:
             whole = nn.functional.pad(whole, (0, 0, 0, missing))
         received = self._exchange(whole.reshape(batch, ranks, num_own, width).transpose(0, 1))
-        parts = received.view(ranks, batch, num_own, num_fused, -1).permute(1, 2, 3, 0, 4)
-        return parts.reshape(batch, num_own, ranks * width)
+        return received.permute(1, 2, 0, 3).reshape(batch, num_own, ranks * width)
 
     def _exchange(self, sent: Tensor) -> Tensor:
         """Send each rank its part, ``[ranks, ...]``; return what each has sent."""
-        sent = sent.contiguous()
-        received, ones = torch.empty_like(sent), [1] * self.group.size
-        self.group.all_to_all(received, sent, ones, ones)
-        return received
+        ones = [1] * self.group.size
+        return all_to_all(sent, self.group, ones, ones)
 
 
 def _exchange_heads(
@@ -271,15 +251,7 @@ def _exchange_heads(
 ) -> list[Undo]:
     """Let an attention module compute with all tokens of this rank's heads; return functions that undo this.
 
-    Args:
-        model: the model.
-        before: its operator before the core of attention.
-        after: that behind it.
-        sequences: what ranks share.
-        no_compile: keeps functions out of compiled graphs.
-
-    Raises:
-        BindingError: it is not as in ``transformers``.
+    Its operators ``before`` and ``after`` are those around the core of attention.
     """
     path, ranks = _parent(before.name), sequences.group.size
     module = model.get_submodule(path)

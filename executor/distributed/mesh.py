@@ -47,17 +47,15 @@ class Mesh:
 
     def context_groups(self) -> Groups:
         """Return all groups of ranks that share sequences."""
-        size, tensor = self.degrees.context_parallel, self.degrees.tensor_parallel
-        ranks = np.arange(self.degrees.num_devices).reshape(-1, size, tensor)
-        return _groups(ranks.transpose(0, 2, 1).reshape(-1, size))
+        return self._neighbours(self.degrees.context_parallel)
 
     def tensor_groups(self) -> Groups:
         """Return all tensor-parallel groups."""
-        return _groups(self._ranks.reshape(-1, self.degrees.tensor_parallel))
+        return _groups(np.arange(self.degrees.num_devices).reshape(-1, self.degrees.tensor_parallel))
 
     def expert_groups(self) -> Groups:
         """Return all expert-parallel groups."""
-        return _groups(self._ranks.transpose(0, 2, 1).reshape(-1, self.degrees.expert_parallel))
+        return self._neighbours(self.degrees.expert_parallel)
 
     def replicas(self, parts: int) -> Groups:
         """Return the groups of ranks that hold the same part, if data-parallel ranks divide a unit into ``parts``."""
@@ -65,11 +63,10 @@ class Mesh:
         ranks = np.arange(self.degrees.num_devices).reshape(-1, parts, tensor)
         return _groups(ranks.transpose(1, 2, 0).reshape(parts * tensor, -1))
 
-    @property
-    def _ranks(self) -> npt.NDArray[np.int64]:
-        """All ranks: ``[blocks of data-parallel ranks, expert_parallel, tensor_parallel]``."""
-        degrees = self.degrees
-        return np.arange(degrees.num_devices).reshape(-1, degrees.expert_parallel, degrees.tensor_parallel)
+    def _neighbours(self, size: int) -> Groups:
+        """Return all groups of ``size`` data-parallel ranks, one after another, with the same tensor-parallel rank."""
+        ranks = np.arange(self.degrees.num_devices).reshape(-1, size, self.degrees.tensor_parallel)
+        return _groups(ranks.transpose(0, 2, 1).reshape(-1, size))
 
 
 def _groups(rows: npt.NDArray[np.int64]) -> Groups:

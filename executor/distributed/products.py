@@ -15,19 +15,15 @@ import torch
 from torch.nn import functional
 
 from executor.callbacks import Saved
-from executor.distributed.groups import Group
 
-_GROUPS: Final = weakref.WeakValueDictionary[int, Group]()  # custom operators take only numbers and tensors
-_IDS: Final = itertools.count()
+NUMBERED: Final = weakref.WeakValueDictionary[int, Any]()
+"""What custom operators find by a number from :func:`number_of`: they take only numbers and tensors."""
 
 
-def group_id(group: Group) -> int:
-    """Return a number by which custom operators find a group while it exists."""
-    number = next((number for number, known in _GROUPS.items() if known is group), None)
-    if number is None:
-        number = next(_IDS)
-        _GROUPS[number] = group
-    return number
+def number_of(what: object) -> int:
+    """Return a number by which custom operators find something in :data:`NUMBERED` while it exists."""
+    NUMBERED[id(what)] = what
+    return id(what)
 
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -52,7 +48,7 @@ def summed_product(
         values: this rank's shard, ``[..., inputs]``.
         matrix: ``[inputs, outputs]``, with any strides.
         bias: ``[outputs]``, the same on all ranks.
-        group: the group's :func:`group_id`; ``None``: ``values`` are whole.
+        group: the group's :func:`number_of`; ``None``: ``values`` are whole.
         multiply: makes the gradient of the weight, whose shape its product has.
 
     Raises:
@@ -69,7 +65,7 @@ def summed_product_operator(
 ) -> torch.Tensor:
     """Compute :func:`summed_product`."""
     result = functional.linear(values, matrix.t())
-    _GROUPS[group].all_reduce(result)
+    NUMBERED[group].all_reduce(result)
     if bias is not None:
         result += bias
     return result

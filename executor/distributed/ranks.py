@@ -27,8 +27,8 @@ import torch.distributed as dist
 from executor.distributed.groups import Group
 from executor.distributed.meeting import join, new_group, session_store
 from executor.distributed.mesh import Groups, Mesh
-from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, TIMEOUT, RankError, Watchdog, describe_mismatch
-from planner.decisions import Choice, Decisions
+from executor.distributed.watchdog import LANE_THREAD, TIMEOUT, RankError, Watchdog, describe_mismatch
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.optimizers import OPTIMIZERS
 
@@ -51,13 +51,9 @@ class Ranks:
 
     Args:
         device: device of the schedule's collectives. They use NCCL on CUDA, gloo elsewhere.
-        casts: whether the schedule has casts of weights, which need :meth:`casting`.
-        silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
-        shares_matrices: whether tensor-parallel ranks exchange parts of matrices for updates.
-        num_stages: stages of a pipeline, each of which has as many ranks. Then ``degrees``, and the attributes before
+        num_stages: stages of a pipeline, each of which has as many ranks. Then ``decisions``, and the attributes before
             ``process``, are those of this process's stage.
         sharing: stages that share weights.
-        is_ring: whether the last stage sends to the first one, too.
 
     Attributes:
         rank, size: this rank's number, and the number of ranks.
@@ -70,6 +66,7 @@ class Ranks:
         decision_hash: hash of this rank's decisions that must be the same on all ranks. Set before each update.
         is_waiting: whether the caller's thread waits for other ranks now.
         num_ended: number of collectives that have ended.
+        watchdog: notices if another rank fails, and tells the others if this one does.
         leaving: what :meth:`close` does first.
         process: global number of this process.
         everybody: group of all processes over host memory, in all stages.
@@ -85,23 +82,14 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        degrees: Choice,
-        device: torch.device,
-        *,
-        casts: bool = False,
-        silence_s: float = SILENCE_S,
-        shares_matrices: bool = False,
-        num_stages: int = 1,
-        sharing: Sequence[int] = (),
-        is_ring: bool = False,
+        self, decisions: Decisions, device: torch.device, num_stages: int = 1, sharing: Sequence[int] = ()
     ) -> None:
-        size = degrees.num_devices
+        size = decisions.num_devices
         join(size * num_stages)
         self.process, self._num_stages = dist.get_rank(), num_stages
         self.stage, self.rank = divmod(self.process, size)
         self.size = size
-        self.mesh = Mesh(degrees, self.rank)
+        self.mesh = Mesh(decisions, self.rank)
         # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
@@ -120,21 +108,23 @@ class Ranks:
         self._more: dict[Groups, Group] = {}
         self._on_devices: list[dist.ProcessGroup] = []  # process groups of GPUs
         self._to_abort, self._aborting = self._on_devices, threading.Lock()
-        self._watchdog = Watchdog(session_store(), self.process, size * num_stages, silence_s=silence_s)
-        self._watchdog.start(self._failed)
+        self.watchdog = Watchdog(session_store(), self.process, size * num_stages)
+        self.watchdog.start(self._failed)
         with self.reporting_failures():
             self.all = self._group((tuple(range(size)),), is_everybody=True)
             self.everybody = self.all
             self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
             self.contexts = self._group(self.mesh.context_groups())
+            shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
             self.matrices = self._group(self.mesh.tensor_groups()) if shares_matrices else None
-            kinds = dict.fromkeys((1, degrees.expert_parallel))
+            kinds = dict.fromkeys((1, decisions.expert_parallel))
+            casts = decisions.fp8_weights is not None
             self._replicas = {parts: self._group(self.mesh.replicas(parts)) for parts in kinds}
             self._casting = {
                 parts: self._group(self.mesh.replicas(parts), on_hosts=True) for parts in (kinds if casts else ())
             }
             if num_stages > 1:
-                self._connect_stages(sharing, is_ring=is_ring)
+                self._connect_stages(sharing, is_ring=bool(decisions.round_starts))
         atexit.register(self._at_exit)
 
     @classmethod
@@ -148,23 +138,13 @@ class Ranks:
         if decisions.num_devices == num_stages == 1:
             join(1)  # several processes would train as many models
             return None
-        shares_matrices = decisions.tensor_parallel > 1 and OPTIMIZERS[decisions.optimizer].others is not None
-        casts = decisions.fp8_weights is not None
-        return cls(
-            decisions,
-            device,
-            casts=casts,
-            shares_matrices=shares_matrices,
-            num_stages=num_stages,
-            sharing=sharing,
-            is_ring=bool(decisions.round_starts),
-        )
+        return cls(decisions, device, num_stages, sharing)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
         """Register a callback, which another thread calls when another rank fails or is in another call."""
         self._on_failure = on_failure
-        self._watchdog.waits_for = waits_for
-        self._watchdog.check()  # a rank may have failed before
+        self.watchdog.waits_for = waits_for
+        self.watchdog.check()  # a rank may have failed before
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
@@ -172,7 +152,7 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self.report_failure(error)
+            self.watchdog.report_failure(error)
             self.close(on_all_ranks=False)
             raise
 
@@ -250,18 +230,6 @@ class Ranks:
 
     # Failing and closing.
 
-    def has_failed(self) -> bool:
-        """Return whether another rank is known to have failed."""
-        return self._watchdog.has_failed
-
-    def report_failure(self, error: BaseException) -> None:
-        """Report that this rank has failed. The other ranks raise :class:`RankError`."""
-        self._watchdog.report_failure(error)
-
-    def explain(self, error: Exception) -> RankError:
-        """Return why a collective failed; see :meth:`executor.distributed.watchdog.Watchdog.explain`."""
-        return self._watchdog.explain(error)
-
     def stop(self) -> None:
         """End all waiting for collectives on this rank."""
         self._stopped.set()
@@ -276,7 +244,7 @@ class Ranks:
         Args:
             on_all_ranks: whether all ranks close now, after a barrier.
         """
-        self._watchdog.stop(on_all_ranks=on_all_ranks)
+        self.watchdog.stop(on_all_ranks=on_all_ranks)
         self._stopped.set()
         self.leaving.close()
         if not on_all_ranks:
@@ -294,7 +262,7 @@ class Ranks:
     def _at_exit(self) -> None:
         """Close at the end of a process that has not closed: no collective may run at interpreter exit."""
         if (error := getattr(sys, "last_value", None)) is not None:  # an uncaught exception
-            self.report_failure(error)
+            self.watchdog.report_failure(error)
         self.close(on_all_ranks=False)
         if self._groups:  # interpreter exit would crash; the traceback is already printed
             sys.stdout.flush()
@@ -327,8 +295,8 @@ class Ranks:
             device = hosts = None
             if len(ranks) > 1:
                 nccl = dist.new_group(ranks, backend="nccl", timeout=TIMEOUT) if on_device else None
-                device = nccl or new_group(self._watchdog, ranks)
-                hosts = device if is_everybody else None if on_hosts else new_group(self._watchdog, ranks)
+                device = nccl or new_group(self.watchdog, ranks)
+                hosts = device if is_everybody else None if on_hosts else new_group(self.watchdog, ranks)
             if self.process in ranks:
                 self._groups += [group for group in dict.fromkeys((device, hosts)) if group is not None]
                 if device is not None and on_device:
@@ -359,7 +327,7 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
-            raise self.explain(error) from error
+            raise self.watchdog.explain(error) from error
         finally:
             self.num_ended += 1
 
@@ -378,7 +346,7 @@ class Ranks:
         Raises:
             RankError: either has happened.
         """
-        self._watchdog.check()
+        self.watchdog.check()
         if self._stopped.is_set():
             raise RankError("this rank was stopped while it waited for other ranks")
 

@@ -11,7 +11,6 @@ that a rank has. Sums for keys and values pass on beside them, in their type, an
 """
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from executor.distributed.collectives import gather_rows
 from executor.distributed.groups import Group
+from executor.distributed.products import NUMBERED, number_of
 
 _WIDEST: Final = 256  # of heads that flash kernels of CUDA take
 _OLDEST: Final = 8, 0  # of devices that have them: Ampere
@@ -43,27 +43,12 @@ def own_tokens(values: Tensor, parts: Parts, dim: int) -> Tensor:
     return torch.cat([values.narrow(dim, first, count) for first, count in parts], dim)
 
 
-_RINGS: Final = weakref.WeakValueDictionary[int, "Ring"]()
-_NUMBERS: Final = itertools.count()
-
-
 @final
 class Ring:
-    """The ranks among which keys and values pass.
-
-    Args:
-        group: the ranks.
-        beside: see :data:`Beside`.
-
-    Attributes:
-        group: as given.
-        number: by which the operator finds it while it exists: operators take only numbers and tensors.
-    """
+    """The ranks of a group, among which keys and values pass; for ``beside``, see :data:`Beside`."""
 
     def __init__(self, group: Group, beside: Beside) -> None:
         self.group, self._beside = group, beside
-        self.number = next(_NUMBERS)
-        _RINGS[self.number] = self
         self._is_next = [int(rank == (group.rank + 1) % group.size) for rank in range(group.size)]
         self._is_previous = [int(rank == (group.rank - 1) % group.size) for rank in range(group.size)]
 
@@ -206,7 +191,7 @@ def attend_in_ring(
 
     It is one operator, so that offloading saves what it returns (:mod:`executor.memory.recompute_cache`).
     """
-    found, here = _RINGS[ring], passed
+    found, here = NUMBERED[ring], passed
     total, sums = query.new_empty(0), query.new_empty(0)
     for step in range(found.group.size):
         coming = found.begin(here) if step < found.group.size - 1 else None
@@ -267,7 +252,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, passed: Tensor, is_causal: bool, scale: float | None, ring: Ring) -> Tensor:
         result: Tensor
-        result, sums = attend_in_ring(query, passed, is_causal, scale, ring.number)
+        result, sums = attend_in_ring(query, passed, is_causal, scale, number_of(ring))
         ctx.save_for_backward(query, passed, result, sums)
         ctx.is_causal, ctx.scale, ctx.ring = is_causal, scale, ring
         return result

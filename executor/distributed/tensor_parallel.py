@@ -29,7 +29,7 @@ from torch import nn
 from executor.callbacks import replace_attribute
 from executor.distributed.collectives import copy_to_group, reduce_from_group
 from executor.distributed.groups import Group
-from executor.distributed.products import Multiply, group_id, summed_product
+from executor.distributed.products import Multiply, number_of, summed_product
 from executor.distributed.shards import BindingError, ParameterShard
 from executor.distributed.vocabulary import bind_head, embed
 from planner.graph import Operator, Pattern, Unit
@@ -189,7 +189,7 @@ def _row_parallel_forward(
             "torch.nn.Linear and Conv1D of transformers; plan with --parallel tensor=1"
         )
     by_columns = weight.dim == 0
-    number = group_id(group)
+    number = number_of(group)
 
     def forward(values: torch.Tensor) -> torch.Tensor:
         rng.leave()

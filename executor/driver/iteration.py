@@ -74,6 +74,7 @@ class IterationDriver:
         self._audit = audit
         self._report = report
         self._on_demand: OnDemand | None = None
+        self._reached, self._run_again = "", set[str]()  # where backward is, and what has run again since it came there
         self.attention: tuple[str, ...] | None = None
         self.num_left, self.num_calls = 0, 1
         self._said_left = self._said_autocast = False
@@ -169,6 +170,7 @@ class IterationDriver:
             if not self._runtime.inside_iteration:  # a hook of the user's on a gradient runs the model
                 self._check_begin()
                 self._begin()
+            self._run_again.add(unit)
             with self._backward:
                 self._follow(self.progress.recompute, unit)
         elif not (self.trains or self._runtime.inside_iteration or (evaluates and self.progress.meets(unit))):
@@ -238,6 +240,8 @@ class IterationDriver:
         """Backward has reached a unit. Raises as :meth:`on_forward`."""
         if self._stays and torch.is_grad_enabled() and self._runtime.is_evaluating:
             return  # as forces are computed; all weights are there
+        self._reached = unit
+        self._run_again.clear()
         with self._backward:
             if not self._runtime.inside_iteration:
                 error = OutOfOrderError(
@@ -271,18 +275,20 @@ class IterationDriver:
     def watch(self, parameter: nn.Parameter, unit: Callable[[], str]) -> None:
         """See :class:`executor.callbacks.ModuleCallbacks`."""
 
-        def reading() -> Callable[[], None] | None:
+        def reading() -> Callable[[bool], None] | None:
             return functools.partial(self._read_back, name) if (name := unit()) else None
 
         watch(parameter, reading)
         self.visibility.watch(parameter)
 
-    def _read_back(self, unit: str) -> None:
-        if not self.visibility.is_in_sight(unit):
+    def _read_back(self, unit: str, may_not: bool) -> None:
+        if not (self.visibility.is_in_sight(unit) or (may_not and self._on_demand is None)):
             self.on_backward(unit)
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
+        if self._on_demand is not None and self._reached in self._run_again:
+            unit = self._reached  # its block has run inside of the segment's, and backward goes on there
         with self._backward:
             self._follow(self.progress.recomputed, unit)
 

@@ -205,7 +205,7 @@ class Runtime:
         )
         self.machine.fail(failure, stops=not keeps)
         if self.ranks is not None:
-            self.ranks.report_failure(error)
+            self.ranks.watchdog.report_failure(error)
 
     def check_has_weights(self) -> None:
         """Check that all weights have values.
@@ -694,7 +694,7 @@ class Runtime:
     def _has_stopped(self, failure: BaseException | None) -> None:
         if self.ranks is not None:
             if failure is not None:
-                self.ranks.report_failure(failure)
+                self.ranks.watchdog.report_failure(failure)
             self.ranks.stop()
 
 

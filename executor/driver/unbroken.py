@@ -39,4 +39,4 @@ class Unbroken(contextlib.AbstractContextManager["Unbroken"]):
         if not isinstance(error, (OutOfOrderError, *self.expected)):
             self.runtime.fail(self.call, error, keeps=self.keeps)
         elif isinstance(error, OutOfOrderError) and self.runtime.inside_iteration and self.runtime.ranks is not None:
-            self.runtime.ranks.report_failure(error)  # others wait for the tasks that this rank does not reach
+            self.runtime.ranks.watchdog.report_failure(error)  # others wait for the tasks that this rank does not reach

@@ -432,7 +432,9 @@ def _hooks(
         # Before hooks of the user's that read weights, as those of torch.nn.utils.weight_norm do.
         yield module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
     yield module.register_forward_hook(after).remove
-    for parameter in () if all(marker.ends for marker in of_call.values()) else module.parameters(recurse=False):
+    # Between its modules it may come to run those of other units, in steps that leave the plan.
+    contains = any(True for _ in module.children()) or not all(marker.ends for marker in of_call.values())
+    for parameter in module.parameters(recurse=False) if contains else ():
         callbacks.watch(parameter, functools.partial(_reading, of_call, callbacks))
 
 

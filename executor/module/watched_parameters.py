@@ -7,6 +7,7 @@ parameter has the class :class:`Watched`, which hooks the nodes that have saved 
 use for what it has added.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import is_within, report_before, saved_as_is
 from executor.module.guarded_parameters import REACHED, Computing, unguarded
+from executor.module.own_checkpoints import saved_tensors_hooks_of
 
-_Reached = Callable[[], Callable[[], None] | None]
+_Reached = Callable[[], Callable[[bool], None] | None]
 
 
 class Watched(torch.Tensor):
@@ -46,8 +48,8 @@ def watch(parameter: torch.Tensor, reached: _Reached) -> None:
 
     Args:
         parameter: of a module with others inside.
-        reached: called in forward where it is read. Returns what is called in backward before that reads it; ``None``
-            if nothing is.
+        reached: called in forward where it is read. Returns what is called in backward before that reads it, with
+            whether it may not read it, as a checkpoint has what it saves; ``None`` if nothing is.
     """
     vars(parameter)[REACHED] = reached
 
@@ -59,8 +61,10 @@ def _watch(made: torch.Tensor, node: Any, given: Iterable[torch.Tensor], begun: 
             watch(made, vars(weights)[REACHED])
             continue
         saved = (one.data for inner in _made_since(node, begun) for one in saved_as_is(inner))
-        if any(is_within(weights, values) for values in saved) and (reached := vars(weights)[REACHED]()) is not None:
-            report_before(node, reached)
+        may_not = saved_tensors_hooks_of() == "checkpoint"
+        reads = may_not or any(is_within(weights, values) for values in saved)
+        if reads and (reached := vars(weights)[REACHED]()) is not None:
+            report_before(node, functools.partial(reached, may_not))
 
 
 def _made_since(node: Any, begun: int) -> Iterator[Any]:

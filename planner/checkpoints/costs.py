@@ -45,9 +45,6 @@ class CheckpointCosts:
             node before.
         num_files: files of one checkpoint of the whole job; by default one for each rank.
 
-    Attributes:
-        cost: as given.
-
     Raises:
         ValueError: the profile lacks the storage of a level.
     """

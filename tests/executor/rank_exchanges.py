@@ -10,7 +10,7 @@ from executor.devices import host_exchange
 from executor.devices.backend import HostBackend
 from executor.devices.host_exchange import HostExchange
 from executor.distributed.ranks import Ranks
-from planner.decisions import Choice
+from planner.decisions import Decisions
 
 
 def values_of(rank: int, number: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -21,7 +21,7 @@ def values_of(rank: int, number: int, length: int, dtype: torch.dtype) -> torch.
 
 def exchanged(rank: int, size: int, num_bytes: int, dtype: torch.dtype, lengths, delay_s: float):
     """Return the results of collectives of these lengths: a gather, a sum in parts and a whole sum of each."""
-    ranks = Ranks(Choice(data_parallel=size), torch.device("cpu"))
+    ranks = Ranks(Decisions(policy="none", units={}, data_parallel=size), torch.device("cpu"))
     exchange = HostExchange(ranks.all, num_bytes, HostBackend(), ranks)
     found = []
     try:
@@ -44,7 +44,7 @@ def exchanged(rank: int, size: int, num_bytes: int, dtype: torch.dtype, lengths,
 
 def unshared(rank: int, size: int, step: str) -> str:
     """Have the last rank fail to reach the others, or to map or pin their memory; return the error of each."""
-    ranks = Ranks(Choice(data_parallel=size), torch.device("cpu"))
+    ranks = Ranks(Decisions(policy="none", units={}, data_parallel=size), torch.device("cpu"))
     host_exchange._CONNECT_S = 0.5
     maps = mmap.mmap
     if rank == size - 1 and step == "connect":

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import signal
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,7 @@ import ullage
 from executor.checkpoint.files.system_calls import DamagedError, Files
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level
-from executor.distributed import meeting
-from executor.distributed.ranks import Ranks
+from executor.distributed import meeting, ranks
 from executor.prepare import prepare_session
 from executor.tasks.actions import Actions
 from executor.training_state.saving import Checkpoints
@@ -154,12 +155,8 @@ def with_another_optimizer(rank: int, _size: int, task: Task, decisions: Decisio
 @contextlib.contextmanager
 def impatient(silence_s: float):
     """Let ranks take others for dead, or elsewhere, after that long."""
-    defaults = Ranks.__init__.__kwdefaults__
-    before, defaults["silence_s"] = defaults["silence_s"], silence_s
-    try:
+    with mock.patch.object(ranks, "Watchdog", functools.partial(ranks.Watchdog, silence_s=silence_s)):
         yield
-    finally:
-        defaults["silence_s"] = before
 
 
 def first_of(rank: int, _size: int) -> int:

@@ -323,6 +323,7 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     """Dissolve segments whose recomputation would differ from their description."""
     behind, saved = Counter[Block](), Counter[Block]()
     spoilt = {visit.block for visit in recording.visits if _runs_backward(recording, visit)}
+    spoilt.update(_run_others(recording, places, drafts))
     for draft in drafts:
         segment = places[draft.unit].block
         if not segment[0]:
@@ -341,6 +342,16 @@ def _dissolve_segments(recording: Recording, places: list[UnitVisits], drafts: l
     for unit in places:
         if unit.block in spoilt:
             unit.segment = ""
+
+
+def _run_others(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> Iterator[Block]:
+    """Yield the blocks that run other ones in their forward, and so would run them again."""
+    ran = sorted((index, places[draft.unit].block) for draft in drafts for index in draft.events)
+    for segment in {block for _, block in ran if block[0]}:
+        visit = recording.visit_of[segment]
+        inside = ran[bisect.bisect_left(ran, (visit.first,)) : bisect.bisect_left(ran, (visit.stop,))]
+        if any(block != segment for _, block in inside):
+            yield segment
 
 
 def _runs_backward(recording: Recording, visit: Visit) -> bool:

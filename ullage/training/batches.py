@@ -118,20 +118,12 @@ class Batches:
         for _ in range(self._num_micro_batches):
             there = min(self._at_once, left)
             left -= there
-            loss = self.loss(model, there) / (self.num_sequences / self._at_once)
-            yield loss if self._own.start < there else 0.0 * loss
-
-    def loss(self, model: nn.Module, num_sequences: int | None = None) -> Tensor:
-        """Return the mean loss of the next micro-batch, which all ranks together read; by default one as planned.
-
-        A rank for which it has no sequences computes those of another.
-        """
-        there = self._at_once if num_sequences is None else num_sequences
-        own = self._own if self._own.start < there else slice(self._own.stop - self._own.start)
-        device = next(model.parameters()).device
-        args, kwargs = self._inputs(device, own, there)
-        self.position += there
-        return loss_of(model(*args, **kwargs))
+            has_own = self._own.start < there  # else it computes the sequences of another rank, for nothing
+            own = self._own if has_own else slice(self._own.stop - self._own.start)
+            args, kwargs = self._inputs(next(model.parameters()).device, own, there)
+            self.position += there
+            loss = loss_of(model(*args, **kwargs)) / (self.num_sequences / self._at_once)
+            yield loss if has_own else 0.0 * loss
 
     def _inputs(self, device: torch.device, own: slice, num_sequences: int) -> tuple[list[Tensor], dict[str, Any]]:
         """Return the model's arguments for its part of the next sequences, which all ranks together read."""
@@ -167,13 +159,8 @@ def random_input(spec: CapturedInput, dtype: torch.dtype, generator: torch.Gener
     """Return normal values, integers within the vocabulary, or ones (a mask that masks nothing)."""
     if spec.dtype == "float":
         return torch.randn(spec.shape, generator=generator, device="cpu").to(dtype)
-    if spec.begins:
-        most = spec.num_values or 2
-        return begun(
-            spec, torch.randint(most, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype), device="cpu")
-        )
-    if spec.num_values is None:
-        return torch.ones(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
-    return torch.randint(
-        spec.num_values, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype), device="cpu"
-    )
+    kind = getattr(torch, spec.dtype)
+    if spec.num_values is None and not spec.begins:
+        return torch.ones(spec.shape, dtype=kind, device="cpu")
+    values = torch.randint(spec.num_values or 2, spec.shape, generator=generator, dtype=kind, device="cpu")
+    return begun(spec, values) if spec.begins else values

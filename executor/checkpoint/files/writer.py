@@ -139,6 +139,7 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
     Attributes:
         files, patience_s: the arguments.
         chunk_bytes: size of each buffer.
+        num_ended: number of writes that have ended. It grows while the drive answers.
     """
 
     def __init__(self, files: Files, ring: Buffer, num_threads: int = NUM_THREADS, patience_s: float = 60.0) -> None:
@@ -151,19 +152,14 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         self._submitted = threading.Condition(lock)  # a chunk is queued, or the flusher is closed
         self._free = list(ring)
         self._queue: collections.deque[Chunk] = collections.deque()
-        self._num_ended = 0
-        self._hung_at = -1  # _num_ended at the last timeout
+        self.num_ended = 0
+        self._hung_at = -1  # num_ended at the last timeout
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"checkpoint {i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def num_ended(self) -> int:
-        """Number of writes that have ended. It grows while the drive answers."""
-        return self._num_ended
 
     def take_buffer(self, chunk: Chunk) -> None:
         """Give a chunk a buffer if it has none, after waiting for a free one.
@@ -272,7 +268,7 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         with self._changed:
             self._is_closed = True
             self._submitted.notify_all()
-            deadline_s = time.monotonic() + (0.0 if self._hung_at == self._num_ended else self.patience_s)
+            deadline_s = time.monotonic() + (0.0 if self._hung_at == self.num_ended else self.patience_s)
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0))
 
@@ -287,10 +283,10 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
         num_ended = -1
 
         def goes_on() -> bool:
-            return ready() or self._num_ended > num_ended
+            return ready() or self.num_ended > num_ended
 
         while not ready():
-            num_ended = self._num_ended
+            num_ended = self.num_ended
             hangs = self._hung_at == num_ended
             if not self._changed.wait_for(goes_on, 0.0 if hangs else self.patience_s):
                 self._hung_at = num_ended
@@ -308,7 +304,7 @@ class Flusher(contextlib.AbstractContextManager["Flusher"]):
             with self._changed:
                 chunk.file.failure = chunk.file.failure or failure
                 chunk.file.num_open -= 1
-                self._num_ended += 1
+                self.num_ended += 1
                 self._free_memory(chunk)
 
     def _next(self) -> Chunk | None:

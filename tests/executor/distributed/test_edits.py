@@ -72,7 +72,7 @@ ALONE = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("deed", ALONE)
 def test_what_one_rank_does_alone_is_reported(processes, deed, zero_stage):

@@ -82,16 +82,15 @@ import executor.distributed.watchdog
 from executor.distributed import meeting
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
-from planner.decisions import Choice
+from planner.decisions import Decisions
 from ullage.this_machine.planning import free_memory
 
 what, *environments = sys.argv[1:]
 executor.distributed.watchdog.Watchdog.__init__.__kwdefaults__["silence_s"] = 1.5
-Ranks.__init__.__kwdefaults__["silence_s"] = 1.5
 
 
 def session():
-    return Ranks(Choice(data_parallel=2), torch.device("cpu"))
+    return Ranks(Decisions(policy="none", units={}, data_parallel=2), torch.device("cpu"))
 
 
 def be(rank):

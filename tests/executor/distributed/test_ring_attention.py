@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.distributed.groups import Group
+from executor.distributed.products import number_of
 from executor.distributed.ring_attention import (
     Redirected,
     Ring,
@@ -138,7 +139,7 @@ def test_narrow_values_are_merged_in_float32(device, is_causal, heads, width):
 
     def run(ring, query, key, value, gradient):
         query, passed = query.transpose(1, 2).contiguous().transpose(1, 2), torch.stack((key, value))
-        result, sums = attend_in_ring(query, passed, is_causal, None, ring.number)
+        result, sums = attend_in_ring(query, passed, is_causal, None, number_of(ring))
         of_query, of_passed = gradients_in_ring(ring, gradient, (query, passed, result, sums), is_causal, None)
         return result, of_query, *of_passed
 

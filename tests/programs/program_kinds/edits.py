@@ -562,6 +562,16 @@ def derivatives_of_the_model(ullage) -> Trained:
     losses = []
     for step in range(NUM_STEPS):
         x, y = batch(step)
+        if step == 2:  # in evaluation mode a step looks at them, and one trains on them
+            model.eval()
+            with torch.no_grad():
+                losses.append(torch.func.vmap(torch.func.jacrev(model))(x[:4]).square().mean().item())
+            penalty = torch.func.vmap(torch.func.jacrev(model))(x[:4]).square().mean()
+            penalty.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(penalty.item())
+            model.train()
         if step == 0:
             x = x + 0.1 * torch.func.grad(lambda x, y=y: F.cross_entropy(model(x), y))(x).sign()
         out, tangent = model(x), torch.zeros(())
@@ -1131,3 +1141,68 @@ def averages_made_later(ullage) -> Trained:
 
     losses, _ = loop(model, optimizer, stepped=stepped)
     return [*losses, *evaluated], kept[0]
+
+
+def many(step: int):
+    """Return a batch whose activations take so much beside the weights that blocks are fetched and recomputed."""
+    return tuple(torch.cat([part] * 4) for part in batch(step))
+
+
+def of_many(model, given):
+    return entropy(model, [torch.cat([part] * 4) for part in given])
+
+
+class Leading(Block):
+    """A block that runs those behind it."""
+
+    def forward(self, x, *behind):
+        x = self.scaled(super().forward(x))
+        return x + behind[0](x, *behind[1:]) if behind else x
+
+    def scaled(self, x):
+        return x
+
+
+class LeadingScaled(Leading):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def scaled(self, x):
+        return x * self.scale
+
+
+class Led(Net):
+    def __init__(self, block: type[Leading]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(64) for _ in range(4))
+        self.follows = False  # in which blocks follow each other, as in the example
+
+    def features(self, x):
+        return super().features(x) if self.follows else self.blocks[0](self.embed(x), *self.blocks[1:])
+
+
+@program
+def blocks_inside_blocks(ullage) -> Trained:
+    """A block runs the next one inside its own forward: no second pass of it may run the next one's again."""
+    model = Led(Leading)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
+    return loop(model, optimizer, loss_of=of_many)
+
+
+@program
+def blocks_inside_blocks_later(ullage) -> Trained:
+    """So it is in later steps alone: a second pass of a block then runs those inside, and backward goes on in these.
+
+    Behind them, backward reads the block's own scale.
+    """
+    model = Led(LeadingScaled)
+    model.follows = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
+
+    def stepped(step: int) -> None:
+        model.follows = step % 2 == 1
+
+    return loop(model, optimizer, loss_of=of_many, stepped=stepped)

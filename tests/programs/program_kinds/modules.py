@@ -623,3 +623,32 @@ def compiled_functions(ullage) -> Trained:
             return x + self.down(compiled_product(self.norm(x), self.up.weight.t()))
 
     return train(ullage, stack(OfModule(), OfWeights(), OfModule()), x_of(4, 16))
+
+
+@program
+def modules_lent_to_blocks(ullage) -> Trained:
+    """One module that blocks run and do not hold: it comes as an argument, in a list, and by a closure."""
+
+    class Scored(Block):
+        def __init__(self, lent=None) -> None:
+            super().__init__()
+            self.lent = lent
+
+        def forward(self, x):
+            return super().forward(x) * self.lent[0](x)
+
+    class Called(Block):
+        def forward(self, x, scores):
+            return super().forward(x) * scores(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scores, self.last = nn.Linear(16, 64), nn.Linear(64, 1), nn.Linear(64, 8)
+            self.listed, self.called = Scored([self.scores]), nn.ModuleList(Called() for _ in range(2))
+
+        def forward(self, x):
+            x = self.called[0](self.listed(self.first(x)), self.scores)
+            return self.last(self.called[1](x, lambda h: 2 * self.scores(h)))
+
+    return train(ullage, Model(), x_of(32, 16))

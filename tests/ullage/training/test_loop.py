@@ -103,14 +103,16 @@ class Listener(torch.nn.Module):
 def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens, num_ranks: int) -> None:
     """Each micro-batch of all ranks together is the next piece of one order, and each rank takes its own part."""
 
-    shared = plan.decisions.model_copy(update={"data_parallel": num_ranks, "micro_batch": 4 // num_ranks})
+    shared = plan.decisions.model_copy(
+        update={"data_parallel": num_ranks, "micro_batch": 4 // num_ranks, "num_micro_batches": 1}
+    )
     feeds = [Batches(plan.model_copy(update={"decisions": shared}), tokens, 7, rank) for rank in range(num_ranks)]
     listener = Listener()
     for batches in feeds:
         batches.position = 3
     for _ in range(11):
         for batches in feeds:
-            batches.loss(listener)
+            list(batches.losses(listener))
     assert listener.heard == sequences(windows(tokens, SEQ_LEN), 3, 44, seed=7).tolist()
     assert {batches.position for batches in feeds} == {47}
 

@@ -357,7 +357,7 @@ def least_memory(model: nn.Module, step: Step | None, batch: Any, **options: Any
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, True), (2, True), (1, False), (2, False)])
 @pytest.mark.parametrize("step", [wasserstein, penalty_first, at_the_data, penalty_alone, of_second_order])
 def test_gradients_of_gradients_train_as_in_memory_in_the_memory_that_the_refusal_names(
