@@ -30,6 +30,7 @@ FILES = (
     "qwen",
     "halo",
     "llmq",
+    "unseen",
 )
 QUANTITIES = ("forward", "backward", "update", "iteration", "peak GPU", "model FLOP rate", "longest sequence")
 

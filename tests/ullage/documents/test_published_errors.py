@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 README = ROOT / "benchmarks" / "published" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-NEVER_FITTED = {"in_memory_mpt", "reported", "roundpipe", "llama_factory", "qwen", "halo", "llmq"}
+NEVER_FITTED = {"in_memory_mpt", "reported", "roundpipe", "llama_factory", "qwen", "halo", "llmq", "unseen"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def percent(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.1f} %"
 
 
-UNFITTED = {"in_memory_mpt", "reported", "roundpipe", "llama_factory", "qwen", "halo", "llmq"}
+UNFITTED = {"in_memory_mpt", "reported", "roundpipe", "llama_factory", "qwen", "halo", "llmq", "unseen"}
 """Files of runs to none of which a profile was fitted."""
 
 

@@ -49,6 +49,8 @@ HELD_OUT = (
     ("halo", "iteration", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: iteration time"),
     ("halo", "peak GPU", "Halo and TRL on B300, torchtune and DeepSpeed on one RTX 4090: peak GPU memory"),
     ("llmq", "iteration", "LLMQ on 1 to 8 of six kinds of devices, packaged profiles: iteration time"),
+    ("unseen", "iteration", "torchtitan, VectorLM, prime-rl, AutoModel, DeepSpeed: iteration time"),
+    ("unseen", "peak GPU", "torchtitan, VectorLM, prime-rl, AutoModel, DeepSpeed: peak GPU memory"),
     ("roundpipe", "iteration", "five engines on 8 A800 or RTX 4090: iteration time"),
     ("roundpipe", "longest sequence", "five engines on 8 A800 or RTX 4090: longest sequence"),
 )
