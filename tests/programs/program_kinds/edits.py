@@ -1143,13 +1143,13 @@ def averages_made_later(ullage) -> Trained:
     return [*losses, *evaluated], kept[0]
 
 
-def many(step: int):
+def repeated(given):
     """Return a batch whose activations take so much beside the weights that blocks are fetched and recomputed."""
-    return tuple(torch.cat([part] * 4) for part in batch(step))
+    return [torch.cat([part] * 4) for part in given]
 
 
-def of_many(model, given):
-    return entropy(model, [torch.cat([part] * 4) for part in given])
+def entropy_of_repeated(model, given):
+    return entropy(model, repeated(given))
 
 
 class Leading(Block):
@@ -1187,8 +1187,8 @@ def blocks_inside_blocks(ullage) -> Trained:
     """A block runs the next one inside its own forward: no second pass of it may run the next one's again."""
     model = Led(Leading)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
-    return loop(model, optimizer, loss_of=of_many)
+    model, optimizer = ullage.prepare(model, optimizer, (repeated(batch(0))[0],), storage="never")
+    return loop(model, optimizer, loss_of=entropy_of_repeated)
 
 
 @program
@@ -1200,9 +1200,9 @@ def blocks_inside_blocks_later(ullage) -> Trained:
     model = Led(LeadingScaled)
     model.follows = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    model, optimizer = ullage.prepare(model, optimizer, (many(0)[0],), storage="never")
+    model, optimizer = ullage.prepare(model, optimizer, (repeated(batch(0))[0],), storage="never")
 
     def stepped(step: int) -> None:
         model.follows = step % 2 == 1
 
-    return loop(model, optimizer, loss_of=of_many, stepped=stepped)
+    return loop(model, optimizer, loss_of=entropy_of_repeated, stepped=stepped)
