@@ -4,8 +4,9 @@
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
 which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
-and in rounds. The machine is calibrated first (``ullage calibrate``): both devices at once, and what the processes take
-to exchange data. Nothing is fitted to a run. Every run is started as ``torchrun`` starts it.
+and in rounds. The machine is calibrated first (``ullage calibrate``), and before each run again, both devices at once and
+what the processes take to exchange data: a machine that others use too changes its speed by a tenth within minutes.
+Nothing is fitted to a run. Every run is started as ``torchrun`` starts it. It takes 25 minutes.
 """
 
 import json
@@ -45,33 +46,31 @@ _RESULT: Final = Path(__file__).parents[1] / "results" / "cpu_pipelines.json"
 
 def main() -> None:
     """Run all ways and write the result."""
-    machine, rows = _two_devices(), list[dict[str, Any]]()
-    result = origin("torch", "numpy")
+    result, rows = origin("torch", "numpy"), list[dict[str, Any]]()
     model = resolve_model("demo-llama").model_copy(update={"num_layers": NUM_LAYERS})
-    for name, degrees in WAYS.items():
-        device = machine.with_device_memory(MORE_BYTES.get(name, DEVICE_BYTES))
-        plan = make_plan(Request(model, device, num_devices=2, precision=FP32, **BATCH | degrees))
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Path(folder) / "two-cores.json"
+        subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(machine)], check=True)
+        for name, degrees in WAYS.items():
+            device = _two_devices(machine).with_device_memory(MORE_BYTES.get(name, DEVICE_BYTES))
+            plan = make_plan(Request(model, device, num_devices=2, precision=FP32, **BATCH | degrees))
             path = Path(folder) / "plan.json"
             path.write_text(plan.to_json(), encoding="utf-8")
             phases = _run(path)["phases"]
-        row = {
-            "way": name,
-            "plan": str(plan),
-            **{phase: phases[phase] for phase in ("forward", "backward", "iteration")},
-        }
-        print(json.dumps(row), flush=True)
-        rows.append(row)
+            row = {
+                "way": name,
+                "plan": str(plan),
+                **{phase: phases[phase] for phase in ("forward", "backward", "iteration")},
+            }
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     write_result(_RESULT, result | {"rows": rows})
 
 
-def _two_devices() -> HardwareProfile:
-    """Calibrate this machine, and return it as two devices of one core each."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "two-cores.json"
-        subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(path)], check=True)
-        _in_two_processes("calibrate", "--only", "device,fabric", "--output", str(path))
-        return load_profile(str(path))
+def _two_devices(machine: Path) -> HardwareProfile:
+    """Calibrate two devices of one core each, beside what is known of the machine."""
+    _in_two_processes("calibrate", "--only", "device,fabric", "--output", str(machine))
+    return load_profile(str(machine))
 
 
 def _run(plan: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def written(folder: Path, model_type: str, sizes: dict[str, Any], **more: object
     return folder
 
 
-@pytest.mark.part(40)
+@pytest.mark.part(80)
 @pytest.mark.parametrize("name", TINY)
 def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path: Path) -> None:
     found = described(name, tmp_path)
@@ -40,7 +40,7 @@ def test_any_architecture_is_planned_from_its_configuration(name: str, tmp_path:
     assert {spec.shape[0] for spec in plan.model.inputs} == {plan.decisions.micro_batch} == {2}
 
 
-@pytest.mark.part(40)
+@pytest.mark.part(80)
 @pytest.mark.parametrize("name", TINY)
 def test_any_architecture_trains_under_a_tight_plan_as_in_memory(name: str, tmp_path: Path) -> None:
     found = row(name, tmp_path, num_steps=3)

@@ -146,6 +146,7 @@ def train(model: nn.Module, optimizer: Any) -> list[float]:
     return seen
 
 
+@pytest.mark.part(2)
 @pytest.mark.usefixtures("_eager_casts")
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "olmoe"])
 def test_training_is_that_of_a_model_that_torchao_converted_bit_for_bit(family: str) -> None:

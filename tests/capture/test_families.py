@@ -165,7 +165,7 @@ def train(name: str, model: torch.nn.Module, optimizer, num_steps: int = 3) -> l
     return seen
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_captured_and_trains_as_in_memory(name: str) -> None:
     model, optimizer = begun(name)

@@ -72,6 +72,7 @@ def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
         assert flop(kernels) == total > 0
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", OWN)
 def test_units_hold_every_parameter_once(name: str) -> None:
     model, found = real(name), units_of(captured(name))
@@ -80,7 +81,7 @@ def test_units_hold_every_parameter_once(name: str) -> None:
     assert len({unit.name for unit in found}) == len(found)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(("name", "dtype"), list(itertools.product(OWN, DTYPES)))
 def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     model = real(name, dtype)
@@ -97,6 +98,7 @@ def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     assert sum(unit.saved_bytes for unit in units_of(captured(name, dtype))) == pytest.approx(saved, rel=0.02)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", [name for name in OWN if name != "adapted"])  # MemTracker fails on frozen parameters
 def test_peak_memory_is_saved_bytes_and_workspace(name: str) -> None:
     model, found = real(name), units_of(captured(name))

@@ -52,7 +52,7 @@ def peak_bytes(captured: CapturedModel) -> int:
     return max(saved + unit.workspace_bytes for saved, unit in zip(held, found, strict=True))
 
 
-@pytest.mark.part(40)
+@pytest.mark.part(80)
 @pytest.mark.parametrize("name", [name for name in TINY if name not in UNLIKE])
 def test_copies_are_like_blocks_that_are_recorded(name: str, tmp_path: Path) -> None:
     sizes = deep(TINY[name])

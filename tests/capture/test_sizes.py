@@ -48,7 +48,7 @@ def config(folder: Path, name: str, **changes: int) -> str:
     return str(folder)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "whisper", "qwen2_5_vl", "vit"])
 def test_a_model_at_another_size_is_what_is_captured_there(name: str, tmp_path: Path) -> None:
     path = config(tmp_path, name)

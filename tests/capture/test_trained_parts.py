@@ -102,7 +102,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(10)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in transformers, by peft
 @pytest.mark.parametrize("kind", [*ADAPTERS, *PARTS])
 def test_what_trains_is_planned_and_trained_as_in_memory(

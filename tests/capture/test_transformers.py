@@ -60,7 +60,7 @@ def test_units_parameters_and_flop_are_equal(name: str) -> None:
         assert bool(mine.recompute) == bool(theirs.recompute)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_bytes_are_equal(name: str) -> None:
     """But for rotary frequencies, which the capture counts as what they are, buffers."""
@@ -69,6 +69,7 @@ def test_saved_bytes_are_equal(name: str) -> None:
         assert theirs.activation_output_bytes == mine.activation_output_bytes
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_recomputed_layers_hold_their_input_as_long(name: str) -> None:
     """An RMS norm keeps a float32 copy, beside which it stays until the backward; others keep it itself."""

@@ -22,7 +22,7 @@ GRAINS = (1500, 100_000)
 OF_THE_TABLE = ["adamw", "adam", "sgd", "adagrad", "lion"]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())

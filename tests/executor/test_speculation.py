@@ -109,6 +109,7 @@ def changes_rate(optimizer, _parameters, iteration) -> None:
     optimizer.param_groups[0]["lr"] = 1e-3 / (1 + iteration)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("between", "num_unexpected"), [(clips, 6), (drops, 6), (skips, 2), (scales, 1), (changes_rate, 6)]
 )
@@ -128,6 +129,7 @@ def test_what_a_loop_does_before_a_step_is_what_the_step_sees(between, num_unexp
     close(outcomes[1], outcomes[0])
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_that_clip_are_made_again(place, dtype):

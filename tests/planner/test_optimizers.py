@@ -94,7 +94,7 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
         assert cost.price(update).duration_s == pytest.approx(num_bytes * update.num_params / 1e11)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
 @pytest.mark.parametrize("params", ["gpu", "host"])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_every_case_can_be_expressed_and_every_run_has_a_result() -> None:
     assert {row["id"] for row in RESULTS["rows"] if row["file"] == "reported"} == set(CASES)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -52,7 +52,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 @pytest.mark.parametrize(("params", "place", "activations"), PLACES)
 def test_losses_and_norms_follow_the_reference(params, place, activations, dtype, tolerance):
@@ -66,6 +66,7 @@ def test_losses_and_norms_follow_the_reference(params, place, activations, dtype
     assert timeline.makespan_s() > 0
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "attention", "max_norm"),
     [

@@ -60,6 +60,7 @@ def test_a_rank_that_cannot_share_memory_is_named_on_all(processes, step):
     assert all("plan with --parallel collectives=fabric" in error for error in errors)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("zero_stage", "places"), [(0, ("gpu", "gpu")), (1, ("gpu", "stream")), (3, ("host", "cpu"))])
 def test_ranks_on_gpus_wait_for_each_others_copies(processes, zero_stage, places):
     """The order of copies on streams is proven by a virtual GPU."""

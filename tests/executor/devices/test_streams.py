@@ -98,7 +98,7 @@ def test_products_of_muon_stay_on_their_stream(place):
     assert not watched_training(task, decide(task, uniform("gpu", place))).found
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("update_start", ["step", "backward"])
 @pytest.mark.parametrize(
     "place",

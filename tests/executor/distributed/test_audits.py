@@ -22,6 +22,7 @@ def found(processes, family, degrees, spoilt=""):
     return processes.call(2, audited, task, decide(task, choose, **degrees), spoilt)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
 def test_modules_that_ranks_divide_are_audited(processes, family, degrees):
     draws = {"ranks divide it, and draw other random numbers"} if family == "gpt2-shared" else set()

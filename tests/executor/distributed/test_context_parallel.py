@@ -43,7 +43,7 @@ SHARED = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(12)
 @pytest.mark.parametrize(("family", "degrees", "further", "choose"), SHARED.values(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_whole_sequences(processes, family, degrees, further, choose, dtype):
@@ -125,7 +125,7 @@ def test_what_ranks_cannot_share_is_refused(processes, kind, message):
     assert all(message in str(error) for error in processes.results(2))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("family", "ranks", "exchange", "activations"),
     [

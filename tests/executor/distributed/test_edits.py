@@ -18,7 +18,7 @@ TASK = Task("gpt2-untied", torch.float32, max_norm=None, iterations=3, schedule=
 PLANS = {"0": (0, mixed), "2": (2, uniform("gpu", "cpu", "recompute")), "3": (3, mixed)}
 
 
-@pytest.mark.part(10)
+@pytest.mark.part(20)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", EDITS)
 def test_two_ranks_do_what_they_do_in_memory(processes, name, plan):
@@ -44,7 +44,7 @@ def test_a_second_optimizer_gets_the_mean_of_gradients_whenever_it_steps(process
         assert off < 1e-6
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}], ids=str)
 @pytest.mark.parametrize("name", ["rows", "penalty", "writes", "state_writes", "another_optimizer"])
 def test_ranks_that_share_layers_or_experts_refuse_it(processes, name, degrees):
@@ -72,7 +72,7 @@ ALONE = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(12)
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("deed", ALONE)
 def test_what_one_rank_does_alone_is_reported(processes, deed, zero_stage):

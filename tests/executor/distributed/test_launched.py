@@ -166,6 +166,7 @@ def test_a_rank_that_is_killed_while_ranks_connect_is_missed(tmp_path):
     assert "has ended without reporting why: it was killed, or crashed in time: True" in done.stdout, done.stdout
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("what", ["before planning", "before a session", "before a second session"])
 def test_a_rank_that_ends_in_order_is_missed(tmp_path, what):
     """Its exit code is 0, so that no launcher notices; the other rank would wait for it for ever."""

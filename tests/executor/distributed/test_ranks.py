@@ -272,7 +272,7 @@ TASK = Task("gpt2", iterations=50)
 SHARED = decide(TASK, mixed, data_parallel=3, zero_stage=3)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("moment", "kind", "message"),
     [
@@ -404,7 +404,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 # Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
 @pytest.mark.parametrize(
     ("deed", "zero_stage"),

@@ -140,6 +140,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops_that_break_the_order_of_backward(loop, plan):

@@ -229,6 +229,7 @@ DROPS = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("when", ["after the step", "before forward", "before backward"])
 @pytest.mark.parametrize("how", DROPS)
 def test_gradients_are_dropped_in_any_way(how, when):

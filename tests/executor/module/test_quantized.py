@@ -241,7 +241,7 @@ def under_a_plan(quantization: Quantization, dtype: torch.dtype, params: str, ac
     return prepare_session(model, optimizer_of(model), planned_units(quantization, dtype), decisions, session_options())
 
 
-@pytest.mark.part(9)
+@pytest.mark.part(18)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize(("params", "activations"), WAYS)

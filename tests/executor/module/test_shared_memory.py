@@ -64,6 +64,7 @@ WAYS = {
 LATER_APART = ("data of a parameter",)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("way", "is_early"),
     # Later, a tensor that gets `data` takes the memory itself, and asks no class.

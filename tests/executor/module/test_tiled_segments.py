@@ -136,7 +136,7 @@ def _counting(found, perform, unit_states, each, iteration):
     perform(each, iteration)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(
     ("zero_stage", "choose"),

@@ -153,7 +153,7 @@ def outcome(write, weight) -> str:
     return "accepted"
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(12)
 @pytest.mark.parametrize("started", PLANS, indirect=True)
 @pytest.mark.parametrize("moment", ["at first", "behind backward", "behind a step", "behind an evaluation"])
 def test_every_way_to_write_does_what_it_does_in_memory_or_is_refused(started, moment):

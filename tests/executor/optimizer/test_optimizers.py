@@ -48,7 +48,7 @@ ATOL = {
 ATOL |= {f"{name}-rounded": ATOL[name] for name in ("adamw-bf16", "adamw-8bit")}
 
 
-@pytest.mark.part(22)
+@pytest.mark.part(66)
 @pytest.mark.parametrize("form", ["bf16", "split", "fp32"])
 @pytest.mark.parametrize(("params", "place"), PLACEMENTS)
 @pytest.mark.parametrize("optimizer", OTHERS)
@@ -66,7 +66,7 @@ def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
     assert_same(planned(task, decisions, delays=seed), reference(task))
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
     """All that a group says changes at each step, as schedulers of rates, momentum and decay do."""
@@ -97,7 +97,7 @@ def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
                 assert_same((seen, ours.session.full_parameters()), constant)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
     """Each side rounds by a few units of 2**-24 a step; a step moves a weight by about the rate, up to 0.2 x 0.5.
@@ -117,7 +117,7 @@ def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, dtype):
@@ -140,6 +140,7 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, 
             assert torch.equal(weight, final[name]), name
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_has_the_format_of_the_stock_optimizer(optimizer):
     task = Task("gpt2", torch.float32, iterations=2, optimizer=optimizer)
@@ -170,7 +171,7 @@ def test_state_has_the_format_of_the_stock_optimizer(optimizer):
     theirs.load_state_dict(state)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loads", [True, False], ids=["load_state_dict", "prepare"])
 def test_state_of_the_stock_optimizer_is_taken_over(optimizer, loads):
@@ -279,7 +280,7 @@ OWN = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 def test_an_optimizer_without_a_kernel_takes_its_own_step(make):
     """Its weights and its state are those of itself in memory, bit for bit, before and after both go to a file."""

@@ -248,7 +248,7 @@ TOO_EARLY = (planner.lowering, "snapshots", before_updates)
 SNAPSHOTS = frozenset({Op.SNAPSHOT})
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("places", "broken", "late"),
     [

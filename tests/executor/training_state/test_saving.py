@@ -130,7 +130,7 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     assert all(torch.equal(last[name], final[name]) for name in final)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(
     ("optimizer", "splits"),
     [
@@ -167,7 +167,7 @@ MASTERS = [
 ]
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(15)
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(NARROW, 2), *MASTERS])
 @pytest.mark.parametrize(
     "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]

@@ -60,7 +60,7 @@ def files(request):
     made.over.set()
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize("files", OPERATIONS, indirect=True, ids=OPERATIONS)
 def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     """The first checkpoint is made, the drive hangs from the second on, and ends with training."""

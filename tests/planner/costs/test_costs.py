@@ -398,7 +398,7 @@ def overloads(cost: CostModel, prices: list[Price]) -> list[tuple[Resource, floa
     return [(r, a / capacity[r]) for price in prices for r, a in price.uses if not 0 < a <= capacity[r] * (1 + 1e-12)]
 
 
-@pytest.mark.part(7)
+@pytest.mark.part(14)
 @pytest.mark.parametrize("name", list_profiles())
 def test_a_task_alone_always_runs_at_full_speed(name: str) -> None:
     profile = load_profile(name)

@@ -85,6 +85,7 @@ def test_fused_kernels_never_take_more(
     assert less < saved
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kernels", ["compiled", "compiled-layers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_blocks_save_what_torch_decides(dtype: torch.dtype, kernels: Any) -> None:

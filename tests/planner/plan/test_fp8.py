@@ -47,6 +47,7 @@ def test_linear_layers_of_hidden_layers_multiply_in_fp8_and_nothing_else() -> No
     assert products(make_plan(request(precision="bf16"), 20)) == {kind: {False} for kind in products(plan)}
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("options", [{}, {"gpu_bytes": 1.3e8}, {"gpu_bytes": 1.3e8, "kind": "host"}], ids=str)
 def test_bounds_hold_and_a_plan_verifies(options: dict[str, object]) -> None:
     """Also where state leaves the device."""

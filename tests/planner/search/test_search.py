@@ -61,7 +61,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("count", [16, 37])
 @pytest.mark.parametrize("name", ["roomy", "tight", "no clip", "several"])
 def test_many_micro_batches_are_scored_from_few(name: str, count: int) -> None:
@@ -88,7 +88,7 @@ def test_a_plan_that_was_scored_wrongly_is_known() -> None:
     assert not dataclasses.replace(found, best=off).is_as_scored
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_never_worse_than_the_best_engine(name: str) -> None:
     best, scorer = find(REQUESTS[name])

@@ -57,6 +57,7 @@ def test_reference_in_floats_equals_itself_in_fractions(system: FluidSystem) -> 
     assert_same(simulate_reference(system), simulate_reference(system, Fraction))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_lanes", [8, 60])
 def test_kernel_equals_reference_on_many_tasks(seed: int, num_lanes: int) -> None:

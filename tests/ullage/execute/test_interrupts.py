@@ -62,7 +62,7 @@ def start(phase: str, host_plan: Path, plan_path: Path, folder: Path) -> subproc
     return process
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("phase", "number"),
     [

@@ -100,6 +100,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("quantization", EITHER)
 def test_the_plan_of_a_name_trains_a_model_of_peft_as_in_memory(base: Path, quantization: Quantization | None) -> None:
     model = adapted(base, quantization)
@@ -180,7 +181,7 @@ def test_the_base_of_an_executed_plan_has_its_weights(base: Path) -> None:
     assert step.loss == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(
     ("lora_option", "quantization", "options", "message"),
     [

@@ -122,6 +122,7 @@ class InPlace(nn.Module):
         return self.last(x).square().mean()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("where", ["block", "argument", "caller", "product"])
 def test_what_is_changed_in_place_is_recomputed_from_what_it_was(where: str, activations: str) -> None:
@@ -247,6 +248,7 @@ MADE = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("way", MADE)
 def test_linear_layers_without_a_weight_of_their_own_train(way: str) -> None:
     """With any memory: their units may have nothing to run again, but are recomputed with their block."""
@@ -497,6 +499,7 @@ def train_on_words(model: nn.Module, optimizer: torch.optim.Optimizer, steps: ra
     return losses
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("max_norm", [0.0, 0.02])
 @pytest.mark.parametrize(("make", "memory"), [(Written, 1_050_000), (Operator, 1_100_000)])
 def test_weights_that_forward_writes_to_and_complex_ones_train_as_in_memory(

@@ -168,7 +168,7 @@ def prepared(
     return ullage.prepare(model, optimizer, batch, step=step, hardware=machine, device_memory=device_memory, **options)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @pytest.mark.parametrize(("name", "accumulate"), [(name, 1 + number % 2) for number, name in enumerate(STEPS)])
 def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: str, accumulate: int) -> None:
     torch.manual_seed(0)
@@ -226,6 +226,7 @@ def global_count(model: Any, batch: Any) -> torch.Tensor:
     return model(batch["x"])["loss"] * KEPT.count
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind", ["object", "around a function", "global"])
 def test_what_a_step_goes_on_with_is_not_used_up_by_the_plan(kind: str) -> None:
     """Counters, generators and iterators, of an object, around a function, and global ones."""
@@ -266,6 +267,7 @@ def test_other_steps_than_the_planned_one_train_as_in_memory(name: str) -> None:
         torch.testing.assert_close(model.state_dict()[key], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
@@ -357,7 +359,7 @@ def least_memory(model: nn.Module, step: Step | None, batch: Any, **options: Any
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.part(5)
+@pytest.mark.part(15)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, True), (2, True), (1, False), (2, False)])
 @pytest.mark.parametrize("step", [wasserstein, penalty_first, at_the_data, penalty_alone, of_second_order])
 def test_gradients_of_gradients_train_as_in_memory_in_the_memory_that_the_refusal_names(

@@ -439,6 +439,7 @@ def test_a_trainer_whose_step_is_its_own_is_planned_as_it_is(
     same_weights(plain.model, ours.model)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind", ["GRPO", "DPO", "SFT"])
 def test_trainers_of_trl_follow_their_plan(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     """GRPO generates its batches; DPO runs its adapters' base model without gradients in each step; SFT packs."""

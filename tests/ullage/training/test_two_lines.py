@@ -88,6 +88,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_stock_script_changes_in_two_lines_and_trains_to_the_same_losses(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
