@@ -4,8 +4,8 @@
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
 which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
-and in rounds. The machine is calibrated first (``ullage calibrate``), and before each run again, both devices at once and
-what the processes take to exchange data: a machine that others use too changes its speed by a tenth within minutes.
+and in rounds. The machine is calibrated first (``ullage calibrate``), and before each run again, both devices at once
+and what the processes take to exchange data: a machine that others use too changes its speed by a tenth within minutes.
 Nothing is fitted to a run. Every run is started as ``torchrun`` starts it. It takes 25 minutes.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
         for name, degrees in WAYS.items():
             device = _two_devices(machine).with_device_memory(MORE_BYTES.get(name, DEVICE_BYTES))
             plan = make_plan(Request(model, device, num_devices=2, precision=FP32, **BATCH | degrees))
-            path = Path(folder) / "plan.json"
+            path = Path(tempfile.mkdtemp(dir=folder)) / "plan.json"
             path.write_text(plan.to_json(), encoding="utf-8")
             phases = _run(path)["phases"]
             row = {
