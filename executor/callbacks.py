@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
@@ -112,12 +113,22 @@ class ModuleCallbacks(Protocol):
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context outside of the transforms of ``torch.func`` that run now, which would wrap all tensors."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - needs a while
+    """Return a context outside of what sees all operators: transforms of ``torch.func``, tracers and other modes.
 
-    return temporarily_clear_interpreter_stack()
+    Transforms would wrap tensors of a session. A tracer would record what brings weights, and do it once more later.
+    """
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not (has_modes or is_transformed):
+        return contextlib.nullcontext()
+    outside = contextlib.ExitStack()
+    if has_modes:
+        outside.enter_context(_disable_current_modes())
+    if is_transformed:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # noqa: PLC0415 - needs a while
+
+        outside.enter_context(temporarily_clear_interpreter_stack())
+    return outside
 
 
 def is_transformed() -> bool:

@@ -213,8 +213,7 @@ class IterationDriver:
             OutOfOrderError: the iteration cannot leave the plan, or the device has no room for all weights.
         """
         if is_captured():  # another model is: shapes are enough
-            with _disable_current_modes():
-                self.visibility.show_all()
+            self.visibility.show_all()
             return
         if not self._stays:
             check_second_order(self._decisions)

@@ -40,7 +40,6 @@ import torch
 from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -601,7 +600,7 @@ def _of_values(wrap: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             with unguarded():
                 tensor = _current(tensor)
                 if isinstance(tensor, Guarded):  # an alias; tracers know no such class
-                    with outside_transforms(), _disable_current_modes():
+                    with outside_transforms():
                         tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
         return wrap(tensor, *args, **kwargs)
 

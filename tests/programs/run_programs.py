@@ -40,6 +40,7 @@ from program_catalogue import IN_MEMORY, KINDS, PLACE, Program, Trained, program
 
 import ullage
 from benchmarks.origin import gpu_facts, origin, write_result
+from executor.distributed.watchdog import RankError
 from ullage.training import preparing
 
 _ABOVE_LEAST: Final = 1.1
@@ -132,7 +133,7 @@ class Under:
         try:
             given = {**options, "hardware": self._machine.hardware, "device_memory": self._machine.too_little}
             ullage.prepare(model, optimizer, *batch, **given)[1].session.close()
-        except ullage.InfeasibleError as error:
+        except (ullage.InfeasibleError, RankError) as error:  # which the first rank has raised
             if (found := _LEAST.search(str(error))) is None:
                 raise
             enough = math.ceil(float(found[1]) * _UNITS[found[2]] * _ABOVE_LEAST)
@@ -183,6 +184,12 @@ def outcome(program: Program, expected: Trained, *, tight: bool, machine: Machin
     finally:
         module.close()
     return found
+
+
+def on_ranks(_rank: int, _size: int, kind: str, name: str, expected: Trained) -> Outcome:
+    """Run a program with little memory as one of several ranks, which have the same batches."""
+    program = next(program for program in programs(kind) if program.name == name)
+    return outcome(program, expected, tight=True)
 
 
 def difference(expected: list[float], found: list[float]) -> float:

@@ -12,7 +12,7 @@ import pytest
 import run_programs
 from amount import ALL
 from program_catalogue import IN_MEMORY, Program, programs
-from run_programs import CPU, outcome, trained
+from run_programs import CPU, on_ranks, outcome, trained
 
 # fmt: off
 TRIED = {
@@ -45,6 +45,25 @@ FOLLOW = {
 """Programs of these that do in each step what their plan has."""
 # fmt: on
 REFUSED = ("scripted_part",)
+ON_RANKS = {
+    "linearized_in_weights": "",
+    "weights_between_modules": "",
+    "blocks_inside_blocks_later": "",
+    "momentum_encoder": "forward writes to the parameter key",
+}
+"""Programs that two ranks try in ``make test``. Those that ranks refuse have the words of it."""
+REFUSED_ON_RANKS = {
+    "codebook_in_a_frozen_parameter": "forward writes to the parameter",
+    "bounded_by_other_data": "forward writes to the parameter",
+    "embeddings_of_bounded_norm": "forward writes to the parameter",
+    "context_prompt_tuning": "forward writes to the parameter",
+    "scripted_part": "is scripted",
+    "parameters_of_the_loss": "whose gradients ranks would not add up",
+    "penalty_on_gradients": "its grad is a mean over ranks, which has none; use torch.autograd.grad",
+    "curvature_from_gradients": "its grad is a mean over ranks, which has none; use torch.autograd.grad",
+    "hooks_on_accumulated_gradients": "use register_hook, or one backward for each step",
+    "adalora": "was used after optimizer.step(), which used it up",
+}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +76,22 @@ def test_programs_train_as_in_memory(program: Program) -> None:
         assert (bool(found.refused), found.failed) == (program.name in REFUSED, "")
         assert found.refused or (found.off is not None and found.off <= CPU.bound)
         assert not (found.num_left and program.name in FOLLOW)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [p for p in programs() if p.name in ON_RANKS or (ALL and p.kind != "trainers")],  # which read their batches apart
+    ids=lambda p: p.name,
+)
+def test_programs_train_on_two_ranks_as_in_memory(processes: Any, program: Program) -> None:
+    """With the same batches on both, gradients are those of one process."""
+    expected = trained(program, IN_MEMORY)
+    outcomes = processes.call(2, on_ranks, program.kind, program.name, expected)
+    if words := (ON_RANKS | REFUSED_ON_RANKS).get(program.name):
+        assert any(words in found.refused + found.failed for found in outcomes)
+    else:
+        assert not any(found.refused + found.failed for found in outcomes)
+        assert max(found.off for found in outcomes) <= CPU.bound
 
 
 def test_what_there_is_is_kept_when_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
