@@ -84,7 +84,7 @@ def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
     )
 
 
-@pytest.mark.part(15)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
 @given(data=st.data())

@@ -295,7 +295,6 @@ def test_weights_that_are_read_again_after_ctrl_c_are_of_one_step(tmp_path):
     training.close()
 
 
-@pytest.mark.part(3)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_call_that_is_interrupted_anywhere_is_whole_or_said_to_have_failed(plan, files, tmp_path):

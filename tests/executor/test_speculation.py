@@ -109,7 +109,6 @@ def changes_rate(optimizer, _parameters, iteration) -> None:
     optimizer.param_groups[0]["lr"] = 1e-3 / (1 + iteration)
 
 
-@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("between", "num_unexpected"), [(clips, 6), (drops, 6), (skips, 2), (scales, 1), (changes_rate, 6)]
 )

@@ -125,7 +125,7 @@ def test_what_ranks_cannot_share_is_refused(processes, kind, message):
     assert all(message in str(error) for error in processes.results(2))
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("family", "ranks", "exchange", "activations"),
     [

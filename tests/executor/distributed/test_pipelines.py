@@ -41,7 +41,7 @@ from planner.lowering import lower
 from planner.schedule.tasks import Lane, Op
 
 
-@pytest.mark.part(36)
+@pytest.mark.part(12)
 @pytest.mark.parametrize(("family", "count", "stages", "degrees", "choose"), STAGED.values(), ids=STAGED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stages_train_as_one_process(processes, family, count, stages, degrees, choose, dtype):
@@ -63,7 +63,7 @@ def test_stages_of_several_ranks_train_as_one_process(eight_processes, family, c
     assert (found := compared(eight_processes, family, count, stages, degrees, choose, dtype)).is_same, found
 
 
-@pytest.mark.part(12)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("size", "crosses", "options"),
     [
@@ -128,7 +128,7 @@ def test_stages_of_compiled_blocks_make_all_gradients_in_backward(processes):
     assert processes.call(2, planned_orders, timeout_s=100.0) == [["zero-bubble", None]] * 2
 
 
-@pytest.mark.part(12)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
     size = 3 if kind == "scores that layers share" else 2  # with an embedding that three stages share
@@ -137,7 +137,6 @@ def test_models_of_transformers_are_cut_as_anybody_elses(processes, kind):
     assert sum(sent for *_, sent in ranks) == planned_bytes(ranks[0][-2])
 
 
-@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("size", "crosses", "message"),
     [
@@ -151,7 +150,7 @@ def test_a_model_that_cannot_be_cut_is_refused(processes, size, crosses, message
     assert [str(error) for error in processes.results(size) if message not in str(error)] == []
 
 
-@pytest.mark.part(8)
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     ("family", "choose", "way"),
     [
@@ -181,7 +180,7 @@ def test_stages_do_not_depend_on_when_streams_run(processes, family, choose, way
         assert seen == pytest.approx(losses[0], rel=1e-3 if dtype is torch.float32 else 2**-6)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("family", "choose", "way"),
     [

@@ -272,7 +272,7 @@ TASK = Task("gpt2", iterations=50)
 SHARED = decide(TASK, mixed, data_parallel=3, zero_stage=3)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("moment", "kind", "message"),
     [

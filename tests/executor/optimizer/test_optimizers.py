@@ -171,7 +171,7 @@ def test_state_has_the_format_of_the_stock_optimizer(optimizer):
     theirs.load_state_dict(state)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loads", [True, False], ids=["load_state_dict", "prepare"])
 def test_state_of_the_stock_optimizer_is_taken_over(optimizer, loads):

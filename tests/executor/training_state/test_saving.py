@@ -167,7 +167,7 @@ MASTERS = [
 ]
 
 
-@pytest.mark.part(15)
+@pytest.mark.part(5)
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(NARROW, 2), *MASTERS])
 @pytest.mark.parametrize(
     "places", [mixed, uniform("gpu", "gpu"), uniform("host", "nvme")], ids=["mixed", "gpu", "nvme"]

@@ -228,7 +228,7 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(2)
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize(
     "way", [{}, {"pipeline_rounds": 3}, ZERO_BUBBLE, ZERO_BUBBLE | {"pipeline_rounds": 2}], ids=str

@@ -179,7 +179,7 @@ def test_all_that_could_be_planned() -> None:
     setup = Setup(small_units("demo-llama", 1), Sharding(subgroup_params=10**9))
     decisions = all_decisions(setup)
     assert len(decisions) == 2 * 5**4
-    optimal, instances = 0, INSTANCES if ALL else INSTANCES[1::6]
+    optimal, instances = 0, INSTANCES if ALL else INSTANCES[1:2]
     for speed, room in instances:
         free = machine(cpu_params_per_s=speed, flop_per_s=3e12)
         everything = Scorer(setup.units, 64, CostModel(free, setup.units, setup.given))

@@ -125,7 +125,6 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) 
     return losses
 
 
-@pytest.mark.part(3)
 @pytest.mark.parametrize("form", [*FORMS, "graph"])
 def test_batches_of_any_form_and_size_train_as_in_memory(form: str) -> None:
     torch.manual_seed(0)

@@ -122,7 +122,6 @@ class InPlace(nn.Module):
         return self.last(x).square().mean()
 
 
-@pytest.mark.part(3)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("where", ["block", "argument", "caller", "product"])
 def test_what_is_changed_in_place_is_recomputed_from_what_it_was(where: str, activations: str) -> None:
@@ -248,7 +247,6 @@ MADE = {
 }
 
 
-@pytest.mark.part(2)
 @pytest.mark.parametrize("way", MADE)
 def test_linear_layers_without_a_weight_of_their_own_train(way: str) -> None:
     """With any memory: their units may have nothing to run again, but are recomputed with their block."""

@@ -130,7 +130,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], str, 
 }
 
 
-@pytest.mark.part(3)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_capture_does_not_know_is_assumed_and_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def prepared(
     return ullage.prepare(model, optimizer, batch, step=step, hardware=machine, device_memory=device_memory, **options)
 
 
-@pytest.mark.part(6)
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("name", "accumulate"), [(name, 1 + number % 2) for number, name in enumerate(STEPS)])
 def test_a_step_of_several_calls_follows_its_plan_and_trains_as_in_memory(name: str, accumulate: int) -> None:
     torch.manual_seed(0)

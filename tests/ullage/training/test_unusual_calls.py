@@ -265,7 +265,6 @@ def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss + gradient.square().sum()
 
 
-@pytest.mark.part(3)
 @pytest.mark.parametrize("memory", [None, "53kB"])
 @pytest.mark.parametrize(
     ("when", "planned"), [("in the loss", False), ("in backward", False), ("afterwards", False), ("afterwards", True)]
