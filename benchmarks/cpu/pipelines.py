@@ -1,12 +1,13 @@
 """How long pipelines take that two processes run, beside what is predicted.
 
-    python benchmarks/cpu/pipelines.py
+    python benchmarks/cpu/pipelines.py [SUBSTRING]
 
 Two processes of one core each train a small Llama in fp32, as two devices with little memory: as data-parallel ranks,
 which exchange weights and gradients through shared memory or over gloo, as ranks that share sequences, in two stages,
 and in rounds. The machine is calibrated first (``ullage calibrate``), and before each run again, both devices at once
 and what the processes take to exchange data: a machine that others use too changes its speed by a tenth within minutes.
-Nothing is fitted to a run. Every run is started as ``torchrun`` starts it. It takes 25 minutes.
+Nothing is fitted to a run. Every run is started as ``torchrun`` starts it. It takes 25 minutes. With a substring, only
+ways whose name has it run again, and the others keep their rows, which say when they ran.
 """
 
 import json
@@ -46,25 +47,29 @@ _RESULT: Final = Path(__file__).parents[1] / "results" / "cpu_pipelines.json"
 
 def main() -> None:
     """Run all ways and write the result."""
-    result, rows = origin("torch", "numpy"), list[dict[str, Any]]()
+    result, wanted = origin("torch", "numpy"), sys.argv[1] if len(sys.argv) > 1 else ""
+    rows = {row["way"]: row for row in json.loads(_RESULT.read_text())["rows"]}
     model = resolve_model("demo-llama").model_copy(update={"num_layers": NUM_LAYERS})
     with tempfile.TemporaryDirectory() as folder:
         machine = Path(folder) / "two-cores.json"
         subprocess.run([sys.executable, "-m", "ullage", "calibrate", "--output", str(machine)], check=True)
         for name, degrees in WAYS.items():
+            if wanted not in name:
+                continue
             device = _two_devices(machine).with_device_memory(MORE_BYTES.get(name, DEVICE_BYTES))
             plan = make_plan(Request(model, device, num_devices=2, precision=FP32, **BATCH | degrees))
             path = Path(tempfile.mkdtemp(dir=folder)) / "plan.json"
             path.write_text(plan.to_json(), encoding="utf-8")
             phases = _run(path)["phases"]
-            row = {
+            row = rows[name] = {
                 "way": name,
+                "date": result["date"],
                 "plan": str(plan),
                 **{phase: phases[phase] for phase in ("forward", "backward", "iteration")},
             }
             print(json.dumps(row), flush=True)
-            rows.append(row)
-    write_result(_RESULT, result | {"rows": rows})
+    result["command"] = "python benchmarks/cpu/pipelines.py"
+    write_result(_RESULT, result | {"rows": [rows[name] for name in WAYS if name in rows]})
 
 
 def _two_devices(machine: Path) -> HardwareProfile:
