@@ -107,7 +107,8 @@ def check_groups(
         raise ValueError(
             "the optimizer has no parameter that is one of the model; make it from model.parameters() of this model"
         )
-    if not is_alone and not names.keys() >= {*given}:
+    trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
+    if not is_alone and not names.keys() >= trained:
         raise ValueError(
             "the optimizer has a parameter that is not one of the model, whose gradients ranks would not add up; train "
             "it with an optimizer of its own, or prepare one module that holds all, with step="

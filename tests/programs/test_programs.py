@@ -49,13 +49,13 @@ ON_RANKS = {
     "linearized_in_weights": "",
     "weights_between_modules": "",
     "blocks_inside_blocks_later": "",
-    "momentum_encoder": "forward writes to the parameter key",
+    "momentum_encoder": "",
+    "codebook_in_a_frozen_parameter": "",
+    "embeddings_of_bounded_norm": "forward writes to the parameter",
 }
 """Programs that two ranks try in ``make test``. Those that ranks refuse have the words of it."""
 REFUSED_ON_RANKS = {
-    "codebook_in_a_frozen_parameter": "forward writes to the parameter",
     "bounded_by_other_data": "forward writes to the parameter",
-    "embeddings_of_bounded_norm": "forward writes to the parameter",
     "context_prompt_tuning": "forward writes to the parameter",
     "scripted_part": "is scripted",
     "parameters_of_the_loss": "whose gradients ranks would not add up",

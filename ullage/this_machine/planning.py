@@ -194,10 +194,12 @@ def _report_written(captured: CapturedModel, ranks: int) -> None:
     if not captured.written:
         return
     name, more = captured.written[0], len(captured.written) - 1
-    if captured.dtype != "fp32" or ranks > 1:
+    planned = {spec.name for operator in captured.operators() for spec in operator.parameters}
+    trained = [written for written in captured.written if written in planned]
+    if trained and (captured.dtype != "fp32" or ranks > 1):
         raise ValueError(
-            f"forward writes to the parameter {name} (as nn.Embedding does with max_norm), which is planned only in "
-            f"fp32 and on one device that has its layer, not in {captured.dtype} on {ranks}; leave that out, or let "
+            f"forward writes to the parameter {trained[0]} (as nn.Embedding does with max_norm), which is planned only "
+            f"in fp32 and on one device that has its layer, not in {captured.dtype} on {ranks}; leave that out, or let "
             "forward compute with a changed copy"
         )
     print_line(
