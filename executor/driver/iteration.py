@@ -143,7 +143,7 @@ class IterationDriver:
             self._end_early,
             lambda name: self.collector.edited().gradient(name),
             lambda name, values: self.collector.edited().replace(name, values),
-            keeps=[s.name for s in own if (has_adapters and is_alone) or id(s.whole) not in used],
+            keeps=[s.name for s in own if has_adapters or id(s.whole) not in used],
             average=None if is_alone else runtime.average,
         )
         self.speculation = Speculation(runtime, self.gradients, report)

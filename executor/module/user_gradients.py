@@ -78,7 +78,7 @@ class UserGradients:
         with unguarded():
             for name in names:
                 if self._is_anothers(name) and self._wholes[name].grad is not None:
-                    self._wholes[name].grad = self._anothers(name).to(self._wholes[name].device)
+                    self._wholes[name].grad = self._mean(name).to(self._wholes[name].device)
                     del self._kept[name]
                 self._of_optimizer.add(name)
 
@@ -134,8 +134,9 @@ class UserGradients:
                 self._graphs[name] = self._graphs[name] + gradient if name in self._graphs else gradient
 
     def _keep(self, name: str, values: torch.Tensor) -> None:
-        # Those of adapters are small; another optimizer's may be too large for the device.
-        self._kept[name] = values.to("cpu" if self._belongs_to_another(name) else values.device, copy=True)
+        # Those of adapters are small; another optimizer's may be too large for the device. Ranks add up on the host.
+        on_host = self._belongs_to_another(name) or self._average is not None
+        self._kept[name] = values.to("cpu" if on_host else values.device, copy=True)
 
     def _belongs_to_another(self, name: str) -> bool:
         return name not in self._of_optimizer
@@ -144,8 +145,8 @@ class UserGradients:
         """Return whether a gradient is one that is kept for another optimizer."""
         return name in self._kept and self._belongs_to_another(name)
 
-    def _anothers(self, name: str) -> torch.Tensor:
-        """Return a gradient that is kept for another optimizer. Ranks make its mean, when they first read it."""
+    def _mean(self, name: str) -> torch.Tensor:
+        """Return a gradient that is kept. Ranks make its mean, when they first read it."""
         if name in self._of_rank:
             assert self._average is not None
             self._of_rank.discard(name)
@@ -165,7 +166,7 @@ class UserGradients:
         if name in self._zeroed:
             return torch.zeros((), device=self._wholes[name].device)
         if self._is_anothers(name):
-            values = as_real(self._anothers(name).to(self._wholes[name].device))
+            values = as_real(self._mean(name).to(self._wholes[name].device))
             norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float32)
             return norm
         if self._norms is None or self._open or name in self._stale:
@@ -205,11 +206,12 @@ class UserGradients:
         if name in self._zeroed:
             return self._open.setdefault(name, torch.zeros_like(self._wholes[name]))
         if self._is_anothers(name):
-            self._open[name] = self._anothers(name).to(self._wholes[name].device)
+            self._open[name] = self._mean(name).to(self._wholes[name].device)
             return self._open[name]
         if not self._num_added and name in self._kept:
             self._is_kept_read = True
-            self._open[name] = self._kept[name] if self.scale(name) == 1 else self._kept[name] * self.scale(name)
+            values = self._mean(name).to(self._wholes[name].device)
+            self._open[name] = values if self.scale(name) == 1 else values * self.scale(name)
             return self._open[name]
         self._check_new(name)
         if name not in self._open:
@@ -317,7 +319,7 @@ class UserGradients:
         """Set ``grad`` to what so far is the gradient of a parameter. Autograd adds to it, and hooks see that."""
         with unguarded():
             for name, values in sums.items():
-                self._wholes[name].grad = self._anothers(name).to(values.device) if self._is_anothers(name) else values
+                self._wholes[name].grad = self._mean(name).to(values.device) if self._is_anothers(name) else values
                 self._kept.pop(name, None)
 
     def reopen(self, dropped: frozenset[str]) -> None:

@@ -50,6 +50,7 @@ ON_RANKS = {
     "weights_between_modules": "",
     "blocks_inside_blocks_later": "",
     "momentum_encoder": "",
+    "adalora": "",
     "codebook_in_a_frozen_parameter": "",
     "embeddings_of_bounded_norm": "forward writes to the parameter",
 }
@@ -62,7 +63,6 @@ REFUSED_ON_RANKS = {
     "penalty_on_gradients": "its grad is a mean over ranks, which has none; use torch.autograd.grad",
     "curvature_from_gradients": "its grad is a mean over ranks, which has none; use torch.autograd.grad",
     "hooks_on_accumulated_gradients": "use register_hook, or one backward for each step",
-    "adalora": "was used after optimizer.step(), which used it up",
 }
 
 
