@@ -267,9 +267,9 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _OF_BOTH = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
 IN_ROUNDS = "a loss that balances experts, in rounds"
 OTHERS = {
+    "tuples": lambda: transformers.FalconConfig(**_SIZES, attention_dropout=0, hidden_dropout=0),
     "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
     "two rotations": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4),
-    "tuples": lambda: transformers.FalconConfig(**_SIZES, attention_dropout=0, hidden_dropout=0),
     "tuples with scores": lambda: transformers.BloomConfig(
         **_SIZES, n_layer=4, n_head=4, attention_dropout=0, hidden_dropout=0
     ),
