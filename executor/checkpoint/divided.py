@@ -15,6 +15,7 @@ threads need no collectives of ranks, which could interfere with the collectives
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import secrets
 import threading
@@ -41,6 +42,7 @@ _END: Final = "end"
 _STOP_S: Final = 1.0  # longest wait for a thread whose ``check`` raises
 _UNANSWERED: Final = frozenset({"remove", "abandon"})
 
+Bools = npt.NDArray[np.bool_]
 Order = Mapping[str, Any]
 """What to ``do``, in plain JSON, on which ``level``."""
 
@@ -94,11 +96,7 @@ class NodePlaces:
             case "steps":
                 return [step_of(folder) for folder in self.local(level).folders()]
             case "held":
-                return self._held(self.local(level).folder(order["step"]))
-            case "manifest":
-                if order["node"] != self.peers.node:
-                    return None
-                return Checkpoint(self.local(level).folder(order["step"])).manifest.to_json().decode()
+                return self._held(self.local(level).folder(order["step"]), order["known"])
             case "remove":
                 self.local(level).remove(self.local(level).folder(order["step"]))
             case "copy":
@@ -219,39 +217,66 @@ class NodePlaces:
         order: Order = json.loads(self.peers.receive(_key("order", log, number, self.peers.node), check=self._check))
         return order
 
-    def _held(self, folder: Folder) -> tuple[str, list[int]]:
-        """Return the digest of a checkpoint, and the indices of the files that are here and whole."""
+    def _held(self, folder: Folder, known: str) -> tuple[str, str, list[int]]:
+        """Return a checkpoint's digest, its manifest if rank 0 does not know it, and which files are here and whole."""
         try:
             checkpoint = Checkpoint(folder)
         except DamagedError:
-            return "", []
-        whole = []
-        for index, record in enumerate(checkpoint.manifest.files):
+            return "", "", []
+        manifest, whole = checkpoint.manifest, []
+        for index, record in enumerate(manifest.files):
             with contextlib.suppress(DamagedError):
                 checkpoint.verify_in_turn(self._check, [record])
                 whole.append(index)
-        return checkpoint.manifest.digest, whole
+        tells = manifest.digest != known or self.peers.rank == 0
+        return manifest.digest, manifest.to_json().decode() if tells else "", whole
 
     def _copy(self, order: Order) -> None:
         """Copy files from the folder of a faster level: to this node's folder all, and to a shared place its own."""
         level, above, name = order["level"], self.local(order["source"]), order["name"]
         with Checkpoint(above.folder(order["step"])) as source:
-            records = owned(self.peers, self.peers.node, source.manifest)
-            if level < self.num_divided:
-                records = self._files_here(source.manifest)
-                if self.peers.rank:  # rank 0 has begun its own
-                    self.local(level).begin_copy(source.manifest, name.rpartition("-")[2])
-            self.places[level].copy(name, source, records, self._check)
+            is_divided = level < self.num_divided
+            if is_divided and self.peers.rank:  # rank 0 has begun its own
+                self.local(level).begin_copy(source.manifest, name.rpartition("-")[2])
+            self.places[level].copy(name, source, self._files_here(source.manifest, copies=is_divided), self._check)
 
-    def _files_here(self, manifest: Manifest) -> list[FileRecord]:
-        """Return the files that this node has of a checkpoint: its own, and those of the node before."""
-        node, count = self.peers.node, len(self.peers.nodes)
-        return [record for each in {node, (node - 1) % count} for record in owned(self.peers, each, manifest)]
+    def _files_here(self, manifest: Manifest, *, copies: bool = True) -> list[FileRecord]:
+        """Return this node's own files of a checkpoint, with its copies of others or without."""
+        own = owned(self.peers, manifest)
+        found = with_copies(own) if copies else own
+        return list(itertools.compress(manifest.files, found[self.peers.node]))
 
 
-def owned(peers: "Nodes", node: int, manifest: Manifest) -> list[FileRecord]:
-    """Return the files of a checkpoint that the ranks of a node have written."""
-    return [record for record in manifest.files if rank_of(record.path) in peers.nodes[node]]
+def owned(peers: "Nodes", manifest: Manifest) -> Bools:
+    """Return ``[nodes, files]``, whether the ranks of a node have written a file of a checkpoint."""
+    ranks = [rank_of(record.path) for record in manifest.files]
+    return np.array([[rank in node for rank in ranks] for node in peers.nodes], bool)
+
+
+def with_copies(files: Bools) -> Bools:
+    """Return what each node has if each of them has these files, and copies of those of the node before."""
+    return files | np.roll(files, 1, axis=0)
+
+
+def moves_of(manifest: Manifest, there: Bools, wanted: Bools) -> list[tuple[int, int, int]]:
+    """Return which files go from where to where, so that each node has what is wanted there, and its copies.
+
+    Args:
+        manifest: of a checkpoint.
+        there: ``[nodes, files]``, whether the node has the file. Each file is on some node.
+        wanted: whether it is wanted there.
+
+    Returns:
+        Source, target and index of each file that a node lacks. It comes from the node that sends least.
+    """
+    load = np.zeros(len(there), int)  # bytes that each node sends
+    moves = []
+    for target, index in np.argwhere(with_copies(wanted) & ~there).tolist():
+        (sources,) = np.nonzero(there[:, index])
+        source = int(sources[load[sources].argmin()])
+        load[source] += manifest.files[index].num_bytes
+        moves.append((source, target, index))
+    return moves
 
 
 def _key(what: str, log: str, number: int, node: int) -> str:
@@ -305,11 +330,9 @@ class Agreement:
             parts.append(Manifest.model_validate(sent["part"]))
         manifest = Manifest.of(part.step, parts, {"ranks": [each.extra for each in parts]})
         order = {"level": 0, "name": draft.name, "manifest": manifest.to_json().decode()}
-        if (count := len(peers.nodes)) > 1:
-            node_of = {rank: node for node, ranks in enumerate(peers.nodes) for rank in ranks}
-            nodes = [node_of[rank_of(record.path)] for record in manifest.files]
-            ring = [(node, (node + 1) % count, index) for index, node in enumerate(nodes)]
-            self._here.ask({"do": "exchange", "moves": ring, **order}, self._log)
+        if len(peers.nodes) > 1:
+            own = owned(peers, manifest)
+            self._here.ask({"do": "exchange", "moves": moves_of(manifest, own, own), **order}, self._log)
         self._here.ask({"do": "complete", **order}, self._log)  # so every checkpoint with a name has its copies
         with contextlib.suppress(CheckpointError):  # all nodes have it
             self._tell({})
@@ -365,47 +388,36 @@ class DividedPlace(Place):
         self._elsewhere = {self.folder(step).name: self.folder(step) for step in set().union(*of_nodes)}
         return of_nodes
 
-    def held(self, step: int, check: Callable[[], None] = lambda: None) -> tuple[Manifest, list[list[int]]]:
+    def held(self, step: int, check: Callable[[], None] = lambda: None) -> tuple[Manifest, Bools]:
         """Return what the nodes have of a checkpoint, of which each reads every byte.
 
         Returns:
-            Its manifest, and for each node the indices of the files that it has, each of them whole.
+            Its manifest, and ``[nodes, files]``, whether the node has the file, and it is whole.
 
         Raises:
             DamagedError: some part of it is on no node.
         """
-        answers = self._ask({"do": "held", "step": step}, check)
-        for digest in dict.fromkeys(digest for digest, files in answers if files):
-            files = [whole if its == digest else [] for its, whole in answers]
-            node = next(node for node, of_node in enumerate(files) if of_node)
-            text = self._ask({"do": "manifest", "step": step, "node": node})[node]
+        known = ""
+        with contextlib.suppress(DamagedError):
+            known = Checkpoint(self.local.folder(step)).manifest.digest
+        answers = self._ask({"do": "held", "step": step, "known": known}, check)
+        for digest, text in {digest: text for digest, text, _ in answers if text}.items():
             manifest = Manifest.read(text.encode())
-            if set().union(*files) == set(range(len(manifest.files))):
-                return manifest, files
+            there = np.zeros((len(answers), len(manifest.files)), bool)
+            for of_node, (its, _, whole) in zip(there, answers, strict=True):
+                of_node[whole if its == digest else []] = True
+            if there.any(axis=0).all():
+                return manifest, there
         raise DamagedError(f"{self.folder(step)}: a part of it is on no node, or damaged on all")
 
-    def bring(self, manifest: Manifest, files: Sequence[Sequence[int]], wanted: npt.NDArray[np.bool_]) -> None:
-        """Bring to each node what it lacks of a checkpoint: files that it needs, and copies for the node before.
-
-        They come from nodes that have them, and are checked on the way.
-
-        Args:
-            manifest: of the checkpoint.
-            files: what each node has, see :meth:`held`.
-            wanted: ``[nodes, files]``, whether the ranks of a node need a file.
+    def bring(self, manifest: Manifest, there: Bools, wanted: Bools) -> None:
+        """Bring to each node what it lacks of a checkpoint, see :func:`moves_of`; it is checked on the way.
 
         Raises:
             CheckpointError: a file cannot be brought.
         """
-        load = [0] * len(files)  # bytes that each node sends
-        moves = []
-        for node, index in zip(*np.nonzero(wanted | np.roll(wanted, 1, axis=0)), strict=True):
-            if index not in files[node]:
-                source = min((n for n, its in enumerate(files) if index in its), key=lambda n: load[n])
-                load[source] += manifest.files[index].num_bytes
-                moves.append((source, int(node), int(index)))
         name, text = self.folder(manifest.step).name, manifest.to_json().decode()
-        self._ask({"do": "exchange", "name": name, "manifest": text, "moves": moves})
+        self._ask({"do": "exchange", "name": name, "manifest": text, "moves": moves_of(manifest, there, wanted)})
 
     def begin_copy(self, manifest: Manifest) -> str:
         """See :class:`Place`."""

@@ -288,16 +288,17 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         nodes, collectives = self._nodes, self._session.collectives
         place = self.levels.places[level]
-        files: list[list[int]] = []  # that each node has, on rank 0
+        there = np.zeros((0, 0), bool)  # what each node has, on rank 0
 
         def held() -> str:
+            nonlocal there
             assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
-            manifest, files[:] = place.held(step_of(path))
-            return manifest.to_json().decode()
+            found, there = place.held(step_of(path))
+            return found.to_json().decode()
 
         def bring() -> str:
             assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
-            place.bring(manifest, files, wanted > 0)
+            place.bring(manifest, there, wanted > 0)
             return ""
 
         manifest = Manifest.read(self._told(held).encode())

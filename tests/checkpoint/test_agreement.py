@@ -7,11 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from amount import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from executor.checkpoint.divided import Agreement, NodePlaces, owned
+from executor.checkpoint.divided import Agreement, NodePlaces, moves_of, owned, with_copies
 from executor.checkpoint.files.system_calls import CheckpointError, Files
 from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
@@ -134,5 +135,10 @@ def test_files_belong_to_the_node_of_the_rank_that_wrote_them() -> None:
     assert rank_of("model/values.safetensors") == -1
     files = [{"path": path, "num_bytes": 1, "chunk_bytes": 4096, "checksums": ("0" * 16,)} for path in paths]
     manifest = Manifest.model_validate({"step": 1, "files": files, "tensors": {}})
-    rank = Rank(Board(), 0, [[0, 1], [2, 3]])
-    assert [[record.path for record in owned(rank, node, manifest)] for node in range(2)] == [paths[1:2], paths[:1]]
+    rank = Rank(Board(), 0, [[0, 1], [2, 3], [4]])
+    own = owned(rank, manifest)
+    assert own.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    assert with_copies(own).tolist() == [[False, True, False], [True, True, False], [True, False, False]]
+    assert moves_of(manifest, own, own) == [(0, 1, 1), (1, 2, 0)]
+    every = np.array([[True, True, False]] * 3)
+    assert moves_of(manifest, with_copies(own), every) == [(1, 0, 0), (0, 2, 1)], "from the node that sends least"
