@@ -1,13 +1,16 @@
 """A group of ranks, and its collectives."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+from executor.distributed.watchdog import RankError
 
 # torch 2.13 renames these functions and deprecates the old names, which exist since 1.13.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -154,6 +157,23 @@ class Group:
     def any(self, value: bool) -> bool:
         """Return whether ``value`` is true on any rank."""
         return self.mean(float(value)) > 0
+
+    @contextlib.contextmanager
+    def together(self, otherwise: Exception) -> Iterator[None]:
+        """Return a context that all ranks leave well, or none: if one raises in it, all do at its end.
+
+        Args:
+            otherwise: raised on ranks where it went well. Write what cannot be done, and that another rank says why.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except RankError:  # there is no meeting with a rank that is gone
+            raise
+        except (ValueError, OSError, MemoryError) as error:
+            failure = error
+        if self.all_gather_on_host(torch.tensor([failure is not None], device="cpu")).any():
+            raise failure or otherwise
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""

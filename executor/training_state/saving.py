@@ -132,14 +132,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 "a node; give a folder that each node has for itself, or that all share"
             )
         nodes.connect()
-        here, lock = None, CheckpointError("another run writes checkpoints into a folder of another node")
-        try:
-            here = self.levels.divide(nodes, len(divided))
-        except CheckpointError as error:
-            lock = error
-        if collectives.any(here is None) or here is None:
-            raise lock
-        return here
+        otherwise = CheckpointError("another run writes checkpoints into a folder of another node")
+        with collectives.together(otherwise):
+            return self.levels.divide(nodes, len(divided))
 
     def _seen(self, nonce: int) -> tuple[list[bool], list[bool]]:
         """Return for each level whether all ranks see the marks of all nodes there; and whether only their node's.
@@ -246,28 +241,24 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         there, refused = candidates(self.levels.places) if self._rank == 0 else ([], [])
         path, lost = None, False
         for level, path in self._found_by_rank_0(there):
-            failure = f"{path}: another rank cannot read its part"
-            with contextlib.ExitStack() as stack:
-                checkpoint = None
-                try:
-                    if level < self.levels.num_divided:
-                        self._gather(level, path)
-                    checkpoint = stack.enter_context(Checkpoint(path))
-                except CheckpointError as error:
-                    failure = str(error)
-                # restore() begins with collectives
-                if not self._session.collectives.any(checkpoint is None) and checkpoint is not None:
-                    try:
+            otherwise = DamagedError(f"{path}: another rank cannot read its part")
+            is_there = False
+            try:
+                with contextlib.ExitStack() as stack:
+                    with self._session.collectives.together(otherwise):  # restore() begins with collectives
+                        if level < self.levels.num_divided:
+                            self._gather(level, path)
+                        checkpoint = stack.enter_context(Checkpoint(path))
+                    is_there = True
+                    with self._session.collectives.together(otherwise):
                         extra = restore(self._optimizer, checkpoint)
-                        restored = True
-                    except DamagedError as error:
-                        failure, restored = str(error), False
-                    if not self._session.collectives.any(not restored):
-                        step = checkpoint.manifest.step
-                        self.levels.keep_common(step)
-                        return Resumed(path, step, tuple(refused), extra)
-                    lost = True
-            refused.append(failure)
+            except DamagedError as error:
+                refused.append(str(error))
+                lost |= is_there
+                continue
+            step = checkpoint.manifest.step
+            self.levels.keep_common(step)
+            return Resumed(path, step, tuple(refused), extra)
         if path is not None:
             none_whole = CheckpointError(
                 f"no checkpoint is whole: {'; '.join(refused)}; copy one from a backup, or start training again with "
@@ -284,7 +275,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Every rank says which files it needs. All ranks call this together.
 
         Raises:
-            CheckpointError: a file is on no node, or cannot be brought.
+            DamagedError: a file is on no node, or cannot be brought.
         """
         nodes, collectives = self._nodes, self._session.collectives
         place = self.levels.places[level]
@@ -318,7 +309,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
         told: dict[str, str] = json.loads(self._session.collectives.broadcast_text(made))
         if "error" in told:
-            raise CheckpointError(told["error"])
+            raise DamagedError(told["error"])
         return told["is"]
 
     def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[tuple[int, Folder]]:
