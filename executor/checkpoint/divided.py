@@ -44,7 +44,7 @@ _UNANSWERED: Final = frozenset({"remove", "abandon"})
 
 Bools = npt.NDArray[np.bool_]
 Order = Mapping[str, Any]
-"""What to ``do``, in plain JSON, on which ``level``."""
+"""What to ``do``, on which ``level``: plain JSON, and a manifest, which is text on its way to other nodes."""
 
 
 class Transfer(NamedTuple):
@@ -73,6 +73,7 @@ class NodePlaces:
         self._followers: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the numbers: one thread copies while another removes
         self._num_given: collections.Counter[str] = collections.Counter()  # by log
+        self._manifests: dict[str, Manifest] = {}  # of the checkpoint that a log is about now
 
     @property
     def levels(self) -> range:
@@ -85,8 +86,8 @@ class NodePlaces:
         assert isinstance(place, FolderPlace), "places of nodes are folders"
         return place
 
-    def do(self, order: Order) -> Any:
-        """Do what is ordered; return the answer, as plain JSON.
+    def do(self, order: Order, log: str) -> Any:
+        """Do what is ordered in a log; return the answer, as plain JSON.
 
         Raises:
             OSError: it cannot be done.
@@ -100,17 +101,17 @@ class NodePlaces:
             case "remove":
                 self.local(level).remove(self.local(level).folder(order["step"]))
             case "copy":
-                self._copy(order)
+                self._manifests[log] = self._copied(order)
             case "exchange":
-                local, manifest = self.local(level), Manifest.read(order["manifest"].encode())
-                folder = local.root / order["name"]
+                self._manifests[log] = manifest = order["manifest"]
+                local, folder = self.local(level), self.local(level).root / order["name"]
                 self.peers.exchange(
                     [Transfer(source, target, manifest.files[index]) for source, target, index in order["moves"]],
                     Checkpoint(folder, manifest).chunks,
                     functools.partial(local.add, folder, manifest),
                 )
             case "complete":
-                manifest = Manifest.read(order["manifest"].encode())
+                manifest = self._manifests.pop(log)
                 self.local(level).complete(order["name"], manifest, self._files_here(manifest))
             case "abandon":
                 self.local(level).abandon(order["name"])
@@ -134,8 +135,9 @@ class NodePlaces:
             self._num_given[log] += 1
             if order["do"] == _END:
                 del self._num_given[log]
+                self._manifests.pop(log, None)
             for node in range(1, len(self.peers.nodes)):
-                self.peers.send(_key("order", log, number, node), json.dumps(order))
+                self.peers.send(_key("order", log, number, node), json.dumps(order, default=_text))
         return number
 
     def ask(self, order: Order, log: str = "", check: Callable[[], None] = lambda: None) -> list[Any]:
@@ -149,7 +151,7 @@ class NodePlaces:
         failure: OSError | None = None
         answers: list[Any] = []
         try:
-            answers.append(self.do(order))
+            answers.append(self.do(order, log))
         except OSError as error:
             failure = error
         for node in range(1, len(self.peers.nodes)):
@@ -171,7 +173,7 @@ class NodePlaces:
         while (order := self._next(log, number))["do"] != _END:
             answer: dict[str, Any] = {}
             try:
-                answer["is"] = self.do(order)
+                answer["is"] = self.do(order, log)
             except OSError as error:
                 failure = failure or str(error)
             if order["do"] not in _UNANSWERED:
@@ -179,6 +181,7 @@ class NodePlaces:
                     answer["error"], failure = failure, ""
                 self.peers.send(_key("answer", log, number, self.peers.node), json.dumps(answer))
             number += 1
+        self._manifests.pop(log, None)
         if "error" in order:
             raise CheckpointError(order["error"])
 
@@ -214,7 +217,10 @@ class NodePlaces:
                 self.local(level).remove_spares()
 
     def _next(self, log: str, number: int) -> Order:
-        order: Order = json.loads(self.peers.receive(_key("order", log, number, self.peers.node), check=self._check))
+        text = self.peers.receive(_key("order", log, number, self.peers.node), check=self._check)
+        order: dict[str, Any] = json.loads(text)
+        if "manifest" in order:
+            order["manifest"] = Manifest.read(order["manifest"].encode())
         return order
 
     def _held(self, folder: Folder, known: str) -> tuple[str, str, list[int]]:
@@ -229,9 +235,9 @@ class NodePlaces:
                 checkpoint.verify_in_turn(self._check, [record])
                 whole.append(index)
         tells = manifest.digest != known or self.peers.rank == 0
-        return manifest.digest, manifest.to_json().decode() if tells else "", whole
+        return manifest.digest, _text(manifest) if tells else "", whole
 
-    def _copy(self, order: Order) -> None:
+    def _copied(self, order: Order) -> Manifest:
         """Copy files from the folder of a faster level: to this node's folder all, and to a shared place its own."""
         level, above, name = order["level"], self.local(order["source"]), order["name"]
         with Checkpoint(above.folder(order["step"])) as source:
@@ -239,6 +245,7 @@ class NodePlaces:
             if is_divided and self.peers.rank:  # rank 0 has begun its own
                 self.local(level).begin_copy(source.manifest, name.rpartition("-")[2])
             self.places[level].copy(name, source, self._files_here(source.manifest, copies=is_divided), self._check)
+            return source.manifest
 
     def _files_here(self, manifest: Manifest, *, copies: bool = True) -> list[FileRecord]:
         """Return this node's own files of a checkpoint, with its copies of others or without."""
@@ -281,6 +288,10 @@ def moves_of(manifest: Manifest, there: Bools, wanted: Bools) -> list[tuple[int,
 
 def _key(what: str, log: str, number: int, node: int) -> str:
     return f"{what} {log} {number} of {node}"
+
+
+def _text(manifest: Manifest) -> str:
+    return manifest.to_json().decode()
 
 
 def _log_of(level: int) -> str:
@@ -329,11 +340,10 @@ class Agreement:
                 raise CheckpointError(f"rank {rank}: {sent['error']}")
             parts.append(Manifest.model_validate(sent["part"]))
         manifest = Manifest.of(part.step, parts, {"ranks": [each.extra for each in parts]})
-        order = {"level": 0, "name": draft.name, "manifest": manifest.to_json().decode()}
-        if len(peers.nodes) > 1:
-            own = owned(peers, manifest)
-            self._here.ask({"do": "exchange", "moves": moves_of(manifest, own, own), **order}, self._log)
-        self._here.ask({"do": "complete", **order}, self._log)  # so every checkpoint with a name has its copies
+        own, where = owned(peers, manifest), {"level": 0, "name": draft.name}
+        moves = moves_of(manifest, own, own)
+        self._here.ask({"do": "exchange", "manifest": manifest, "moves": moves, **where}, self._log)
+        self._here.ask({"do": "complete", **where}, self._log)  # so every checkpoint with a name has its copies
         with contextlib.suppress(CheckpointError):  # all nodes have it
             self._tell({})
         return self._here.local(0).folder(manifest.step)
@@ -416,8 +426,8 @@ class DividedPlace(Place):
         Raises:
             CheckpointError: a file cannot be brought.
         """
-        name, text = self.folder(manifest.step).name, manifest.to_json().decode()
-        self._ask({"do": "exchange", "name": name, "manifest": text, "moves": moves_of(manifest, there, wanted)})
+        name, moves = self.folder(manifest.step).name, moves_of(manifest, there, wanted)
+        self._ask({"do": "exchange", "name": name, "manifest": manifest, "moves": moves})
 
     def begin_copy(self, manifest: Manifest) -> str:
         """See :class:`Place`."""
@@ -435,7 +445,7 @@ class DividedPlace(Place):
 
     def complete(self, name: str, manifest: Manifest) -> Folder:
         """See :class:`Place`."""
-        self._ask({"do": "complete", "name": name, "manifest": manifest.to_json().decode()})
+        self._ask({"do": "complete", "name": name})
         return self.folder(manifest.step)
 
     def abandon(self, name: str) -> None:

@@ -52,7 +52,8 @@ class Rank:
             return self.board.texts.pop(key)
 
     def exchange(self, *_transfers: object) -> None:
-        self.check("copy")
+        if len(self.nodes) > 1:
+            self.check("copy")
 
     def check(self, what: str) -> None:
         if self.fails == what:
