@@ -103,7 +103,7 @@ class HostExchange:
     def _all_agree(self, group: Group) -> Iterator[None]:
         """Return a context that ends when all ranks have come to its end, with an error if one has failed there."""
         try:
-            with group.together(OSError("one of them cannot")):
+            with group.together(OSError("one of them cannot"), (OSError, MemoryError)):
                 yield
         except RankError:
             raise

@@ -161,18 +161,22 @@ class Group:
         return self.mean(float(value)) > 0
 
     @contextlib.contextmanager
-    def together(self, otherwise: Exception) -> Iterator[None]:
+    def together(
+        self, otherwise: Exception, kinds: tuple[type[Exception], ...] = (ValueError, OSError)
+    ) -> Iterator[None]:
         """Return a context that all ranks leave well, or none: if one raises in it, all do at its end.
 
         Args:
             otherwise: raised on ranks where it went well. Write what cannot be done, and that another rank says why.
+            kinds: of errors; others are raised at once. When one of these is raised, no collective may be left that
+                other ranks begin within the context.
         """
         failure: Exception | None = None
         try:
             yield
         except RankError:  # there is no meeting with a rank that is gone
             raise
-        except (ValueError, OSError, MemoryError) as error:
+        except kinds as error:
             failure = error
         if self.all_gather_on_host(torch.tensor([failure is not None], device="cpu")).any():
             raise failure or otherwise

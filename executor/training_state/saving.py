@@ -245,12 +245,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             is_there = False
             try:
                 with contextlib.ExitStack() as stack:
+                    if level < self.levels.num_divided:
+                        self._gather(level, path)
                     with self._session.collectives.together(otherwise):  # restore() begins with collectives
-                        if level < self.levels.num_divided:
-                            self._gather(level, path)
                         checkpoint = stack.enter_context(Checkpoint(path))
                     is_there = True
-                    with self._session.collectives.together(otherwise):
+                    with self._session.collectives.together(otherwise, (DamagedError,)):
                         extra = restore(self._optimizer, checkpoint)
             except DamagedError as error:
                 refused.append(str(error))

@@ -80,7 +80,7 @@ def save(
             if naming.adapters
             else session.stream_weights(weights_dtype)
         )
-        with session.collectives.together(otherwise):
+        with session.collectives.together(otherwise, (OSError,)):
             try:
                 if is_first and naming.adapters:
                     with prompt_given(session.model, prompts), keys_alone(), new.naming():
