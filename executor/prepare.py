@@ -514,13 +514,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = change(self, state_dict) or state_dict
-        failure: ValueError | None = None
-        try:
+        otherwise = ValueError("another rank cannot load its state; see the error of that rank")
+        with self.session.collectives.together(otherwise):
             entries = self._entries_of(state_dict)
-        except ValueError as error:
-            failure = error
-        if self.session.collectives.any(failure is not None):
-            raise failure or ValueError("another rank cannot load its state; see the error of that rank")
         self._check_same(entries)
         with self.session.runtime.changing("load_state_dict()"):
             self.write_states(entries)

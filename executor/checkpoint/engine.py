@@ -19,23 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
+from executor.checkpoint.divided import Agreement, NodePlaces
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import Flusher, Lease, ShardWriter, lower_thread_priority
 from executor.checkpoint.format.layout import ITEM_BYTES, layout
-from executor.checkpoint.format.manifest import FileRecord, Manifest, TensorRecord, tensors_of
-from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.peers import Agreement, Transfer, owned
-from executor.checkpoint.places.folder import FolderPlace, joined_folder, write_file
+from executor.checkpoint.format.manifest import Manifest, TensorRecord, tensors_of
+from executor.checkpoint.places.folder import joined_folder
 from executor.checkpoint.source import MODEL_FOLDER, OPTIMIZER_FOLDER, Key, Source, _path, boxes_of, files_of, runs_of
-
-if TYPE_CHECKING:
-    from executor.checkpoint.nodes import Nodes  # which imports torch
 
 _END_S: Final = 10.0  # longest wait for threads to end
 _PATIENCE_S: Final = 120.0  # longest time that rank 0 and the other ranks wait for each other
@@ -73,9 +69,7 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        peers: all ranks.
-        is_divided: whether every node has a folder of its own; see [Note: Divided places] in
-            :mod:`executor.checkpoint.peers`.
+        here: places of this node. Training writes into the first.
         nonce: of this run, the same on all ranks.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
@@ -83,19 +77,16 @@ class CheckpointEngine:
     def __init__(
         self,
         source: Source,
-        place: FolderPlace,
+        here: NodePlaces,
         flusher: Flusher,
         *,
-        peers: "Nodes",
-        is_divided: bool,
         nonce: str,
         on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._source = source
-        self._place = place
+        self._here, self._place, self._peers = here, here.local(0), here.peers
         self._flusher = flusher
-        self._peers, self._is_divided, self._nonce = peers, is_divided, nonce
-        self._makes_folder = peers.rank == 0 or (is_divided and peers.is_leader)
+        self._nonce = nonce
         self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         states = {state for key in source.slices for state in source.keys(key)}
@@ -104,7 +95,7 @@ class CheckpointEngine:
             held = boxes_of(source, grain)
             for key, slices in source.slices.items():
                 self._runs[key, grain] = runs_of((whole.of_blocks(grain) for whole in slices), held)
-        entries = files_of(source, peers.rank)
+        entries = files_of(source, self._peers.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # checkpoints that the schedule is taking, by turn
         self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # leases of pieces that have not been released
@@ -144,7 +135,7 @@ class CheckpointEngine:
             raise ValueError(
                 f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
-        agreement = Agreement(self._peers, turn, _PATIENCE_S, is_divided=self._is_divided)
+        agreement = Agreement(self._here, turn, _PATIENCE_S)
         capture = _Capture(step, text, list(self._source.slices), agreement, time.monotonic())
         with self._lock:
             hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
@@ -253,7 +244,7 @@ class CheckpointEngine:
         """Make the files when the first piece is taken. In :meth:`begin`, the training loop would wait for that."""
         if capture.is_open:
             return
-        patience_s = self._flusher.patience_s + (0.0 if self._makes_folder else _PATIENCE_S)
+        patience_s = self._flusher.patience_s + (0.0 if self._peers.is_leader else _PATIENCE_S)
         capture.draft, capture.writers = self._in_time.do(
             lambda: self._opened(capture.step), lambda opened: self._abandon(*opened), patience_s
         )
@@ -261,7 +252,7 @@ class CheckpointEngine:
 
     def _opened(self, step: int) -> tuple[Path | None, dict[str, ShardWriter]]:
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        draft = self._place.begin(step, folders, self._nonce) if self._makes_folder else None
+        draft = self._place.begin(step, folders, self._nonce) if self._peers.is_leader else None
         folder = draft or joined_folder(
             self._place.root, step, folders, self._nonce, _PATIENCE_S, self._peers.has_failed
         )
@@ -324,25 +315,7 @@ class CheckpointEngine:
     def _finish(self, capture: "_Capture") -> Path | None:
         files = tuple(writer.finish() for writer in capture.writers.values())
         part = Manifest(step=capture.step, files=files, tensors=self._tensors, extra=json.loads(capture.extra))
-        manifest = capture.agreement.manifest(capture.step, part)
-        if manifest is None or capture.draft is None:
-            return None
-        records = self._copied(capture.draft, manifest)
-        capture.agreement.copied()
-        path = self._place.complete(capture.draft.name, manifest, records)
-        capture.agreement.end()
-        return None if self._peers.rank else path
-
-    def _copied(self, draft: Path, manifest: Manifest) -> list[FileRecord] | None:
-        """Exchange files with the neighbours of this node; return those that are here. ``None``: all are."""
-        if not self._is_divided:
-            return None
-        peers, here = self._peers, Checkpoint(draft, manifest)
-        count = len(peers.nodes)
-        files = [owned(peers, node, manifest) for node in range(count)]
-        ring = [Transfer(node, (node + 1) % count, record) for node in range(count) for record in files[node]]
-        peers.exchange(ring, here.chunks, functools.partial(write_file, self._place.files, draft))
-        return files[peers.node] + files[peers.node - 1]
+        return capture.agreement.complete(part, capture.draft)
 
     @functools.cached_property
     def _tensors(self) -> dict[str, TensorRecord]:
@@ -367,7 +340,7 @@ class _Capture:
     agreement: Agreement
     begin_s: float
     taken_s: float = math.inf  # when the last piece was taken
-    draft: Path | None = None  # the folder, on the rank that completes it
+    draft: Path | None = None  # the folder, on the leader of a node
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     is_open: bool = False  # whether the rank's files are made; it may have none
     error: OSError | None = None

@@ -22,9 +22,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from executor.checkpoint.divided import DividedPlace, NodePlaces
 from executor.checkpoint.engine import Outcome
@@ -201,7 +201,7 @@ class Levels:
                 locks.enter_context(run_lock(folder.root))
             self._locks = locks.pop_all()  # locked until closed; see [Note: One run]
         self.num_divided = 0
-        self._nodes: NodePlaces | None = None  # of a leader, if nodes have folders of their own
+        self.here: NodePlaces | None = None  # places of this node, since :meth:`divide`
         self._on_outcome = on_outcome
         self._newest: Outcome | None = None
         self._last_step = -1  # goes to all levels, also to those whose interval is not due
@@ -216,27 +216,31 @@ class Levels:
             for index, folder in enumerate(self.folders if is_first else ())
         ]
 
-    def divide(self, peers: "Nodes", num_divided: int) -> None:
-        """Do the same on all nodes from now on; see [Note: Divided places] in :mod:`executor.checkpoint.peers`.
+    def divide(self, peers: "Nodes", num_divided: int) -> NodePlaces:
+        """Do the same on all nodes from now on; see [Note: Divided places] in :mod:`executor.checkpoint.divided`.
 
-        Leaders call it before the first checkpoint, when no other run uses their folders.
+        All ranks call it before the first checkpoint, when no other run uses their folders.
 
         Args:
             peers: all ranks.
             num_divided: levels, fastest first, of which every node has a folder of its own.
 
+        Returns:
+            The places of this node.
+
         Raises:
             CheckpointError: another run has locked a folder of this node.
         """
         self.num_divided = num_divided
-        self._nodes = here = NodePlaces(peers, self.places, num_divided, self._check_open)
-        if peers.rank:
-            for folder in filter(None, self.folders[:num_divided]):
-                self._locks.enter_context(run_lock(folder.root))
-            here.follow()
-        else:
+        self.here = here = NodePlaces(peers, self.places, num_divided, self._check_open)
+        if peers.rank == 0:
             divided = (DividedPlace(here, level) for level in range(num_divided))
             self.places = (*divided, *self.places[num_divided:])
+        elif peers.is_leader:
+            for folder in filter(None, self.folders[:num_divided]):
+                self._locks.enter_context(run_lock(folder.root))
+            here.follow_levels()
+        return here
 
     @property
     def fastest(self) -> FolderPlace:
@@ -312,15 +316,15 @@ class Levels:
         """
         if self._end is not None:
             return
-        if self._nodes is not None:
-            self._nodes.wait(patience_s)
+        if self.here is not None:
+            self.here.wait(patience_s)
         self._end = why
         for level, worker in enumerate(self._workers):
             hanging = worker.close(_END_S)
             if hanging is not None and level:
                 self._fail(level, hanging, f"{why}; the place has not answered for {_END_S:g} s")
-        if self._nodes is not None:
-            self._nodes.end()
+        if self.here is not None:
+            self.here.end()
         self._locks.close()
 
     def _submit(self, level: int, source: Outcome) -> None:
@@ -380,14 +384,14 @@ class Levels:
                 )
             copy = None
             if source.level < self.num_divided:
-                order = {"do": "copy", "source": source.level, "step": source.step}
-                copy = functools.partial(self._copy_on_nodes, level, order)
+                copy = functools.partial(self._copy_on_nodes, level, source)
             with Checkpoint(source.path) as checkpoint:
                 return self.places[level].put(checkpoint, self._check_open, copy)
 
-    def _copy_on_nodes(self, level: int, order: Mapping[str, Any], name: str) -> None:
-        assert self._nodes is not None, "only nodes with folders of their own copy together"
-        self._nodes.ask(level, {**order, "name": name}, self._check_open)
+    def _copy_on_nodes(self, level: int, source: Outcome, name: str) -> None:
+        assert self.here is not None, "only nodes with folders of their own copy together"
+        order = {"do": "copy", "level": level, "source": source.level, "step": source.step, "name": name}
+        self.here.ask(order, check=self._check_open)
 
     def _check_open(self) -> None:
         if self._end is not None:

@@ -11,11 +11,11 @@ from typing import Final, final
 import numpy as np
 import torch
 
+from executor.checkpoint.divided import Transfer
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.timeouts import waiting
 from executor.checkpoint.files.writer import Buffer
 from executor.checkpoint.format.manifest import FileRecord
-from executor.checkpoint.peers import Transfer
 from executor.direct_io import pages
 from executor.distributed.meeting import session_store
 from executor.distributed.ranks import Ranks
@@ -68,6 +68,10 @@ class Nodes:
         """See :meth:`executor.distributed.ranks.Ranks.waiting`."""
         return self._ranks.waiting()
 
+    def share(self) -> None:
+        """Be one node: all share the folders of checkpoints. All ranks call this together."""
+        self.nodes, self.node = (range(self.size),), 0
+
     def connect(self) -> None:
         """Make the process group between nodes, for :meth:`exchange`. All ranks call this together."""
         leaders = tuple(ranks[0] for ranks in self.nodes)
@@ -86,16 +90,13 @@ class Nodes:
                 self._store.set(f"{key} {number}", text[number * _SLAB_BYTES : (number + 1) * _SLAB_BYTES])
             self._store.set(key, str(count))
 
-    def receive(
-        self, key: str, patience_s: float = math.inf, check: Callable[[], None] = lambda: None, *, keeps: bool = False
-    ) -> str:
-        """Wait for a text and return it. It is gone then, unless others receive it too.
+    def receive(self, key: str, patience_s: float = math.inf, check: Callable[[], None] = lambda: None) -> str:
+        """Wait for a text and return it. It is gone then.
 
         Args:
             key: of the text.
             patience_s: longest wait. If a rank is lost, the wait ends soon.
             check: called again and again. If it raises, the wait ends.
-            keeps: whether other ranks receive the text too.
 
         Raises:
             CheckpointError: it did not come in time, or a rank is lost.
@@ -107,18 +108,11 @@ class Nodes:
                 if not next(waits, False):
                     why = "a rank is lost" if self._ranks.watchdog.has_failed else f"not in {patience_s:g} s"
                     raise CheckpointError(f"{key} has not come ({why})")
-            data = b"".join(self._store.get(f"{key} {number}") for number in range(int(self._store.get(key))))
-        if not keeps:
-            self.forget(key)
+            slabs = [f"{key} {number}" for number in range(int(self._store.get(key)))]
+            data = b"".join(self._store.get(slab) for slab in slabs)
+            for each in (*slabs, key):
+                self._store.delete_key(each)
         return data.decode()
-
-    def forget(self, key: str) -> None:
-        """Remove a text that every receiver has."""
-        with _reaching():
-            if self._store.check([key]):
-                for number in range(int(self._store.get(key))):
-                    self._store.delete_key(f"{key} {number}")
-                self._store.delete_key(key)
 
     def exchange(
         self,

@@ -102,19 +102,16 @@ class HostExchange:
     @contextlib.contextmanager
     def _all_agree(self, group: Group) -> Iterator[None]:
         """Return a context that ends when all ranks have come to its end, with an error if one has failed there."""
-        failure: Exception | None = None
         try:
-            yield
-        except (OSError, MemoryError) as error:
-            if isinstance(error, RankError):
-                raise
-            failure = error
-        if group.all_gather_on_host(torch.tensor([failure is not None])).any():
+            with group.together(OSError("one of them cannot"), (OSError, MemoryError)):
+                yield
+        except RankError:
+            raise
+        except (OSError, MemoryError) as failure:
             self.close()
             raise ValueError(
-                f"ranks cannot share host memory ({failure or 'one of them cannot'}), as if they were on several "
-                "machines, or were short of it; plan with --parallel collectives=fabric (ullage.prepare: "
-                "collectives='fabric')"
+                f"ranks cannot share host memory ({failure}), as if they were on several machines, or were short of "
+                "it; plan with --parallel collectives=fabric (ullage.prepare: collectives='fabric')"
             ) from failure
 
     def _divided(self, values: torch.Tensor) -> list[torch.Tensor]:

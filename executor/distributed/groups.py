@@ -1,7 +1,8 @@
 """A group of ranks, and its collectives."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -9,9 +10,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from executor.distributed.watchdog import RankError
+
 # torch 2.13 renames these functions and deprecates the old names, which exist since 1.13.
-_all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Final[Callable[..., Any]] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 Wait = Callable[[dist.ProcessGroup, Callable[[], Any]], None]
@@ -62,7 +67,7 @@ class Group:
         if (group := self._device) is None:
             whole.copy_(own)
         else:
-            self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
+            self._wait(group, lambda: all_gather_single(whole, own, group=group, async_op=True))
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Replace ``values`` by the sum or maximum over all ranks, in their own type, with the same bits everywhere."""
@@ -81,7 +86,7 @@ class Group:
         it, takes longer.
         """
         if (group := self._device) is not None and self._on_device:
-            self._wait(group, lambda: _reduce_scatter(own, values, group=group, async_op=True))
+            self._wait(group, lambda: reduce_scatter_single(own, values, group=group, async_op=True))
         else:
             self.all_reduce(values)
             own.copy_(values[self.rank * len(own) : (self.rank + 1) * len(own)])
@@ -116,7 +121,7 @@ class Group:
         if (group := self._hosts) is None:
             return own
         whole = torch.empty(self.size * len(own), dtype=own.dtype, device="cpu")
-        self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
+        self._wait(group, lambda: all_gather_single(whole, own, group=group, async_op=True))
         return whole
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
@@ -154,6 +159,27 @@ class Group:
     def any(self, value: bool) -> bool:
         """Return whether ``value`` is true on any rank."""
         return self.mean(float(value)) > 0
+
+    @contextlib.contextmanager
+    def together(
+        self, otherwise: Exception, kinds: tuple[type[Exception], ...] = (ValueError, OSError)
+    ) -> Iterator[None]:
+        """Return a context that all ranks leave well, or none: if one raises in it, all do at its end.
+
+        Args:
+            otherwise: raised on ranks where it went well. Write what cannot be done, and that another rank says why.
+            kinds: of errors; others are raised at once. When one of these is raised, no collective may be left that
+                other ranks begin within the context.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except RankError:  # there is no meeting with a rank that is gone
+            raise
+        except kinds as error:
+            failure = error
+        if self.all_gather_on_host(torch.tensor([failure is not None], device="cpu")).any():
+            raise failure or otherwise
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""

@@ -12,6 +12,7 @@ which is advised to drop the data.
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
@@ -26,11 +27,10 @@ from typing import Any, Final, Literal, final
 import torch
 
 from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
-from executor.distributed.ranks import Ranks
-from executor.distributed.watchdog import this_machine
+from executor.distributed.ranks import ALONE, Ranks
+from executor.distributed.watchdog import RankError, this_machine
 from planner.schedule.tasks import MemoryClass
 
-_FAILED: Final = "failed"
 _CHUNK_BYTES: Final = 8 << 20  # of one request; smaller requests are slower, and Linux truncates those above 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
 
@@ -249,45 +249,33 @@ def shared_file(folder: Path, num_bytes: int, ranks: Ranks | None) -> tuple[torc
         StorageError: there is no room, or no permission. If one rank fails, all raise.
     """
     mates, turn = [0], 0  # ranks of this machine that can open each other's files
+    everybody = ALONE if ranks is None else ranks.all
+    otherwise = OSError(errno.EIO, "another rank cannot make or open it")
     if ranks is not None:
         where = f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}"
         mates = ranks.all.ranks_with_same(where.encode())
         turn = mates.index(ranks.rank)
-
-    def on_all_ranks(do: Callable[[], str]) -> list[str]:
-        failure, result = None, ""
-        try:
-            result = do()
-        except OSError as error:
-            failure = error
-        every = [result] if ranks is None else ranks.all_gather_text(_FAILED if failure else result)
-        if failure is None and _FAILED not in every:
-            return every
-        why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make or open it"
-        raise StorageError(
-            f"the state cannot move to the next plan through a file of {num_bytes:,} B in {folder}: {why}; make room, "
-            "or choose another --storage-dir"
-        ) from failure
-
-    with contextlib.ExitStack() as files:
-
-        def make() -> str:
-            if turn:
-                return ""
-            folder.mkdir(parents=True, exist_ok=True)
-            number = files.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
-            os.posix_fallocate(number, 0, num_bytes)
-            return f"/proc/{os.getpid()}/fd/{number}"
-
-        path, flat = Path(on_all_ranks(make)[mates[0]]), torch.empty(0)
-
-        def map_it() -> str:
-            nonlocal flat
-            with path.open("r+b") as file:
+    path = ""
+    try:
+        with contextlib.ExitStack() as files:
+            with everybody.together(otherwise):
+                if not turn:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    number = files.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+                    os.posix_fallocate(number, 0, num_bytes)
+                    path = f"/proc/{os.getpid()}/fd/{number}"
+            if ranks is not None:
+                path = ranks.all_gather_text(path)[mates[0]]
+            # All map it before the rank that made the file closes it.
+            with everybody.together(otherwise), Path(path).open("r+b") as file:
                 flat = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-            return ""
-
-        on_all_ranks(map_it)  # before the rank that made the file closes it
+    except RankError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the state cannot move to the next plan through a file of {num_bytes:,} B in {folder}: {error.strerror}; "
+            "make room, or choose another --storage-dir"
+        ) from error
     return flat, slice(turn, None, len(mates))
 
 

@@ -2,19 +2,16 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from executor.checkpoint.divided import DividedPlace
+from executor.checkpoint.divided import DividedPlace, NodePlaces
 from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
@@ -23,8 +20,6 @@ from executor.checkpoint.format.manifest import Manifest
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.nodes import Nodes
-from executor.checkpoint.peers import Transfer
-from executor.checkpoint.places.folder import FolderPlace
 from executor.checkpoint.places.place import candidates, parse_name, step_of
 from executor.prepare import OffloadedOptimizer, check_prepared
 from executor.training_state.restoring import files_needed, restore
@@ -61,7 +56,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         levels: places of checkpoints, fastest first. Training writes to the first level, a folder. Each further level
             gets copies from the level above, of the steps that are multiples of its interval. Nodes may each have a
             folder of their own, but all share the last level; see [Note: Divided places] in
-            :mod:`executor.checkpoint.peers`.
+            :mod:`executor.checkpoint.divided`.
         on_outcome: called in another thread with the outcome of each checkpoint on each level.
         files: system calls that write into folders.
 
@@ -89,7 +84,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0)
         self._nodes = nodes = Nodes(session.runtime.ranks)
         try:
-            num_divided = self._divide(nonce) if size > 1 else 0
+            here = self._divide(nonce)
         except BaseException:
             self.levels.close()
             raise
@@ -97,10 +92,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._flusher = Flusher(place.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
             session.runtime.snapshots,
-            place,
+            here,
             self._flusher,
-            peers=nodes,
-            is_divided=num_divided > 0,
             nonce=f"{nonce:08x}" if size > 1 else "",
             on_outcome=self.levels.report,
         )
@@ -108,7 +101,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         of_nodes = np.zeros(len(nodes.nodes))
         of_nodes[nodes.node] = self._engine.num_bytes
         of_nodes = session.collectives.means(of_nodes) * size
-        if rank == 0 or (num_divided and nodes.is_leader):
+        if nodes.is_leader:
             try:
                 node_bytes = round(of_nodes[nodes.node] + of_nodes[nodes.node - 1])  # with copies of the node before's
                 self.levels.check_room(round(of_nodes.sum()), node_bytes, is_first=rank == 0)
@@ -116,65 +109,58 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 self.close(on_all_ranks=False)
                 raise
 
-    def _divide(self, nonce: int) -> int:
-        """Find out of how many levels every node has a folder of its own; see [Note: Divided places].
-
-        Rank 0 leaves a mark in every place, which all ranks see if they share it. Then the leader of each node does.
+    def _divide(self, nonce: int) -> NodePlaces:
+        """Find out of which levels every node has a folder of its own; return the places of this node.
 
         Raises:
             CheckpointError: some nodes share a place that others have for themselves; or none is shared by all.
         """
-        nodes, folders = self._nodes, self.levels.folders
-        lacking = self._unseen(nonce, folders, marks=self._rank == 0)
-        divided = [folder for folder, share in zip(folders, lacking, strict=True) if folder is not None and share]
+        nodes, folders, collectives = self._nodes, self.levels.folders, self._session.collectives
+        is_shared, is_own = self._seen(nonce) if collectives.size > 1 else ([True] * len(folders), [])
+        divided = [folder for folder, all_see in zip(folders, is_shared, strict=True) if folder and not all_see]
         if not divided:
-            return 0
+            nodes.share()
+            return self.levels.divide(nodes, 0)
         if divided != list(folders[: len(divided)]) or len(divided) == len(folders):
             raise CheckpointError(
                 f"{divided[-1].place} is not the same on all nodes: give after it a folder on a file system that all "
                 "nodes share, or a URL, from which training goes on if two neighbouring nodes are lost"
             )
-        own = self._unseen(nonce + 1 + nodes.node, divided, marks=nodes.is_leader)
-        if own.any():
+        if not all(is_own[: len(divided)]):
             raise CheckpointError(
-                f"{divided[int(own.argmax())].place} is shared by some nodes and not by all, or not by all ranks of "
+                f"{divided[is_own.index(False)].place} is shared by some nodes and not by all, or not by all ranks of "
                 "a node; give a folder that each node has for itself, or that all share"
             )
         nodes.connect()
-        lock: CheckpointError | None = None
-        try:
-            if nodes.is_leader:
-                self.levels.divide(nodes, len(divided))
-            else:
-                self.levels.num_divided = len(divided)
-        except CheckpointError as error:
-            lock = error
-        if self._session.collectives.any(lock is not None):
-            raise lock or CheckpointError("another run writes checkpoints into a folder of another node")
-        return len(divided)
+        otherwise = CheckpointError("another run writes checkpoints into a folder of another node")
+        with collectives.together(otherwise):
+            return self.levels.divide(nodes, len(divided))
 
-    def _unseen(self, mark: int, folders: Sequence[FolderPlace | None], *, marks: bool) -> npt.NDArray[np.float64]:
-        """Return the share of ranks that do not see a mark of theirs, for each folder. All ranks call this together.
+    def _seen(self, nonce: int) -> tuple[list[bool], list[bool]]:
+        """Return for each level whether all ranks see the marks of all nodes there; and whether only their node's.
 
-        Args:
-            mark: the mark to see.
-            folders: the folders; ``None`` for URLs, which are the same on all nodes.
-            marks: whether this rank leaves it there.
+        The leader of each node leaves a mark in every folder. URLs are the same on all nodes. All ranks call this
+        together.
 
         Raises:
-            CheckpointError: it cannot be left there.
+            CheckpointError: a mark cannot be left there.
         """
-        collectives = self._session.collectives
+        nodes, folders, collectives = self._nodes, self.levels.folders, self._session.collectives
+        marks = [f"{nonce:08x}-{node}" for node in range(len(nodes.nodes))]
         with contextlib.ExitStack() as stack:
-            for folder in filter(None, folders if marks else ()):
-                stack.enter_context(folder.marked(mark))
+            for folder in filter(None, folders if nodes.is_leader else ()):
+                stack.enter_context(folder.marked(marks[nodes.node]))
             collectives.any(False)  # after it, all marks are there
             deadline_s = time.monotonic() + _SHARED_S
-            while unseen := [folder for folder in folders if folder is not None and not folder.has_mark(mark)]:
-                if time.monotonic() > deadline_s or not any(folder.may_be_shared for folder in unseen):
+            while True:
+                seen = [[folder is None or folder.has_mark(mark) for mark in marks] for folder in folders]
+                later = (folder for folder, its in zip(folders, seen, strict=True) if folder and not all(its))
+                if time.monotonic() > deadline_s or not any(folder.may_be_shared for folder in later):
                     break
                 time.sleep(0.1)
-            return collectives.means(np.array([folder in unseen for folder in folders], float))
+            own = [mark == marks[nodes.node] for mark in marks]
+            found = collectives.means(np.array([[all(its), its == own] for its in seen], float)) == 1
+        return found[:, 0].tolist(), found[:, 1].tolist()
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations.
@@ -255,28 +241,24 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         there, refused = candidates(self.levels.places) if self._rank == 0 else ([], [])
         path, lost = None, False
         for level, path in self._found_by_rank_0(there):
-            failure = f"{path}: another rank cannot read its part"
-            with contextlib.ExitStack() as stack:
-                checkpoint = None
-                try:
+            otherwise = DamagedError(f"{path}: another rank cannot read its part")
+            is_there = False
+            try:
+                with contextlib.ExitStack() as stack:
                     if level < self.levels.num_divided:
                         self._gather(level, path)
-                    checkpoint = stack.enter_context(Checkpoint(path))
-                except CheckpointError as error:
-                    failure = str(error)
-                # restore() begins with collectives
-                if not self._session.collectives.any(checkpoint is None) and checkpoint is not None:
-                    try:
+                    with self._session.collectives.together(otherwise):  # restore() begins with collectives
+                        checkpoint = stack.enter_context(Checkpoint(path))
+                    is_there = True
+                    with self._session.collectives.together(otherwise, (DamagedError,)):
                         extra = restore(self._optimizer, checkpoint)
-                        restored = True
-                    except DamagedError as error:
-                        failure, restored = str(error), False
-                    if not self._session.collectives.any(not restored):
-                        step = checkpoint.manifest.step
-                        self.levels.keep_common(step)
-                        return Resumed(path, step, tuple(refused), extra)
-                    lost = True
-            refused.append(failure)
+            except DamagedError as error:
+                refused.append(str(error))
+                lost |= is_there
+                continue
+            step = checkpoint.manifest.step
+            self.levels.keep_common(step)
+            return Resumed(path, step, tuple(refused), extra)
         if path is not None:
             none_whole = CheckpointError(
                 f"no checkpoint is whole: {'; '.join(refused)}; copy one from a backup, or start training again with "
@@ -290,51 +272,45 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def _gather(self, level: int, path: Folder) -> None:
         """Bring to each node the files of a divided checkpoint that its ranks need, and those for its neighbour.
 
-        Every rank says which files it needs. What a node lacks comes from another that has it, checked on the way. All
-        ranks call this together.
+        Every rank says which files it needs. All ranks call this together.
 
         Raises:
-            CheckpointError: a file is on no node, or cannot be brought.
+            DamagedError: a file is on no node, or cannot be brought.
         """
-        nodes, collectives, local = self._nodes, self._session.collectives, self.levels.folders[level]
-        assert local is not None, "places of nodes are folders"
+        nodes, collectives = self._nodes, self._session.collectives
+        place = self.levels.places[level]
+        there = np.zeros((0, 0), bool)  # what each node has, on rank 0
 
         def held() -> str:
-            place = self.levels.places[level]
+            nonlocal there
             assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
-            try:
-                manifest, files = place.held(step_of(path))
-            except OSError as error:
-                return json.dumps({"error": str(error)})
-            return json.dumps({"manifest": manifest.to_json().decode(), "files": files})
+            found, there = place.held(step_of(path))
+            return found.to_json().decode()
 
-        found = json.loads(collectives.broadcast_text(held))
-        if "error" in found:
-            raise CheckpointError(found["error"])
-        manifest = Manifest.read(found["manifest"].encode())
+        def bring() -> str:
+            assert isinstance(place, DividedPlace), "rank 0 asks all nodes"
+            place.bring(manifest, there, wanted > 0)
+            return ""
+
+        manifest = Manifest.read(self._told(held).encode())
         wanted = np.zeros((len(nodes.nodes), len(manifest.files)))
         wanted[nodes.node, sorted(files_needed(self._optimizer, manifest))] = 1.0
         wanted = collectives.means(wanted)
-        has = [set(files) for files in found["files"]]
-        load = [0] * len(has)  # bytes that each node sends
-        transfers = []
-        for node, index in zip(*np.nonzero(wanted + np.roll(wanted, 1, axis=0)), strict=True):
-            if index not in has[node]:
-                record = manifest.files[index]
-                source = min((n for n, files in enumerate(has) if index in files), key=lambda n: load[n])
-                load[source] += record.num_bytes
-                transfers.append(Transfer(source, int(node), record))
-        failure: OSError | None = None
-        if nodes.is_leader:
-            assert isinstance(path, Path), "places of nodes are folders"
+        self._told(bring)
+
+    def _told(self, make: Callable[[], str]) -> str:
+        """Return the text that rank 0 makes; if it cannot, all ranks raise. All ranks call this together."""
+
+        def made() -> str:
             try:
-                nodes.exchange(
-                    transfers, Checkpoint(path, manifest).chunks, functools.partial(local.add, path, manifest)
-                )
+                return json.dumps({"is": make()})
             except OSError as error:
-                failure = error
-        if collectives.any(failure is not None):
-            raise CheckpointError(f"{failure or f'{path}: another node cannot get its files'}")
+                return json.dumps({"error": str(error)})
+
+        told: dict[str, str] = json.loads(self._session.collectives.broadcast_text(made))
+        if "error" in told:
+            raise DamagedError(told["error"])
+        return told["is"]
 
     def _found_by_rank_0(self, there: Sequence[tuple[int, Folder]]) -> Iterator[tuple[int, Folder]]:
         """Yield the checkpoints that rank 0 has found, with their levels. All ranks call this together."""

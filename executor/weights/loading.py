@@ -69,15 +69,11 @@ def load(optimizer: OffloadedOptimizer, weights: str | Path, *, strict: bool = T
     session = optimizer.session
     session.runtime.check_idle()
     session.runtime.enter("load()")
-    failure: Exception | None = None
-    try:
+    otherwise = ValueError(f"{weights}: another rank cannot load them; see the error of that rank")
+    with session.collectives.together(otherwise):
         files = WeightFiles(weights_folder(weights))
         origins = _Origins(files, session.naming(), session.runtime.state.absent, strict=strict)
         _check_plain(session.runtime.state.shards().values(), origins)
-    except (ValueError, OSError) as error:
-        failure = error
-    if session.collectives.any(failure is not None):
-        raise failure or ValueError(f"{weights}: another rank cannot load them; see the error of that rank")
     session.runtime.take_remaining()
     with files, session.runtime.changing("load()"):
         buffers = {**dict(session.model.named_buffers()), **session.runtime.state.as_buffers}

@@ -1,5 +1,6 @@
 """Saves weights under a plan, in the format that ``from_pretrained`` of ``transformers`` and ``peft`` loads."""
 
+import collections
 import contextlib
 import copy
 import shutil
@@ -66,40 +67,34 @@ def save(
     session.runtime.check_has_weights()
     session.runtime.enter("save()")
     naming, weights_dtype = session.naming(), SAVED_DTYPES[dtype] if dtype else session.runtime.state.dtype
-    failure: Exception | None = None
+    is_first = not session.collectives.rank
+    otherwise = OSError(f"rank 0 could not write {folder}; its own error says why")
     with contextlib.ExitStack() as stack:
-        try:
-            if not session.collectives.rank:
+        with session.collectives.together(otherwise):
+            if is_first:
                 new = stack.enter_context(WeightsFolder(folder, files))
                 _write_small_files(new.path, optimizer, naming, weights_dtype, tokenizer)
-        except (ValueError, OSError) as error:
-            failure = error
-        if session.collectives.any(failure is not None):
-            raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
         prompts = prompts_of(session.model, naming.adapters)
         values = (
             _adapter_values(session, naming, weights_dtype)
             if naming.adapters
             else session.stream_weights(weights_dtype)
         )
-        try:
-            if session.collectives.rank:
-                pass
-            elif naming.adapters:
-                with prompt_given(session.model, prompts), keys_alone(), new.naming():
-                    session.model.save_pretrained(  # type: ignore[operator]
-                        str(new.path), state_dict=dict(values), save_embedding_layers=False
-                    )
-                new.commit()
-            else:
-                new.write_tensors(naming.file_shapes(weights_dtype), values, max_shard_bytes)
-                new.commit()
-        except OSError as error:
-            failure = error
-        for _ in values:  # all ranks must make the same collectives
-            pass
-        if session.collectives.any(failure is not None):
-            raise failure or OSError(f"rank 0 could not write {folder}; its own error says why")
+        with session.collectives.together(otherwise, (OSError,)):
+            try:
+                if is_first and naming.adapters:
+                    with prompt_given(session.model, prompts), keys_alone(), new.naming():
+                        session.model.save_pretrained(  # type: ignore[operator]
+                            str(new.path), state_dict=dict(values), save_embedding_layers=False
+                        )
+                elif is_first:
+                    new.write_tensors(naming.file_shapes(weights_dtype), values, max_shard_bytes)
+                if is_first:
+                    new.commit()
+            except OSError:
+                collections.deque(values, 0)  # all ranks must make the same collectives
+                raise
+            collections.deque(values, 0)
     return folder
 
 

@@ -2,10 +2,10 @@
 
 Every set of levels that survives all failures is tried. Training writes the fastest level of a
 set; a background thread fills each slower level from the one above. On several nodes, memory and drives also have what
-the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.peers`), so they survive the loss of a node.
-Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says what
-each level costs and how long it takes, and :mod:`planner.checkpoints.interval` finds the intervals. If checkpoints come
-so close that they overlap, the interval and its neighbours are simulated with overlaps, and the one with the least
+the node before saves ([Note: Divided places] in :mod:`executor.checkpoint.divided`). So they survive the loss of a
+node. Neighbours that are lost within one restart are left to the file system that all nodes share. The simulator says
+what each level costs and how long it takes, and :mod:`planner.checkpoints.interval` finds the intervals. If checkpoints
+come so close that they overlap, the interval and its neighbours are simulated with overlaps, and the one with the least
 waste wins.
 """
 

@@ -264,11 +264,11 @@ def test_file_systems_are_known_and_places_are_marked(tmp_path, monkeypatch):
         kinds = [file_system(Path(path)) for path in ("/home/x", "/nfs x/z", "/nfs x/y/z", "/nfs xx", SHARED)]
     assert kinds == ["ext4", "nfs4", "tmpfs", "ext4", "tmpfs"]
     assert file_system(SHARED) == "tmpfs"
-    with place_at(tmp_path).marked(7):
-        assert place_at(tmp_path).has_mark(7)
-        assert not place_at(tmp_path / "another").has_mark(7)
-        assert not place_at(tmp_path).has_mark(8)
-    assert not place_at(tmp_path).has_mark(7)
+    with place_at(tmp_path).marked("7"):
+        assert place_at(tmp_path).has_mark("7")
+        assert not place_at(tmp_path / "another").has_mark("7")
+        assert not place_at(tmp_path).has_mark("8")
+    assert not place_at(tmp_path).has_mark("7")
     with pytest.raises(CheckpointError, match=r"take [\d,]+ B of host memory, but"):
         place_at(SHARED / tmp_path.name).check_room(3, 10**15)
     (SHARED / tmp_path.name).rmdir()

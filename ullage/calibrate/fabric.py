@@ -4,13 +4,13 @@ Collectives are measured between ranks that ``torchrun`` has started: NCCL betwe
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import distributed
 
+from executor.distributed.groups import all_gather_single, reduce_scatter_single
 from hwprofiles.profile import Fabric, connected
 from ullage.calibrate.backend import CudaBackend
 from ullage.calibrate.options import Floats, Pair
@@ -100,14 +100,6 @@ def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tup
 
 _FEWEST, _MOST = 5, 200  # repetitions
 
-# torch 2.13 renames both functions.
-_all_gather: Final[Callable[..., Any]] = (
-    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-)
-_reduce_scatter: Final[Callable[..., Any]] = (
-    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-)
-
 
 def probe_collectives(budget_s: float) -> Fabric:
     """Measure an all-gather and a reduce-scatter of bf16 values over all ranks of ``torch.distributed``'s group.
@@ -150,8 +142,8 @@ def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: floa
         distributed.barrier()
 
         def call() -> None:
-            _all_gather(whole, own)
-            _reduce_scatter(own, whole)
+            all_gather_single(whole, own)
+            reduce_scatter_single(own, whole)
             if device is not None:
                 torch.cuda.synchronize(device)
 

@@ -240,14 +240,15 @@ class FolderPlace(Place):
             self.files.rename(folder, path)
 
     def add(self, folder: Path, manifest: Manifest, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Add a missing file to a checkpoint, of which this folder may have no other file yet.
+        """Add a missing file to a draft, or to a checkpoint of which this folder may have no other file yet.
 
-        If it is of another checkpoint of this step, or damaged, it goes first.
+        If the checkpoint is another of this step, or damaged, it goes first.
 
         Raises:
             CheckpointError: see :func:`write_file`.
         """
-        if folder.is_dir() and not _is_of(folder, manifest):
+        is_draft = folder.name in self._locks
+        if folder.is_dir() and not is_draft and not _is_of(folder, manifest):
             self.remove(folder)
         if not folder.is_dir():
             self.complete(self.begin_copy(manifest), manifest, ())
@@ -297,36 +298,33 @@ class FolderPlace(Place):
                 os.close(lock)
 
     @contextlib.contextmanager
-    def marked(self, nonce: int) -> Iterator[None]:
+    def marked(self, mark: str) -> Iterator[None]:
         """Return a context in which a mark is there, by which other nodes see whether they share the folder.
 
         Raises:
             CheckpointError: the mark cannot be written.
         """
+        path = self._mark(mark)
         try:
-            self._mark.write_text(str(nonce))
+            path.touch()
         except OSError as error:
             raise CheckpointError(f"{self.place}: {error.strerror}; give another place") from error
         try:
             yield
         finally:
-            self._mark.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
-    def has_mark(self, nonce: int) -> bool:
-        """Return whether this node sees the mark of another."""
-        try:
-            return self._mark.read_text() == str(nonce)
-        except OSError:
-            return False
+    def has_mark(self, mark: str) -> bool:
+        """Return whether this node sees a mark."""
+        return self._mark(mark).exists()
 
     @property
     def may_be_shared(self) -> bool:
         """Whether its file system may be that of another node too, where new files are seen later."""
         return file_system(self.root) not in _OF_NODE
 
-    @property
-    def _mark(self) -> Path:
-        return self.root / "run.mark"
+    def _mark(self, mark: str) -> Path:
+        return self.root / f"run-{mark}.mark"
 
     def check_room(self, num_checkpoints: int, num_bytes: int) -> None:
         """Remove dead writers' files, and check that there is room for checkpoints, including existing ones.

@@ -95,9 +95,13 @@ def _collectives(extension, races):
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "gloo"}))
-        patch.setattr(executor.distributed.groups, "_all_gather", on_device(executor.distributed.groups._all_gather))
         patch.setattr(
-            executor.distributed.groups, "_reduce_scatter", on_device(executor.distributed.groups._reduce_scatter)
+            executor.distributed.groups, "all_gather_single", on_device(executor.distributed.groups.all_gather_single)
+        )
+        patch.setattr(
+            executor.distributed.groups,
+            "reduce_scatter_single",
+            on_device(executor.distributed.groups.reduce_scatter_single),
         )
         for name in ("all_reduce", "all_to_all_single"):
             patch.setattr(dist, name, on_device(getattr(dist, name)))
