@@ -211,6 +211,27 @@ def test_without_its_fused_head_ligers_loss_takes_the_place_of_whole_logits(
     assert 4 * logits < by_tokens[False] - by_tokens[True] < 6.5 * logits
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "compiled-layers", "liger"])
+def test_a_loss_of_transformers_holds_all_logits_in_fp32_beside_other_kernels(kernels: str) -> None:
+    """Log-probabilities and two gradients of them in fp32, and the logits where the loop has cast and kept them."""
+    run = {"kernels": kernels, "activations": "recompute", "seq_len": 8192, "engine": "fsdp", "fused_update": True}
+    logits, plain = 2 * 8192 * 151_936, peak_bytes(**run, loss="transformers")
+    assert plain == pytest.approx(peak_bytes(**run | {"kernels": "transformers"}), rel=0.01)
+    assert plain - peak_bytes(**run) > 7.9 * logits
+    assert peak_bytes(**run, loss="transformers", keeps_output="fp32") - plain == pytest.approx(4 * logits, rel=0.01)
+
+
+def test_biases_that_are_added_by_expert_are_not_added_up_row_by_row() -> None:
+    """gpt-oss has biases; in backward of 1024 rows an expert, each such sum takes longer than all products."""
+    case = next(case for case in load_cases(FILE.with_name("unseen.json")) if case.id.startswith("automodel"))
+    assert isinstance(case, TrainingCase)
+    assert case.biases_by_expert
+    by_row = case.model_copy(update={"biases_by_expert": False})
+    profile = load_profile(case.hardware)
+    fast, slow = (each.predict(profile).values[Metric.ITERATION] for each in (case, by_row))
+    assert slow > 1.7 * fast
+
+
 def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> None:
     """FSDP gathers from the fp32 shards, and keeps gradients as these are; ZeRO-3 has both in the weights' type."""
 
