@@ -403,6 +403,12 @@ def test_kernels_made_for_ampere_are_slow_on_newer_devices_of_the_data_center() 
     path = "device.attention.bf16-128"
     assert number(after[path]) == pytest.approx(406e12, rel=0.01)  # 1.1e12 FLOP in 2.71 ms
     assert number(before[path]) == pytest.approx(1571e12, rel=0.01)
+    known = quantities(with_attention(load_profile("h100"), "flash-attention-3"))
+    assert number(known["device.attention.bf16"]) == pytest.approx(1.75 * 346e12)  # where a rate is assumed
+    assert number(known["device.attention.fp32"]) == number(quantities(load_profile("h100"))["device.attention.fp32"])
+    for name in ("h100-80g-dataflow", "h200x1-16c", "a100-80", "b300"):  # fitted, measured, and not a Hopper
+        profile = load_profile(name)
+        assert with_attention(profile, "flash-attention-3") == profile
     older = quantities(with_attention(load_profile("h100"), "triton"))
     assert number(older["device.attention_backward.bf16"]) == pytest.approx(346e12 / 2)
 
