@@ -221,6 +221,31 @@ def test_a_loss_of_transformers_holds_all_logits_in_fp32_beside_other_kernels(ke
     assert peak_bytes(**run, loss="transformers", keeps_output="fp32") - plain == pytest.approx(4 * logits, rel=0.01)
 
 
+def test_the_allocator_keeps_the_block_of_logits_that_were_cast_if_the_device_has_room() -> None:
+    run = SMALL | {"engine": "fsdp", "seq_len": 8192, "activations": "recompute", "fused_update": True}
+
+    def peak(kind: str, **changes: object) -> float:
+        case = TrainingCase.model_validate(
+            run | {"measured": {"iteration_ms": 1.0, f"peak_gpu_{kind}_gib": 1}} | changes
+        )
+        return case.predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
+
+    assert peak("reserved") - peak("allocated") == 2 * (2 * 8192 * 151_936)
+    assert peak("reserved", kernels="compiled") == peak("allocated", kernels="compiled")
+    room = load_profile("a100-80").device.memory_bytes.value
+    full = {"micro_batch": 9, "seq_len": 4096}
+    assert peak("reserved", **full) == room > peak("allocated", **full)
+
+
+def test_an_update_that_is_a_chain_of_operators_moves_20_values_of_a_parameter() -> None:
+    profile, phases = load_profile("a100-80"), {}
+    for fused in (True, False):
+        case = TrainingCase.model_validate(SMALL | {"engine": "fsdp", "fused_update": fused, "model": "llama-3-8b"})
+        phases[fused] = case.predict(profile).values[Metric.UPDATE]
+    expected_s = 13 * 4 * 8_030_261_248 / number(quantities(profile)["device.elementwise"])
+    assert phases[False] - phases[True] == pytest.approx(expected_s, rel=0.02)
+
+
 def test_biases_that_are_added_by_expert_are_not_added_up_row_by_row() -> None:
     """gpt-oss has biases; in backward of 1024 rows an expert, each such sum takes longer than all products."""
     case = next(case for case in load_cases(FILE.with_name("unseen.json")) if case.id.startswith("automodel"))

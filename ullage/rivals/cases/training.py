@@ -62,6 +62,9 @@ _SEARCHED_MICRO_BATCHES: Final = 4
 # DeepSpeed reduces gradients after the last micro-batch in buckets (``MEMORY_OPT_ALLREDUCE_SIZE`` in
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
 _BUCKET_PARAMS: Final = 500_000_000
+# PyTorch's AdamW moves 20 values of each parameter, one operation after another (``torch/optim/adam.py``,
+# ``_multi_tensor_adam``), where one kernel moves 7.
+_CHAIN_VALUES: Final = 20 - 7
 _IN_MEMORY: Final = ("fsdp", "megatron")
 _LINK: Final = {"down": "host_link.down", "up": "host_link.up", "both": "host_link.both_bytes_per_s"}
 
@@ -96,8 +99,8 @@ Quantity = Literal[
 ]
 """What may be measured: milliseconds, tokens of all devices together, 1e12 FLOP/s of the model (recomputation not
 counted), and GiB that the device's allocator had handed out at most, that it had reserved, or that the process had
-taken of the device. Reserved memory is predicted as what is handed out: what the allocator keeps beside it is not
-modelled.
+taken of the device. Of what the allocator reserves beside what is handed out, logits alone are known
+(:meth:`TrainingCase._kept_logit_bytes`).
 DeepSpeed's log calls GiB "GB" (``utils.py::see_memory_usage``)."""
 
 _MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
@@ -329,8 +332,27 @@ class TrainingCase(Case):
         if "peak_gpu_process_gib" in self.measured:
             peak_bytes = outcome.values[Metric.PEAK_GPU] + self.beside_tensors_bytes(profile)
             outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.PEAK_GPU: peak_bytes})
+        if "peak_gpu_reserved_gib" in self.measured:
+            peak_bytes = outcome.values[Metric.PEAK_GPU]
+            reserved_bytes = min(peak_bytes + self._kept_logit_bytes, profile.device.memory_bytes.value)
+            outcome = dataclasses.replace(
+                outcome, values=outcome.values | {Metric.PEAK_GPU: max(peak_bytes, reserved_bytes)}
+            )
         # The placement of an engine that searches depends on the machine.
         return dataclasses.replace(outcome, iteration_s=None) if self._searches else outcome
+
+    @property
+    def _kept_logit_bytes(self) -> float:
+        """Bytes of logits in the type of weights that a loss has cast to fp32.
+
+        PyTorch's allocator asks CUDA for each large block, and cuts pieces off one that is
+        free, but joins none. The logits, as they come from the head, are free when they are cast. All that the loss
+        makes of them is larger, so their block stays beside it (``c10/cuda/CUDACachingAllocator.cpp``). If the device
+        has no room for it, the allocator gives it back.
+        """
+        casts = self.loss == "transformers" or (self.kernels == "transformers" and not self.loss_tile)
+        logits = self.micro_batch * self.seq_len * self._vocab_size("measured.peak_gpu_reserved_gib")
+        return logits * self.precision.weight_bytes * casts
 
     @property
     def _searches(self) -> bool:
@@ -541,7 +563,9 @@ class TrainingCase(Case):
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
         elif self.engine == "fsdp" and self.optimizer == "adamw" and not self._fuses_update:
-            changes["step_scratch_bytes"] = self.step_copies * (2 if self.precision.state else 4)
+            value_bytes = 2 if self.precision.state else 4
+            changes["step_scratch_bytes"] = self.step_copies * value_bytes
+            changes["chain_bytes"] = _CHAIN_VALUES * value_bytes
         return changes
 
     @property
