@@ -194,7 +194,10 @@ class CostModel:
         device = self.profile.device
         read_s = self._rank.read_s(device.optimizer, task.num_params, "device optimizer")
         products_s = sum(self._products.compute_s(newton_schulz(*shape)) for shape in task.matrices)
-        products_s += self._rank.exchanges_s(self.layout.tensor_group, task.num_bytes)
+        if OPTIMIZERS[self._optimizer].others:
+            products_s += self._rank.exchanges_s(self.layout.tensor_group, task.num_bytes)
+        elif task.num_bytes:  # further passes of an engine
+            products_s += self._rank.read_s(device.elementwise, task.num_bytes, "elementwise")
         state = self.precision.optimizer_state(self._kind(task))
         update_bytes = self._update_bytes(task)
         if device.kind == "gpu" and not (state.fuses and device.fuses_updates is not False):

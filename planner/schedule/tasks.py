@@ -149,7 +149,7 @@ class Task:
             :mod:`planner.lowering.compute`.
         piece: index of the subgroup within the unit, or -1 for the whole unit.
         num_bytes: bytes copied, gathered, scattered or passed over, or exchanged for an update by tensor-parallel
-            ranks; 0 otherwise.
+            ranks, or moved by it in further passes; 0 otherwise.
         num_params: parameters that this rank updates, whose squared gradients it sums (``FLUSH``), or that it casts
             before (``GATHER``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.

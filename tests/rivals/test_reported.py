@@ -212,6 +212,52 @@ def test_without_its_fused_head_ligers_loss_takes_the_place_of_whole_logits(
     assert 4 * logits < by_tokens[False] - by_tokens[True] < 6.5 * logits
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "compiled-layers", "liger"])
+def test_a_loss_of_transformers_holds_all_logits_in_fp32_beside_other_kernels(kernels: str) -> None:
+    """Log-probabilities and two gradients of them in fp32, and the logits where the loop has cast and kept them."""
+    run = {"kernels": kernels, "activations": "recompute", "seq_len": 8192, "engine": "fsdp", "fused_update": True}
+    logits, plain = 2 * 8192 * 151_936, peak_bytes(**run, loss="transformers")
+    assert plain == pytest.approx(peak_bytes(**run | {"kernels": "transformers"}), rel=0.01)
+    assert plain - peak_bytes(**run) > 7.9 * logits
+    assert peak_bytes(**run, loss="transformers", keeps_output="fp32") - plain == pytest.approx(4 * logits, rel=0.01)
+
+
+def test_the_allocator_keeps_the_block_of_logits_that_were_cast_if_the_device_has_room() -> None:
+    run = SMALL | {"engine": "fsdp", "seq_len": 8192, "activations": "recompute", "fused_update": True}
+
+    def peak(kind: str, **changes: object) -> float:
+        case = TrainingCase.model_validate(
+            run | {"measured": {"iteration_ms": 1.0, f"peak_gpu_{kind}_gib": 1}} | changes
+        )
+        return case.predict(load_profile("a100-80")).values[Metric.PEAK_GPU]
+
+    assert peak("reserved") - peak("allocated") == 2 * (2 * 8192 * 151_936)
+    assert peak("reserved", kernels="compiled") == peak("allocated", kernels="compiled")
+    room = load_profile("a100-80").device.memory_bytes.value
+    full = {"micro_batch": 9, "seq_len": 4096}
+    assert peak("reserved", **full) == room > peak("allocated", **full)
+
+
+def test_an_update_that_is_a_chain_of_operators_moves_20_values_of_a_parameter() -> None:
+    profile, phases = load_profile("a100-80"), {}
+    for fused in (True, False):
+        case = TrainingCase.model_validate(SMALL | {"engine": "fsdp", "fused_update": fused, "model": "llama-3-8b"})
+        phases[fused] = case.predict(profile).values[Metric.UPDATE]
+    expected_s = 13 * 4 * 8_030_261_248 / number(quantities(profile)["device.elementwise"])
+    assert phases[False] - phases[True] == pytest.approx(expected_s, rel=0.02)
+
+
+def test_biases_that_are_added_by_expert_are_not_added_up_row_by_row() -> None:
+    """gpt-oss has biases; in backward of 1024 rows an expert, each such sum takes longer than all products."""
+    case = next(case for case in load_cases(FILE.with_name("unseen.json")) if case.id.startswith("automodel"))
+    assert isinstance(case, TrainingCase)
+    assert case.biases_by_expert
+    by_row = case.model_copy(update={"biases_by_expert": False})
+    profile = load_profile(case.hardware)
+    fast, slow = (each.predict(profile).values[Metric.ITERATION] for each in (case, by_row))
+    assert slow > 1.7 * fast
+
+
 def test_ranks_that_shard_masters_have_no_weights_of_their_own_beside_them() -> None:
     """FSDP gathers from the fp32 shards, and keeps gradients as these are; ZeRO-3 has both in the weights' type."""
 
@@ -383,6 +429,12 @@ def test_kernels_made_for_ampere_are_slow_on_newer_devices_of_the_data_center() 
     path = "device.attention.bf16-128"
     assert number(after[path]) == pytest.approx(406e12, rel=0.01)  # 1.1e12 FLOP in 2.71 ms
     assert number(before[path]) == pytest.approx(1571e12, rel=0.01)
+    known = quantities(with_attention(load_profile("h100"), "flash-attention-3"))
+    assert number(known["device.attention.bf16"]) == pytest.approx(1.75 * 346e12)  # where a rate is assumed
+    assert number(known["device.attention.fp32"]) == number(quantities(load_profile("h100"))["device.attention.fp32"])
+    for name in ("h100-80g-dataflow", "h200x1-16c", "a100-80", "b300"):  # fitted, measured, and not a Hopper
+        profile = load_profile(name)
+        assert with_attention(profile, "flash-attention-3") == profile
     older = quantities(with_attention(load_profile("h100"), "triton"))
     assert number(older["device.attention_backward.bf16"]) == pytest.approx(346e12 / 2)
 

@@ -117,6 +117,7 @@ class RivalDecisions(Decisions):
         step_scratch_bytes: what updates on the device hold during the step, for each parameter that they take at once,
             beside gradients and state.
         step_scratch_params: at most so many parameters are taken at once; ``None``: all.
+        chain_bytes: what updates on the device move for each parameter beside one pass, as a chain of operators does.
         shards_masters: whether ranks shard only the master copies, and cast what they gather (FSDP): no shard of
             weights in their own type waits on a device.
         output_bytes: what the loop keeps of a micro-batch's output while its backward runs.
@@ -167,6 +168,7 @@ class RivalDecisions(Decisions):
     device_buffer_bytes: Amount = 0
     step_scratch_bytes: Amount = 0
     step_scratch_params: Annotated[int, Field(gt=0)] | None = None
+    chain_bytes: Amount = 0
     shards_masters: bool = False
     output_bytes: Amount = 0
     all_reduces: bool = False

@@ -117,6 +117,20 @@ def test_words_of_sources_decide_what_is_held():
     assert read_as("slideformer", **in_memory, engine__wrapper="FSDP", source="RoundPipe-artifact").reduces_once
 
 
+def test_layers_are_compiled_where_no_graph_breaks_and_a_loss_of_whole_logits_is_not():
+    """A checkpointed layer runs as it is if the kernel of attention branches on the positions of its one sequence."""
+    run = {"engine__compile": True, "engine__liger": None, "note": "", "engine__loss": "whole logits"}
+    broken = run | {"engine__attention": "flash-attention-2", "batch": {"micro_batch": 1, "seq_len": 1024}}
+    assert read_as("slideformer", **run, activations="recompute").kernels == "compiled"
+    assert read_as("slideformer", **broken, activations="recompute").kernels == "transformers"
+    assert read_as("slideformer", **broken, activations="keep").kernels == "compiled"
+    several = broken | {"batch": {"micro_batch": 2, "seq_len": 1024}}
+    assert read_as("slideformer", **several, activations="recompute").kernels == "compiled"
+    assert read_as("slideformer", **run).loss == "transformers"
+    assert read_as("slideformer", **run | {"engine__loss": "whole logits, compiled"}).loss is None
+    assert read_as("slideformer", **run, source="github.com/pytorch/torchtune").loss is None
+
+
 def test_reentrant_checkpoints_run_all_of_a_layer_again():
     in_memory = {"engine__name": "gpu-only", "engine__offload_param": False, "engine__wrapper": "FSDP"}
     assert read_as("slideformer").reruns_all  # that of ``transformers`` before 5

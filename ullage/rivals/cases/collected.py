@@ -258,6 +258,7 @@ def _translated(stated: _Stated, machines: Mapping[str, str]) -> Case:
         "attention": _attention(stated),
         "joint_qkv": stated("model.architecture") == "qwen" and stated("lora.rank") is None,  # ``modeling_qwen.py``
         "fp16_sums": stated("fp16_accumulation") and not _is_megatron(stated),  # whose products are TransformerEngine's
+        "loss": _loss(stated),
         "loss_tile": _loss_tile(stated),
         "precision": _precision(stated),
         "optimizer": _optimizer(stated),
@@ -381,7 +382,25 @@ def _kernels(stated: _Stated) -> str | None:
     words = f"{stated('note', '')} {stated('engine.kernels', '')}".lower()
     if stated("engine.liger") or "liger" in words or "fused linear" in str(stated("engine.loss", "")):
         return "liger"  # whose head is the only fused one that trainers have
-    return "compiled" if stated("engine.compile") else None
+    return "compiled" if stated("engine.compile") and not _leaves_layers(stated) else None
+
+
+def _leaves_layers(stated: _Stated) -> bool:
+    """Return whether layers that are to be compiled run as they are.
+
+    PyTorch leaves a checkpointed layer as it is if its graph would break (``torch/utils/checkpoint.py``, Note:
+    torch.compile and checkpoint). It does in the FlashAttention of ``transformers``, which branches on the positions
+    of a micro-batch of one sequence (``modeling_flash_attention_utils.py::_is_packed_sequence``).
+    """
+    is_flash = str(_attention(stated)).startswith("flash-attention")
+    return is_flash and _activations(stated) == "recompute" and stated("batch.micro_batch", 1) == 1
+
+
+def _loss(stated: _Stated) -> str | None:
+    """Return the loss of whole logits beside compiled layers, unless it is compiled too, as torchtune's is."""
+    words = str(stated("engine.loss", ""))
+    compiled = "compiled" in words or "pytorch/torchtune" in stated("source")
+    return "transformers" if words.startswith("whole logits") and stated("engine.compile") and not compiled else None
 
 
 def _is_megatron(stated: _Stated) -> bool:

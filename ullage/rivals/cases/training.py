@@ -23,6 +23,7 @@ from planner.models.adapters import Lora
 from planner.models.captured import Model
 from planner.models.config import ModelConfig, NoFormulasError
 from planner.models.formulas.ends import with_loss_of
+from planner.models.kernels import Elementwise
 from planner.models.parameters import num_parameters
 from planner.models.quantization import Quantization
 from planner.models.registry import configuration, resolve_model
@@ -47,7 +48,7 @@ from ullage.rivals.engines.interleaved import interleaved
 from ullage.rivals.engines.llmq import Placement, place
 from ullage.rivals.engines.ratel import ratel
 from ullage.rivals.engines.streaming import best_streaming
-from ullage.rivals.kernels import dataflow, liger, llmq, megatron_core, megatron_lm
+from ullage.rivals.kernels import dataflow, llmq, megatron_core, megatron_lm, whole_logits
 from ullage.rivals.kernels.llmq import Remade
 from ullage.rivals.lowering import lower
 from ullage.rivals.precision import RivalPrecision
@@ -61,6 +62,9 @@ _SEARCHED_MICRO_BATCHES: Final = 4
 # DeepSpeed reduces gradients after the last micro-batch in buckets (``MEMORY_OPT_ALLREDUCE_SIZE`` in
 # ``deepspeed/runtime/engine.py``), so that few all-reduces pay their latency.
 _BUCKET_PARAMS: Final = 500_000_000
+# PyTorch's AdamW moves 20 values of each parameter, one operation after another (``torch/optim/adam.py``,
+# ``_multi_tensor_adam``), where one kernel moves 7.
+_CHAIN_VALUES: Final = 20 - 7
 _IN_MEMORY: Final = ("fsdp", "megatron")
 _LINK: Final = {"down": "host_link.down", "up": "host_link.up", "both": "host_link.both_bytes_per_s"}
 
@@ -90,10 +94,13 @@ Quantity = Literal[
     "tokens_per_s",
     "tflops",
     "peak_gpu_allocated_gib",
+    "peak_gpu_reserved_gib",
     "peak_gpu_process_gib",
 ]
 """What may be measured: milliseconds, tokens of all devices together, 1e12 FLOP/s of the model (recomputation not
-counted), and GiB that the device's allocator had handed out at most, or that the process had taken of the device.
+counted), and GiB that the device's allocator had handed out at most, that it had reserved, or that the process had
+taken of the device. Of what the allocator reserves beside what is handed out, logits alone are known
+(:meth:`TrainingCase._kept_logit_bytes`).
 DeepSpeed's log calls GiB "GB" (``utils.py::see_memory_usage``)."""
 
 _MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
@@ -103,6 +110,7 @@ _MEASURED: Final[dict[Quantity, tuple[Metric, float]]] = {
     "iteration_ms": (Metric.ITERATION, 1e-3),
     "tflops": (Metric.COMPUTE_RATE, 1e12),
     "peak_gpu_allocated_gib": (Metric.PEAK_GPU, 2**30),
+    "peak_gpu_reserved_gib": (Metric.PEAK_GPU, 2**30),
     "peak_gpu_process_gib": (Metric.PEAK_GPU, 2**30),
 }
 
@@ -155,8 +163,14 @@ class TrainingCase(Case):
         dtensors: whether parameters are ``DTensor``, as in PyTorch's FSDP2.
         reduces_once: whether ranks of ``fsdp`` reduced gradients in the last micro-batch only, and added up whole ones
             before (``no_sync``).
-        keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran.
+        keeps_output: whether the loop kept the model's output, and with it all logits, while backward ran. ``fp32``: it
+            had cast them.
         fused_head: whether the head of ``liger`` computes the loss, too, and makes no logits.
+        loss: ``transformers``: head and loss are those of ``transformers``, operation by operation on all logits in
+            fp32, beside layers with other ``kernels``; ``None``: those of ``kernels``.
+        biases_by_expert: whether each expert's bias is added to all of its rows at once. ``transformers`` looks up one
+            for each row, and in backward adds up one row after another ([Note: Kernel lists] in
+            :mod:`planner.models.kernels`).
         fused_update: whether the optimizer of ``fsdp`` was one kernel a tensor, as with ``fused=True``. PyTorch's AdamW
             is not by default: it takes the square roots of all second moments before it uses any.
         paged: whether optimizer state is on the host, and in an update the driver moves it to the device and back, as
@@ -213,8 +227,10 @@ class TrainingCase(Case):
     updates_in_backward: bool = False
     dtensors: bool = False
     reduces_once: bool = False
-    keeps_output: bool = False
+    keeps_output: bool | Literal["fp32"] = False
     fused_head: bool = True
+    loss: Literal["transformers"] | None = None
+    biases_by_expert: bool = False
     fused_update: bool = False
     paged: bool = False
     step_copies: Literal[1, 2] = 1
@@ -316,8 +332,27 @@ class TrainingCase(Case):
         if "peak_gpu_process_gib" in self.measured:
             peak_bytes = outcome.values[Metric.PEAK_GPU] + self.beside_tensors_bytes(profile)
             outcome = dataclasses.replace(outcome, values=outcome.values | {Metric.PEAK_GPU: peak_bytes})
+        if "peak_gpu_reserved_gib" in self.measured:
+            peak_bytes = outcome.values[Metric.PEAK_GPU]
+            reserved_bytes = min(peak_bytes + self._kept_logit_bytes, profile.device.memory_bytes.value)
+            outcome = dataclasses.replace(
+                outcome, values=outcome.values | {Metric.PEAK_GPU: max(peak_bytes, reserved_bytes)}
+            )
         # The placement of an engine that searches depends on the machine.
         return dataclasses.replace(outcome, iteration_s=None) if self._searches else outcome
+
+    @property
+    def _kept_logit_bytes(self) -> float:
+        """Bytes of logits in the type of weights that a loss has cast to fp32.
+
+        PyTorch's allocator asks CUDA for each large block, and cuts pieces off one that is
+        free, but joins none. The logits, as they come from the head, are free when they are cast. All that the loss
+        makes of them is larger, so their block stays beside it (``c10/cuda/CUDACachingAllocator.cpp``). If the device
+        has no room for it, the allocator gives it back.
+        """
+        casts = self.loss == "transformers" or (self.kernels == "transformers" and not self.loss_tile)
+        logits = self.micro_batch * self.seq_len * self._vocab_size("measured.peak_gpu_reserved_gib")
+        return logits * self.precision.weight_bytes * casts
 
     @property
     def _searches(self) -> bool:
@@ -414,10 +449,14 @@ class TrainingCase(Case):
             operators = tuple(_in_one_module(operator) for operator in operators)
         if self.reruns_all:
             operators = tuple(dataclasses.replace(operator, num_skipped=0) for operator in operators)
-        if self.fused_head or self.kernels != "liger":
+        if self.biases_by_expert:
+            operators = tuple(map(_added_by_expert, operators))
+        if self.loss is None and (self.fused_head or self.kernels != "liger"):
             return operators
         plain = build_graph(model, dataclasses.replace(batch, kernels="transformers"))
-        return liger.with_whole_logits(operators, plain, self._vocab_size("fused_head"), batch.dtype_bytes)
+        vocab = self._vocab_size("loss" if self.loss else "fused_head")
+        operators = whole_logits.with_head_of(plain, operators, vocab)
+        return operators if self.loss else whole_logits.with_loss_in_place(operators, vocab, batch.dtype_bytes)
 
     def _operators_of_others(self, model: Model) -> tuple[Operator, ...]:
         if not isinstance(model, ModelConfig):
@@ -515,8 +554,8 @@ class TrainingCase(Case):
         if self.gradient_path:
             changes["gradient_path"] = self.gradient_path
         if self.keeps_output:
-            tokens = self.micro_batch * self.seq_len
-            changes["output_bytes"] = tokens * self._vocab_size("keeps_output") * self.precision.weight_bytes
+            logits = self.micro_batch * self.seq_len * self._vocab_size("keeps_output")
+            changes["output_bytes"] = logits * (4 if self.keeps_output == "fp32" else self.precision.weight_bytes)
         if self.engine == "megatron" and self.zero_stage < 2:  # it adds gradients up after the last micro-batch
             changes["reduce_start"] = "step"
             changes["bucket_params"] = _BUCKET_PARAMS if self.zero_stage == 0 else 0
@@ -524,7 +563,9 @@ class TrainingCase(Case):
         if self.updates_in_backward:
             changes |= {"update_start": "backward", "update_order": "backward"}
         elif self.engine == "fsdp" and self.optimizer == "adamw" and not self._fuses_update:
-            changes["step_scratch_bytes"] = self.step_copies * (2 if self.precision.state else 4)
+            value_bytes = 2 if self.precision.state else 4
+            changes["step_scratch_bytes"] = self.step_copies * value_bytes
+            changes["chain_bytes"] = _CHAIN_VALUES * value_bytes
         return changes
 
     @property
@@ -588,6 +629,17 @@ def _in_one_module(operator: Operator) -> Operator:
         path, module, name = spec.name.rsplit(".", 2)
         joint.append(dataclasses.replace(spec, name=f"{path}.qkv_proj.{module}_{name}"))
     return dataclasses.replace(operator, parameters=tuple(joint))
+
+
+def _added_by_expert(operator: Operator) -> Operator:
+    """Return an operator whose rows are added up all at once, not one after another."""
+    return dataclasses.replace(
+        operator,
+        backward=tuple(
+            dataclasses.replace(kernel, num_meeting=1) if isinstance(kernel, Elementwise) else kernel
+            for kernel in operator.backward
+        ),
+    )
 
 
 def simulated(

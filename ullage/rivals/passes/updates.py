@@ -37,6 +37,9 @@ def updates(decisions: RivalDecisions, program: Program) -> None:
         _update_late(decisions, program)
         return
     core_updates(program, _ways(decisions))
+    for draft in program.drafts if decisions.chain_bytes else ():
+        if draft.op is Op.UPDATE and draft.lane is Lane.GPU_UPDATE:
+            draft.num_bytes += decisions.chain_bytes * draft.num_params
     if _worker_goes_on(decisions) and not decisions.overlap_next_forward:
         for unit in program.units:  # updated shards are gathered when they are back on the device
             behind = program.behind[unit.backwards[-1].index]
