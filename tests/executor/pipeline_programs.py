@@ -267,9 +267,11 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _OF_BOTH = {"vocab_size": 64, "d_model": 32, "decoder_start_token_id": 0, "pad_token_id": 0}
 IN_ROUNDS = "a loss that balances experts, in rounds"
 OTHERS = {
-    "tuples": lambda: transformers.FalconConfig(**_SIZES, attention_dropout=0, hidden_dropout=0),
-    "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
+    "an encoder's output, logits that are shifted": lambda: transformers.PegasusConfig(
+        **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
+    ),
     "two rotations": lambda: transformers.Gemma3TextConfig(**_SIZES, head_dim=8, sliding_window=4),
+    "tuples": lambda: transformers.FalconConfig(**_SIZES, attention_dropout=0, hidden_dropout=0),
     "tuples with scores": lambda: transformers.BloomConfig(
         **_SIZES, n_layer=4, n_head=4, attention_dropout=0, hidden_dropout=0
     ),
@@ -298,9 +300,7 @@ OTHERS = {
         embd_pdrop=0,
         resid_pdrop=0,
     ),
-    "an encoder's output, logits that are shifted": lambda: transformers.PegasusConfig(
-        **_OF_BOTH, encoder_layers=2, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0
-    ),
+    "windows": lambda: transformers.MistralConfig(**_SIZES, sliding_window=4),
     "scores that layers share": lambda: transformers.T5Config(
         **_OF_BOTH, d_kv=8, d_ff=64, num_heads=4, num_layers=3, num_decoder_layers=1, dropout_rate=0
     ),
