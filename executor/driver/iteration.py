@@ -264,6 +264,8 @@ class IterationDriver:
                     self._reopen()  # gradients may come before the next backward reaches a module
                 if self._on_demand is not None:
                     self._runtime.keep_all(self.visibility)
+                    # A forward that takes a gradient inside has run again before: what that has saved is in slots.
+                    self._on_demand.bring(unit)
                     self.visibility.show(unit)
                     hook_saved_weights(self.visibility, self._hooked)
             elif self.progress.has_left or not self.progress.is_at(Op.BACKWARD, unit):
@@ -619,15 +621,15 @@ class IterationDriver:
         return True
 
     def come_to_rest(self) -> bool:
-        """After a forward or backward, end the iteration or leave the plan, so that weights can be read.
+        """After a forward, or in or after backward, end the iteration or leave the plan, so that weights can be read.
 
         Return whether they can be.
         """
         if not self._depth and self._end_unused():
             return True
-        goes_forward = self.progress.task is not None and self.progress.task.op is Op.FORWARD
+        is_under_way = self.progress.task is not None
         has_run_back = self._has_run_back and self.progress.rests
-        may_leave = self._on_demand is None and not in_backward() and (has_run_back or goes_forward)
+        may_leave = self._on_demand is None and (has_run_back or is_under_way)
         if may_leave and not why_not(self._runtime, self._decisions):
             computing = self.visibility.shown_for
             self._leave(OutOfOrderError("weights were read in the middle of a step"), is_read=has_run_back)

@@ -121,7 +121,7 @@ class OffloadedActivations:
             begin_recompute()
             if isinstance(saved, torch.Tensor):
                 return saved
-            return saved.restore(self._backend)
+            return saved.restore(self._backend, keep=segment.is_kept)
 
         def unit() -> str:  # operators before the segment's first unit belong to that unit
             return callbacks.unit if callbacks.unit in names else names[0]
@@ -131,6 +131,7 @@ class OffloadedActivations:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes
+        segment.in_forward = False
 
     def offload(self, unit: str, name: str) -> None:
         """Copy a unit's activations to a room, free them on the device, and wait until that is done.

@@ -110,10 +110,10 @@ class SavedTensor:
         assert self.tensor is not None
         return self.tensor.as_strided((self.shape.numel(),), (1,)).view(torch.uint8)
 
-    def restore(self, backend: Backend) -> torch.Tensor:
+    def restore(self, backend: Backend, *, keep: bool) -> torch.Tensor:
         """Return the tensor to the recomputation, and drop the reference, so that its memory is freed after use.
 
-        If backward keeps its graph (``retain_graph``, ``create_graph``), return a copy: it may come here again.
+        To ``keep`` it for another recomputation, return a copy.
         """
         if self.tensor is None:
             raise ActivationError(
@@ -123,7 +123,7 @@ class SavedTensor:
         if not self.is_unmodified:
             raise modified_in_place("the input of a segment")
         assert self.tensor is not None
-        if _keeps_graph():
+        if keep:
             return self.tensor.clone()
         tensor, self.tensor = self.tensor, None
         backend.record_stream(tensor)
@@ -177,6 +177,7 @@ class SegmentActivations:
         moved: units that were offloaded.
         away: those of them whose offloaded tensors are not on the device.
         is_dropped: whether the backward that was to use them has ended.
+        in_forward: whether the forward still runs. A gradient that it takes inside recomputes what ran so far.
     """
 
     def __init__(self, rooms: Mapping[str, str], micro_batch: int = 0) -> None:
@@ -188,6 +189,13 @@ class SegmentActivations:
         self.moved: set[str] = set()
         self.away: set[str] = set()
         self.is_dropped = False
+        self.in_forward = True
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether another recomputation may follow the one that runs (as with ``retain_graph``, ``create_graph``)."""
+        keeps_graph: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+        return self.in_forward or keeps_graph
 
     def offloaded(self, unit: str) -> Iterator[SavedTensor]:
         """Yield a unit's offloaded tensors."""
@@ -232,7 +240,8 @@ class Running(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def saving_products(segment: SegmentActivations, unit: Callable[[], str]) -> Running:
-    """Return a mode that saves the outputs of products during forward."""
+    """Return a mode that saves the outputs of products during forward, but for those of a backward inside it."""
+    graph_task = _graph_task()
 
     def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_parts(types):
@@ -240,7 +249,7 @@ def saving_products(segment: SegmentActivations, unit: Callable[[], str]) -> Run
         output = func(*args, **kwargs)
         if func._schema.is_mutable and segment.products:
             segment.forget_changed(output)
-        if _is_product(func) and not is_running_again():
+        if _is_product(func) and not is_running_again() and _graph_task() == graph_task:
             leaves, structure = tree_flatten(output)
             saved = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, saved, structure, _random_state(func, leaves[0].device))
@@ -259,16 +268,18 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._segments = segment
         self._backend = backend
         self._begin = begin
+        self._graph_task = -1
 
     def __enter__(self) -> Any:
         self._begin()
         self._segments.position = 0
+        self._graph_task = _graph_task()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         """Free the tensors that the recomputation did not need; it ends when it has all that backward needs."""
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        if not _keeps_graph():
+        if not self._segments.is_kept:
             self._segments.drop()
 
     def __torch_dispatch__(
@@ -276,7 +287,7 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if _has_parts(types):
             return NotImplemented
-        if not _is_product(func) or is_running_again():
+        if not _is_product(func) or is_running_again() or _graph_task() != self._graph_task:
             return func(*args, **(kwargs or {}))
         segment, position = self._segments, self._segments.position
         if position >= len(segment.products) or segment.products[position].function is not func:
@@ -291,14 +302,17 @@ class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if product.random_state is not None:
             generator, state = product.random_state
             generator.set_state(state)
-        leaves = [leaf.restore(self._backend) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves]
-        return tree_unflatten(leaves, product.structure)
+        keep = segment.is_kept
+        restored = [
+            leaf.restore(self._backend, keep=keep) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves
+        ]
+        return tree_unflatten(restored, product.structure)
 
 
-def _keeps_graph() -> bool:
-    """Return whether the backward that runs now may be followed by another one through its graph."""
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keeps
+def _graph_task() -> int:
+    """Return which backward runs in this thread; -1 if none does."""
+    task: int = torch._C._current_graph_task_id()
+    return task
 
 
 def _has_parts(types: Any) -> bool:
