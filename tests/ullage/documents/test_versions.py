@@ -29,6 +29,7 @@ INTERNALS = {
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C.DispatchKey.ADInplaceOrView",
     "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C._len_torch_dispatch_stack",
     "torch._C._storage_Use_Count",
     "torch._C._autograd._get_current_graph_task_keep_graph",
     "torch._C._autograd._get_sequence_nr",
